@@ -2,8 +2,8 @@
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
 <output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. A latent is decoded
-again only if it is newer than its picture, or if that is a preview. Of training samples whose captions the prompts are
-it writes the original and the decoded latents (stages/pages/training_samples.py).
+again only if it is newer than its picture, or if that is a preview. Where a prompt is the caption of a training sample,
+the sample's original and its decoded latents are written too (stages/pages/training_samples.py).
 """
 
 import json
@@ -44,7 +44,7 @@ def run(
     console: Console,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Decode what the trainer leaves while it trains, then the rest.")
+        bool, typer.Option("--watch", help="Decode validation latents while the run trains, then the rest.")
     ] = False,
     preview: Annotated[
         bool, typer.Option("--preview", help="With validation.preview_autoencoder; pictures are marked as previews.")
@@ -91,8 +91,8 @@ def run(
 
 
 def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview: bool) -> list[Path]:
-    """The latents of `files` without a picture, or with an older one, which is of an earlier training of the same name;
-    and those with a preview alone, where more than a preview is wanted."""
+    """Those of `files` without a picture, or with one that is older than the latent, which an earlier run of the same
+    name left. Unless `preview`: also those of which the picture is a preview."""
     todo = []
     for file in files:
         picture = output_path(folder, config, file)
@@ -103,11 +103,11 @@ def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview:
 
 
 def decode_while_training(config: Config, options: Options, console: Console, folder: Path) -> tuple[int, bool]:
-    """Decode what appears until no trainer is at work: (how many, whether it was told to finish before).
+    """Decode new latents until no trainer is at work: (how many, whether it was told to finish before that).
 
-    Each time by a process of its own, which frees all memory when it ends. One that fails, as where the device has no
-    room beside the trainer, is not tried again before training has ended. device auto: the processor, as the trainer
-    may use every card.
+    Each time a process of its own decodes them, which frees all its memory when it ends. Where one fails, as when the
+    device has too little memory beside the trainer, the rest waits until training has ended. device auto: the
+    processor, as the trainer may use every card.
     """
     device = options.resources(config, "decode").device
     options = replace(options, device="cpu" if device == "auto" else device)
@@ -129,7 +129,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
         if not todo:
             continue
         times = {str(file): file.stat().st_mtime_ns for file in todo}
-        watch.hide_wait()  # that program has the terminal
+        watch.hide_wait()  # `decode` shows its own progress
         _, document = processes.run("decode", options)
         if "error" in document and not watch.told:
             waits = True
@@ -144,8 +144,8 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
 
 
 def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Those of validations after which the trainer has done a step: by then it has allocated the memory that it needs
-    on the card, and the rest is free."""
+    """Those of validations after which the trainer has done a step: by then it has allocated all the memory that it
+    needs on the card."""
     metrics = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in metrics if "loss" in line), default=0)
     return [file for file in files if (step_of(file.parent) or 0) < trained]
@@ -162,7 +162,7 @@ def _decode_files(
 ) -> None:
     """Decode `todo`; counts and failures are added to the report."""
     with garbage_collection_paused():
-        with activity("loading torch and what decodes", at_once=True):
+        with activity("loading torch and the autoencoder's code", at_once=True):
             import torch
 
             from stages.encoding import model_loading
@@ -203,13 +203,14 @@ def _decode_files(
 
 
 def _may_be_shared(folder: Path) -> bool:
-    """Whether others of this run may use a card: a trainer, also where it is not known whether one is at work, or the
-    encoding stages, between two trainings of a rolling cache."""
+    """Whether another program of this run may use the card: a trainer, unless it is known that none is at work, or the
+    encoding stages of a rolling cache."""
     return is_watcher() or is_running(folder) is not False
 
 
 def _date_after(picture: Path, written: int) -> None:
-    """Let the picture be no older than its latent, which was `written` by a machine whose clock may be ahead."""
+    """Make the picture no older than its latent, whose time, `written`, may be of a machine with a clock that is
+    ahead."""
     if picture.stat().st_mtime_ns < written:
         os.utime(picture, ns=(written, written))
 

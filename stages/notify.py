@@ -1,7 +1,7 @@
 """notify: tells webhooks that a run started, was validated, wrote a checkpoint, finished or failed.
 
-It only reads the run's folder, so a webhook that is dead or slow neither stops nor slows the run. What was sent is kept
-in <output>/<run>/notifications.json: started again, it sends what was not sent yet.
+It only reads the run's folder, so a webhook that is down or slow neither stops nor slows the run. What was sent is
+recorded in <output>/<run>/notifications.json: started again, it sends the rest.
 """
 
 import json
@@ -29,7 +29,7 @@ def run(
     options: Options,
     console: Console,
     *,
-    watch: Annotated[bool, typer.Option("--watch", help="Send what happens while it trains, until it ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Send events while the run trains, until it ends.")] = False,
 ) -> Report:
     refuse_partition(options, "notify")
     folder, hooks = Path(config.output) / config.train.run, config.notify.webhooks
@@ -39,7 +39,7 @@ def run(
         report.details["webhooks"] = "notify.webhooks has none"
         return report
     if config.notify.pictures:
-        import PIL  # noqa: F401  # so that its absence is told at once
+        import PIL  # noqa: F401  # where it is missing, this fails before anything is sent
     if options.dry_run:
         _show_bodies(config, folder, report, options, console)
         return report
@@ -93,8 +93,8 @@ def _send(config: Config, folder: Path, report: Report, console: Console, watch:
 
 
 def _watch(config: Config, folder: Path, outbox: Outbox) -> bool:
-    """Add events while a trainer is at work, and afterwards while validations wait for pictures or scores. Whether
-    it was told to finish; those that there will be are then there, unless the run is to go on."""
+    """Add events while a trainer is at work, and then while validations wait for pictures or scores. Returns whether
+    it was told to finish; validations of a finished run are then sent with the pictures and scores that are there."""
     watch, pending = Watch([folder], WATCH_S), 0
     for last in watch:
         waiting = not (last and watch.told and read_progress(config).state == "finished")

@@ -107,7 +107,7 @@ def _show_latents(
             "Install it with: pip install -e '.[encode]'; `latentpress preview --plan` works without it",
         )
     _require_media(table, chosen)
-    with activity("loading torch and what decodes", at_once=True):
+    with activity("loading torch and the autoencoder's code", at_once=True):
         from stages.pages import contact_sheet, result_comparison, result_page
 
     with console.progress(total, "preview", "samples") as progress:

@@ -1,8 +1,8 @@
-"""What `latentpress run` starts beside `train`, and what such a program knows of the training that it follows.
+"""The watchers that `latentpress run` starts beside `train`, and `Watch`, by which a watcher follows training.
 
-A watcher is a program that is started with --watch, by `run` or by hand, on any machine that sees the run's folder.
-It looks again and again at what the trainer left (`Watch`). The trainer knows nothing of it: one that fails, hangs or
-is killed neither stops training nor slows it. A new watcher is a row of WATCHERS.
+A watcher is a program with --watch. It can also be started by hand, on any machine that can read the run's folder. It
+polls what the trainer has written there. The trainer does not know of watchers: one that fails, hangs or is killed
+neither stops nor slows training. A new watcher is a row of WATCHERS.
 """
 
 import os
@@ -32,9 +32,9 @@ from stages.scoring.measures import check_measures
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
 FINISH_S = 600.0  # for a watcher to end once it is told to
 INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
-NICENESS = 10  # the trainer's threads come first
-WATCH_S = 2.0  # between two looks
-START_S = 120.0  # within which a trainer must begin, where nobody says that it will
+NICENESS = 10  # of a watcher, so that the trainer's threads run first
+WATCH_S = 2.0  # between two polls
+START_S = 120.0  # for which a watcher that was started by hand waits for a trainer to begin
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Watcher:
 
     since: the stage that it is started with; None: the beginning of `run`, also where nothing is left to train. until:
     the stage after which it is told to finish; None: the end of `run`. applies: whether this configuration has
-    work for it. library, extra: without this library it is left out, and what to install is said.
+    work for it. library, extra: where this library is missing the watcher is not started, and the log says which extra
+    has it.
     """
 
     program: str
@@ -74,8 +75,7 @@ WATCHERS = (
 
 
 def check_models(config: Config) -> None:
-    """LatentpressError where a model that watchers need is not there or does not fit: before training, not beside
-    it."""
+    """LatentpressError where a model that a watcher needs is missing or of the wrong kind: before training begins."""
     if config.validation.preview_autoencoder:
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
     if "score" in config.stage_order:
@@ -83,9 +83,9 @@ def check_models(config: Config) -> None:
 
 
 class Watchers:
-    """The watchers of one `run`: started with `start`, told to finish by `finish`, all of them where the block ends.
+    """The watchers of one `run`: started by `start`, told to finish by `finish`, all of them at the end of the block.
 
-    failed: program, exit code and log of those that ended in another way.
+    failed: program, exit code and log of each that ended with an error.
     """
 
     def __init__(self, config: Config, options: Options, console: Console, stop_handler: StopHandler) -> None:
@@ -96,7 +96,7 @@ class Watchers:
         self.failed: list[dict[str, str | int]] = []
 
     def start(self, stage: StageName | None = None) -> None:
-        """Start those that begin with this stage, None: with `run`; beside training unless nothing is left to train."""
+        """Start the watchers whose `since` is `stage`. With a stage, none is started where nothing is left to train."""
         rows = [it for it in WATCHERS if it.since == stage and it.applies(self._config)]
         if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
@@ -117,7 +117,7 @@ class Watchers:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
             # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
-            # SIGTERM waits until it listens (`Watch`): one that is told while it still imports has its last look, too.
+            # SIGTERM is blocked until `Watch` handles it: told to finish while it imports, it polls once all the same.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             try:
                 environment = {**os.environ, BESIDE: str(os.getpid())}
@@ -133,8 +133,8 @@ class Watchers:
         return self._folder / WATCHER_LOGS / f"{watcher.program}.log"
 
     def finish(self, stage: StageName | None = None) -> None:
-        """Tell the watchers that run until `stage` to finish, None: all of them, and wait until they have, but not
-        for ever."""
+        """Tell the watchers whose `until` is `stage` to finish (None: all), and wait until they have ended. Those that
+        take longer than FINISH_S, or INTERRUPTED_S where `run` is interrupted, are killed."""
         told = {it: process for it, process in self._running.items() if stage is None or it.until == stage}
         for process in told.values():
             if process.poll() is None:
@@ -151,7 +151,7 @@ class Watchers:
                 self._add_failure(watcher, process.returncode, watcher in killed)
 
     def _wait_until_ended(self, told: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
-        """Those that had to be killed. A stop of `run` shortens the time."""
+        """Those that had to be killed. An interruption of `run` shortens the time limit while it waits."""
         began = time.monotonic()
         while running := {it for it, process in told.items() if process.poll() is None}:
             if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
@@ -168,7 +168,7 @@ class Watchers:
         how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
         if is_killed:
             how = f"did not finish within {FINISH_S:.0f} s, and was ended"
-        self._console.warn(f"{watcher.program} --watch, beside training, {how}; what it said: {log}")
+        self._console.warn(f"{watcher.program} --watch, beside training, {how}; its log: {log}")
 
     def __enter__(self) -> "Watchers":
         return self
@@ -180,16 +180,17 @@ class Watchers:
 
 
 class Watch:
-    """Looks of a program with --watch at runs that are being trained:
+    """Polls runs that are being trained, for a program with --watch:
 
         for last in Watch(folders):
-            ...  # do what the trainer has left since
+            ...  # handle what the trainer has written since the previous poll
 
-    Until no trainer is at work: then, or where the program is told to finish (SIGTERM, Ctrl-C), there is a last look,
-    so that nothing which a trainer left is missed. A watcher of `run` follows until it is told to finish, or until
-    both `run` and the trainer have ended.
+    It goes on until no trainer is at work. Then, or where the program is told to finish (SIGTERM, Ctrl-C), there is one
+    more poll, the last, so that nothing that a trainer wrote is missed. A watcher that `run` started goes on until it
+    is told to finish, or until both `run` and the trainer have ended.
 
-    Between looks it shows what the run is waited for, and how long: who has work for a look calls `hide_wait` first.
+    Between polls the terminal shows what is waited for, and for how long. A program that shows progress of its own
+    calls `hide_wait` first.
 
     told: whether it was told to finish; on_told is then called.
     """
@@ -208,14 +209,14 @@ class Watch:
             while not (last := self._has_ended()):
                 yield last
                 self._show_wait()
-                look = time.monotonic() + self._pause_s
-                while not self.told and time.monotonic() < look:
+                next_poll = time.monotonic() + self._pause_s
+                while not self.told and time.monotonic() < next_poll:
                     time.sleep(min(0.1, self._pause_s))
             self.hide_wait()
             yield last
 
     def hide_wait(self) -> None:
-        """Show no longer what is waited for, until the next pause."""
+        """Stop showing what is waited for, until the next pause."""
         self._wait.clear()
         self._shown.close()
 
@@ -249,6 +250,6 @@ def is_watcher() -> bool:
 
 
 def _is_trained(folder: Path) -> bool:
-    """Whether a trainer is at work there: by its lock or, where that does not tell, by what it wrote."""
+    """Whether a trainer is at work there: by its lock or, where there are no locks, by the age of what it wrote."""
     running = is_running(folder)
     return may_be_running(folder) if running is None else running

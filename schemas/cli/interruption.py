@@ -39,7 +39,7 @@ MaxTimeOption = Annotated[
 
 
 PARENT_VARIABLE = "LATENTPRESS_PARENT"
-LOOK_S = 1.0  # between two looks whether it is still there
+PARENT_POLL_S = 1.0  # between two checks that the parent is alive
 
 
 def child_environment() -> dict[str, str]:
@@ -54,7 +54,7 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(LOOK_S)
+            time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if parent:

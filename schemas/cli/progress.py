@@ -27,7 +27,7 @@ PROGRESS_INTERVAL_S = 5.0  # between lines of progress where there is no termina
 DELAY_S = 1.0  # what takes less is not shown
 STILL_S = 30.0  # without a terminal: between lines of something that does not move
 MOST_STILL_S = 960.0  # without a terminal: the same of what has no count, of which each pause is twice as long
-TICK_S = 0.25  # between two looks at the clock
+TICK_S = 0.25  # between two checks of the clock
 BAR_WIDTH, NARROWEST_BAR = 20, 8  # a text that has no room beside the narrower one is shown below it
 MARGIN = 4  # columns that stay free beside a full line, for the terminal's "^C"; a further line would not be erased
 

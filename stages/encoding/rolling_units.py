@@ -24,7 +24,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.engines.jobs import UnitResult
 
-PAUSE_S = 0.2  # between two looks at what training needs
+PAUSE_S = 0.2  # between two polls of what training needs
 
 
 def open_rolling_set(config: Config, warn: Callable[[str], None]) -> RollingSet:

@@ -1,4 +1,4 @@
-"""The requests that webhooks get: JSON as `schemas.notification` has it, or a message as Discord takes it."""
+"""The bodies of requests to webhooks: JSON of the schema in `schemas.notification`, or a Discord message."""
 
 import base64
 import json
@@ -49,7 +49,7 @@ class Body:
 
 
 def make_body(config: Config, event: Event, form: Literal["json", "discord"]) -> Body:
-    """The request about an event, with what is known of the run now."""
+    """The body for an event; losses, scores and pictures are the run's present ones."""
     folder, progress = Path(config.output) / config.train.run, read_progress(config)
     pictures: list[SmallPicture] = []
     left_out = 0
@@ -111,7 +111,7 @@ def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
         files.append(Upload(name, data, kind))
         embed: dict[str, Any] = {"title": _plain(picture.name, MAX_NAME)}
         embed |= {"description": _plain(picture.prompt, MAX_PROMPT)} if picture.prompt else {}
-        # A clip can't be shown inside of an embed: it plays below the message.
+        # An embed can't show an uploaded clip: it plays below the message.
         embed |= {"image": {"url": f"attachment://{name}"}} if picture.clip is None else {}
         embeds.append(embed)
     document: dict[str, Any] = {

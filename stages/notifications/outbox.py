@@ -1,7 +1,7 @@
-"""<output>/<run>/notifications.json: the events of a run, and which webhook got which.
+"""<output>/<run>/notifications.json: the events of a run, and which were sent to which webhook.
 
-An event is written down before it is sent, and that it was sent afterwards. So after a kill it has the same id, and is
-sent once more rather than not at all. A webhook is called by the environment variable that names its URL.
+An event is saved before it is sent, and marked as sent afterwards. So after a kill it may be sent twice, with the same
+id, but is never lost. A webhook is identified by the environment variable that holds its URL.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from schemas.errors import LatentpressError
 from stages.notifications.run_events import Event
 
 OUTBOX_FILE, LOCK_FILE = "notifications.json", ".notify.lock"
-MOST_WAITING = 100  # of a webhook's events, the newest; older ones are not sent any more
+MOST_WAITING = 100  # events of a webhook, the newest; older ones are no longer sent
 
 
 class Outbox:
@@ -48,14 +48,14 @@ class Outbox:
                 self._save()
 
     def waiting(self, hook: Webhook) -> list[Event]:
-        """Those that this webhook wants and has not got, oldest first."""
+        """The events that this webhook subscribes to and that are not handled, oldest first."""
         with self._lock:
             handled = self._handled.get(hook.url_env, set())
             wanted = [event for event in self.events if event.event in hook.events][-MOST_WAITING:]
             return [event for event in wanted if event.id not in handled]
 
     def mark(self, hook: Webhook, event: Event) -> None:
-        """It was sent, or refused for good: neither is tried again."""
+        """The event is handled: it was sent, or the server refused it. It is not tried again."""
         with self._lock:
             self._handled.setdefault(hook.url_env, set()).add(event.id)
             self._save()
@@ -71,7 +71,8 @@ class Outbox:
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[bool]:
-    """Whether no other process sends this run's events; none does in the body. True where there are no locks."""
+    """Lock the sending of this run's events: False where another process has the lock. True, without a lock, on a file
+    system that has none."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("ab") as file:
         try:

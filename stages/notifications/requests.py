@@ -1,6 +1,7 @@
-"""One request to a webhook, and what became of it. Nothing here puts the URL into a text: it is a secret.
+"""One request to a webhook, and its outcome.
 
-Messages are made of the names of exceptions, of errno and of status codes, never of what a library says.
+The URL is a secret and is in no message: messages are made from the names of exceptions, errno and status codes, never
+from a library's own message.
 """
 
 import email.utils
@@ -30,8 +31,8 @@ Outcome = Literal["sent", "later", "refused", "useless"]
 
 @dataclass(frozen=True)
 class Answer:
-    """later: worth another try, after `wait_s` seconds where the server said so. refused: this event never will be
-    taken. useless: no event will."""
+    """outcome: "later": worth another try, after `wait_s` seconds where the server asks for them; "refused": the
+    server will never accept this event; "useless": the webhook will accept no event."""
 
     outcome: Outcome
     problem: str = ""
@@ -55,10 +56,10 @@ def read_url(name: str) -> tuple[str, str]:
 
 @contextmanager
 def open_client() -> Iterator["Client"]:
-    """A client that follows no redirect, as that would hand the event to another host."""
+    """A client that follows no redirect, which would send the event to another host."""
     import httpx2
 
-    for name in ("httpx2", "httpcore2"):  # which log each URL, where a program listens
+    for name in ("httpx2", "httpcore2"):  # they log each URL, where a handler is set
         logging.getLogger(name).disabled = True
     for part in ("connection", "http11", "http2", "proxy", "socks"):
         logging.getLogger(f"httpcore2.{part}").disabled = True
@@ -116,7 +117,7 @@ def _parse_wait(text: str, now: float) -> float | None:
 
 
 def _describe(error: BaseException) -> str:
-    """The kind of an error of the network, in words of our own."""
+    """The kind of a network error, without the library's message, which may contain the URL."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:

@@ -15,14 +15,14 @@ from schemas.config.pipeline import Config
 from schemas.config.sharing import EventName
 from stages.pages.validation_pictures import find_picture
 
-PICTURES_WAIT_S = 900.0  # for which a validation is held back until its pictures are decoded
-SCORES_WAIT_S = 900.0  # and then until they are scored, unless the next validation comes before
+PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
+SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first
 _PHASES = ("started", "finished", "failed")
 
 
 @dataclass(frozen=True)
 class Event:
-    """key: what it is, once in a run. id: of what is sent. time: when it was seen, UTC."""
+    """key: unique in the run. id: the same in every request about the event. time: when it was found, UTC."""
 
     key: str
     event: EventName
@@ -34,7 +34,8 @@ class Event:
 
 def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
     """The events that are not among `known`, in order, and the number of validations that wait for their pictures or
-    scores. watching: decode and score may be at work; otherwise what has none now is sent without."""
+    scores. watching: whether decode and score may still make these; if not, and no trainer is at work, a validation is
+    sent with those that are there."""
     folder = Path(config.output) / config.train.run
     progress = read_progress(config)
     keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
@@ -62,7 +63,7 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
 
 
 def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bool:
-    """Whether training began, and there is no message of it since it last ended."""
+    """Whether training has begun, for the first time or again, and there is no "started" event of that yet."""
     if phase is None:
         return progress.state == "running" or (folder / METRICS_FILE).exists()
     if phase.event == "finished":
@@ -96,7 +97,7 @@ def _find_validations(config: Config, folder: Path, progress: RunProgress, watch
 
 
 def _age(files: Sequence[Path]) -> float:
-    """Seconds since the newest was written; of no files, that is long ago."""
+    """Seconds since the newest was written; without files, since 1970."""
     return time.time() - max((file.stat().st_mtime for file in files), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Sends what waits in the outbox, a thread for each webhook, so that one that is dead delays no other."""
+"""Sends the events of the outbox, with a thread for each webhook, so that one that is down does not delay others."""
 
 import math
 import random
@@ -17,15 +17,15 @@ from stages.notifications.run_events import Event
 
 TRIES = 5  # of one event, in a row
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between tries; doubled each time
-REST_S = 300.0  # after that many tries, where there is time
-IDLE_S = 0.5  # between looks into the outbox
-TOLD_S = 8.0  # for what still waits, where the program was told to finish
+REST_S = 300.0  # after TRIES failures, before the event is tried again
+IDLE_S = 0.5  # between polls of the outbox
+TOLD_S = 8.0  # for the events that are left when the program is told to finish
 ENDING_S = 1.0  # for requests to end when the program is stopped
 
 
 @dataclass
 class Deliveries:
-    """What became of a webhook's events. problem: of the last request that failed, "" once one went through."""
+    """Counts of a webhook's events. problem: why the last request failed; "" once one succeeded."""
 
     hook: Webhook
     sent: int = 0
@@ -34,8 +34,8 @@ class Deliveries:
 
 
 class Senders:
-    """last: set when no more events come: threads then end once nothing waits, or a webhook failed TRIES times, and
-    after `limit_s` seconds. stopped: set to end after the present request."""
+    """last: set when no more events will come: a thread then ends once all are sent or its webhook failed TRIES times,
+    after `limit_s` seconds at most. stopped: set to end threads after the present request."""
 
     def __init__(
         self, outbox: Outbox, hooks: Sequence[Webhook], make_body: Callable[[Event, Webhook], Body], log: Callable
@@ -48,8 +48,8 @@ class Senders:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Threads send while the body lasts, and afterwards what still waits, unless `stopped` is set."""
-        # Daemons: a server that sends a byte now and then could keep one for ever.
+        """Threads send while the body lasts, and after it the events that are left, unless `stopped` is set."""
+        # Daemon threads: a server that sends a byte now and then could keep one alive for ever.
         self._threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in self.deliveries]
         for thread in self._threads:
             thread.start()
@@ -85,7 +85,7 @@ class Senders:
                     return
 
     def _rest(self) -> bool:
-        """Whether to end rather than to try again later."""
+        """Pause after TRIES failures: whether to end then, instead of trying again."""
         end = time.monotonic() + REST_S
         while time.monotonic() < end and not self.last.is_set():
             if self.stopped.wait(IDLE_S):

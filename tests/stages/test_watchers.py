@@ -124,7 +124,7 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
         {"program": "follow", "exit_code": -9, "log": str(logs / "follow.log")},
     ]
     said = capsys.readouterr().err
-    assert f"fail --watch, beside training, ended with exit code 1; what it said: {logs}/fail.log" in said
+    assert f"fail --watch, beside training, ended with exit code 1; its log: {logs}/fail.log" in said
     assert "follow --watch, beside training, was ended by SIGKILL" in said
 
 

@@ -14,9 +14,9 @@ from schemas.errors import LatentpressError
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.ui.child_programs import ChildPrograms
 
-LOCAL_S, REMOTE_S = 2.0, 30.0  # between two looks at the root, of a folder and of an object store
-FIRST_WAIT_S = 3.0  # that the first page waits for the first look
-MIN_PAUSE_FACTOR = 4  # looking may take at most this fraction of the time: 1/4
+LOCAL_S, REMOTE_S = 2.0, 30.0  # between two listings of the root, of a folder and of an object store
+FIRST_WAIT_S = 3.0  # for which the first page waits for the first status
+MIN_PAUSE_FACTOR = 4  # listing takes a quarter of the time at most
 
 
 class Site:
@@ -54,12 +54,12 @@ class Site:
             return self._config
 
     def status(self) -> Report | LatentpressError | None:
-        """As of the last look, which is repeated in the background only while somebody asks. None before the first."""
+        """The newest status, which is made again in the background only while somebody asks. None before the first."""
         config = self.config()
         with self._lock:
             pause = self._pause(self._took)
             if self._builder is None and (not self._built or time.monotonic() - self._built > pause):
-                self._builder = threading.Thread(target=self._look, args=(config,), name="status", daemon=True)
+                self._builder = threading.Thread(target=self._build, args=(config,), name="status", daemon=True)
                 self._builder.start()
             builder, first = self._builder, self._status is None
         if first and builder is not None:
@@ -67,8 +67,8 @@ class Site:
         return self._status
 
     def set_aside(self) -> Sequence[SetAside]:
-        """What was set aside, as of the last look, which is repeated as seldom as that of `status`. LatentpressError as
-        of `list_set_aside`."""
+        """What was set aside, listed again no more often than `status` is made. LatentpressError as of
+        `list_set_aside`."""
         config = self.config()
         with self._listing:
             pause = self._pause(self._listing_took)
@@ -81,10 +81,10 @@ class Site:
             return known[1]
 
     def _pause(self, took: float) -> float:
-        """Seconds between two looks at the root, of which one `took` so many."""
+        """Seconds between two listings of the root, of which one `took` so many."""
         return max(REMOTE_S if "://" in self.root else LOCAL_S, took * (MIN_PAUSE_FACTOR - 1))
 
-    def _look(self, config: Config) -> None:
+    def _build(self, config: Config) -> None:
         began = time.monotonic()
         found: Report | LatentpressError
         try:
