@@ -59,7 +59,7 @@ class StepShards:
             shuffle_shards=order.shuffle_shards,
         )
         self._schedule = make_schedule(data, settings)
-        self._block = max(1, PLANNED_DRAWS // self._schedule.global_batch)
+        self._block = max(1, min(PLANNED_DRAWS // self._schedule.global_batch, order.steps))
         self._blocks: dict[int, list[Ints]] = {}
 
     def step(self, number: int) -> Ints:
