@@ -1,13 +1,12 @@
 """The image processor against the installed Qwen2VLImageProcessor, which computes with torchvision.
 
 torchvision need not be installed: the few functions of it that are called stand here as it has them. The rest is
-transformers' own code, run in a process of its own.
+transformers' own code, imported again in a fork, as it looks for torchvision once.
 """
 
 import hashlib
+import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
 from stages.encoding.text.prompt_images import CachedImageProcessor
 from stages.encoding.text.qwen_image_processor import QwenImageProcessor
+from tests.processes import in_child
 
 pytestmark = pytest.mark.slow
 
@@ -59,17 +59,6 @@ def normalize(image, mean, std, inplace):
     return (image.sub_(mean) if inplace else image.sub(mean)).div_(std)
 """,
 }
-RUN = """
-import json, sys
-import numpy as np
-from PIL import Image
-folder, out, *images = sys.argv[1:]
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-processor = Qwen2VLImageProcessor.from_pretrained(folder)
-assert processor.backend == "torchvision"
-found = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
-np.savez(out, *[made["pixel_values"] for made in found], grids=np.concatenate([m["image_grid_thw"] for m in found]))
-"""
 SIZES = [(512, 512), (448, 448), (640, 384), (96, 64), (30, 400), (57, 41), (700, 203), (28, 28), (504, 336)]
 
 
@@ -90,16 +79,28 @@ def images(tmp_path_factory) -> list[Path]:
     return made
 
 
+def with_torchvision(torchvision: Path, folder: Path, images: list[Path], out: Path) -> None:
+    """Write the pixels of the installed processor and its grids, in a process that has imported it without."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("transformers", "torchvision"):
+            del sys.modules[name]
+    sys.path.insert(0, str(torchvision.parent))
+    module = importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+    processor = module.Qwen2VLImageProcessor.from_pretrained(folder)
+    assert processor.backend == "torchvision"
+    found = [processor(images=[Image.open(path)], return_tensors="np") for path in images]
+    grids = np.concatenate([made["image_grid_thw"] for made in found])
+    np.savez(out, *[made["pixel_values"] for made in found], grids=grids)
+
+
 def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -> None:
     for name, text in TORCHVISION.items():
         path = tmp_path / "torchvision" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    command = [sys.executable, "-c", RUN, *map(str, [folder, tmp_path / "theirs.npz", *images])]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(tmp_path / "theirs.npz") as found:
+    out = tmp_path / "theirs.npz"
+    assert in_child(lambda: with_torchvision(tmp_path / "torchvision", folder, images, out)) == 0
+    with np.load(out) as found:
         theirs, grids = [found[f"arr_{number}"] for number in range(len(images))], found["grids"]
     ours = QwenImageProcessor.from_pretrained(folder)
     levels = []
