@@ -267,6 +267,7 @@ class Shower(Protocol):
 
 
 _shower: Shower | None = None
+_say: Callable[[str], object] | None = None
 
 
 def show_activities(shower: Shower | None) -> None:
@@ -275,9 +276,17 @@ def show_activities(shower: Shower | None) -> None:
     _shower = shower
 
 
+def announce_by(say: Callable[[str], object] | None) -> None:
+    """From now on `announce` calls `say`: a worker's process hands its messages to the program that shows them."""
+    global _say
+    _say = say
+
+
 def announce(message: str) -> None:
     """A line about what goes on, from any thread."""
-    if _shower is not None:
+    if _say is not None:
+        _say(message)
+    elif _shower is not None:
         _shower.log(message)
 
 

@@ -66,7 +66,8 @@ class Engine(Protocol):
     ) -> Generator[UnitResult, None, None]:
         """Run the units, and yield their results in the order in which they end. A unit's result may be a failure.
         None among the units: there is none at the moment (the local engine alone asks again).
-        Where a worker dies its unit is tried again by another, a few times; `warn` is called for each death. Closed
-        before its end, it ends the workers, which drop their units.
+        What a worker announces (`schemas.cli.progress`) is announced by this process. Where a worker dies its unit is
+        tried again by another, a few times; `warn` is called for each death. Closed before its end, it ends the
+        workers, which drop their units.
 
         units: taken one at a time, when a worker has room. They may end sooner than `operator.length_hint` says."""

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from cache.plans import Unit
-from schemas.cli.progress import activity
+from schemas.cli.progress import activity, announce, announce_by
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
 
@@ -150,11 +150,15 @@ class _WorkerPool:
         return ours
 
     def _receive(self, pipe: Connection) -> Iterator[UnitResult]:
-        """Handle one message (progress, a unit's result, an error meant for the user) or the process' death."""
+        """Handle one message (progress, an announcement, a unit's result, an error meant for the user) or the process'
+        death."""
         try:
             message = pipe.recv()
         except (EOFError, ConnectionResetError):
             yield from self._handle_exit(pipe)
+            return
+        if isinstance(message, str):  # perhaps while it loads
+            announce(f"worker {self._numbers[pipe]}: {message}")
             return
         self._ready.add(pipe)
         self._load_failures.pop(self._numbers[pipe], None)
@@ -199,6 +203,7 @@ def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the program decides
     signal.signal(signal.SIGTERM, _exit_once)
     units: SimpleQueue[Unit] = SimpleQueue()
+    sending = threading.Lock()  # announcements come from other threads, too
 
     def receive() -> None:
         """Take units from the pipe at once, so that neither end blocks in `send`."""
@@ -218,10 +223,12 @@ def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
 
     def send(message: Any) -> None:
         try:
-            pipe.send(message)
+            with sending:
+                pipe.send(message)
         except (BrokenPipeError, ConnectionResetError):  # the program has ended
             _exit_once()
 
+    announce_by(send)
     threading.Thread(target=receive, daemon=True).start()
     try:
         worker = load(job)

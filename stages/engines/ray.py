@@ -21,10 +21,10 @@ from ray.exceptions import RayError
 
 from cache.plans import Unit
 from cache.store import Store
-from schemas.cli.progress import activity
+from schemas.cli.progress import activity, announce
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
-from stages.engines.ray_actor import RootMismatch, UnitActor, digest_code, digest_plan
+from stages.engines.ray_actor import ActorProgress, RootMismatch, UnitActor, digest_code, digest_plan
 from stages.engines.ray_cluster import (
     ClusterError,
     DeviceNotChoosable,
@@ -86,6 +86,7 @@ class _Actor:
     place: str = "not placed yet"
     unit: Unit | None = None
     counted: int = 0
+    shown: int = 0  # of its announcements
     question: ray.ObjectRef | None = None
     asked: float = 0.0
 
@@ -150,7 +151,7 @@ class _ActorPool:
                 if actor.unit is None:
                     break
                 named = actor.handle.run_unit.options(name=f"{self._job.stage} {actor.unit.unit_id}")
-                actor.begin("encoding", named.remote(actor.unit))
+                actor.begin("encoding", named.remote(actor.unit, actor.shown))
         waiting = len(self._again) + length_hint(self._units)
         while waiting and len(self._actors) < min(len(self._numbers), waiting + self._busy):
             self._make_actor(min(self._numbers - {actor.number for actor in self._actors}))
@@ -184,7 +185,7 @@ class _ActorPool:
             if actor.state != "encoding":
                 continue
             if actor.question is None and now - actor.asked >= pause:
-                actor.question, actor.asked = actor.handle.count_members.remote(), now
+                actor.question, actor.asked = actor.handle.progress.remote(actor.shown), now
             if actor.question is not None:
                 calls[actor.question] = actor
         return calls
@@ -198,7 +199,7 @@ class _ActorPool:
             return
         if call == actor.question:
             actor.question = None
-            self._count(actor, answer)
+            self._show(actor, answer)
         elif actor.state == "starting":
             actor.place = answer
             load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
@@ -210,19 +211,22 @@ class _ActorPool:
             self._advance(0)
             actor.begin("ready", None)
         else:
-            counted, result = answer
+            progress, result = answer
+            self._show(actor, progress)
             if isinstance(result, LatentpressError):
                 raise self._place_error(result, actor)
-            self._count(actor, counted)
             actor.unit, actor.counted = None, 0
             actor.begin("ready", None)
             self._require_shared_root(actor, result)
             yield result
 
-    def _count(self, actor: _Actor, counted: int) -> None:
-        if counted != actor.counted:
-            self._advance(counted - actor.counted)
-            actor.counted, actor.since = counted, time.monotonic()
+    def _show(self, actor: _Actor, progress: ActorProgress) -> None:
+        for message in progress.announced[actor.shown - progress.first :]:
+            announce(f"{actor}: {message}")
+            actor.shown += 1
+        if progress.members != actor.counted:
+            self._advance(progress.members - actor.counted)
+            actor.counted, actor.since = progress.members, time.monotonic()
 
     def _place_error(self, error: LatentpressError, actor: _Actor) -> LatentpressError:
         error.message = f"{actor}: {error.message}"

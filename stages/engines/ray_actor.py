@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import ray
 import xxhash
@@ -18,6 +19,7 @@ import schemas
 from cache.plans import Unit
 from cache.store import Store
 from schemas.cli.import_path import remove_working_directory
+from schemas.cli.progress import announce_by
 from schemas.config.pipeline import PACKAGES
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
@@ -31,6 +33,14 @@ class CodeMismatch(LatentpressError):
 
 class RootMismatch(LatentpressError):
     """A node does not see the root that the program sees."""
+
+
+class ActorProgress(NamedTuple):
+    """members: of the current unit that are done. announced: from number `first` on."""
+
+    members: int
+    first: int
+    announced: list[str]
 
 
 class Stopped(Exception):
@@ -47,6 +57,7 @@ class UnitActor:
         self._units: SimpleQueue[Unit | None] = SimpleQueue()
         self._results: Iterator[UnitResult] = iter(())
         self._counted = 0  # members of the current unit
+        self._announced: list[str] = []
         self._stopped = threading.Event()
 
     def __repr__(self) -> str:
@@ -75,22 +86,22 @@ class UnitActor:
             return error
         return None
 
-    def run_unit(self, unit: Unit) -> tuple[int, UnitResult | LatentpressError | None]:
-        """The number of members counted for progress, and the result; None where it was stopped."""
+    def run_unit(self, unit: Unit, shown: int) -> tuple[ActorProgress, UnitResult | LatentpressError | None]:
+        """The progress, as of `progress`, and the result; None where it was stopped."""
         self._counted = 0
         self._units.put(unit)
         try:
-            result = self._thread.submit(next, self._results, None).result()
+            result: Any = self._thread.submit(next, self._results, None).result()
         except LatentpressError as error:
-            return self._counted, error
+            result = error
         except Stopped:
-            return self._counted, None
-        return self._counted, result
+            result = None
+        return self._progress(shown), result
 
     @ray.method(concurrency_group="control", enable_task_events=False)
-    def count_members(self) -> int:
-        """Members of the current unit that are done."""
-        return self._counted
+    def progress(self, shown: int) -> ActorProgress:
+        """shown: the number of announcements that the program had shown when it asked."""
+        return self._progress(shown)
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def stop(self) -> None:
@@ -101,7 +112,11 @@ class UnitActor:
         self._thread.shutdown(wait=True)
 
     def _start(self) -> None:
+        announce_by(self._announced.append)
         self._results = self._load(self._job).run_units(self._take, self._advance)
+
+    def _progress(self, shown: int) -> ActorProgress:
+        return ActorProgress(self._counted, shown, self._announced[shown:])
 
     def _close(self) -> None:
         if hasattr(self._results, "close"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.plans import Unit
+from schemas.cli.progress import announce
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -48,6 +49,8 @@ class Echo:
         while unit.unit_id.startswith("slow") and not (self.folder / "go-on").exists():
             advance(0)
             time.sleep(0.05)
+        if unit.unit_id.startswith("announced"):
+            announce(f"{unit.unit_id}: the request is tried again")
         advance(len(unit.members))
         (self.folder / unit.unit_id).write_text(str(os.getpid()))
         return UnitResult(unit.unit_id, unit.unit_id, encoded=len(unit.members))

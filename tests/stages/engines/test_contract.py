@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from cache.plans import Unit
+from schemas.cli.progress import announce_by
 from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError
 from stages.engines import local
@@ -99,6 +100,19 @@ def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: J
         assert next(results).unit_id == "u0"
     assert not list(tmp_path.glob("slow-*"))
     assert len(list(tmp_path.glob("cleaned-*"))) == len({path.read_text() for path in tmp_path.glob("tried-*")})
+
+
+@pytest.mark.slow
+def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: Job) -> None:
+    said = list[str]()
+    announce_by(said.append)
+    try:
+        list(engine.run_units(Echo, job, iter(make_units("announced-0", "u1", "announced-2")), lambda n: None))
+    finally:
+        announce_by(None)
+    found = sorted(line.partition(": ")[2] for line in said)
+    assert found == [f"announced-{number}: the request is tried again" for number in (0, 2)], said
+    assert all(line.startswith("worker ") for line in said)
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if LIBRARIES[name]])

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from schemas.cli.progress import announce_by
 from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents
@@ -25,11 +27,17 @@ def test_a_node_with_other_sources_or_another_root_loads_no_model(tmp_path: Path
     error = UnitActor(Echo, replace(job, generation="later")).load(code, plan)
     assert isinstance(error, RootMismatch) and "no plan later" in error.message
     assert loaded == []
-    assert actor.load(code, plan) is None and loaded == [job]
-    (unit,) = make_units("u0")
-    counted, result = actor.run_unit(unit)
-    assert counted == 2 and result is not None and result.shard_path == "u0"
-    actor.stop()
+    try:
+        assert actor.load(code, plan) is None and loaded == [job]
+        (unit,) = make_units("announced-0")
+        progress, result = actor.run_unit(unit, 0)
+    finally:
+        actor.stop()
+        announce_by(None)
+    assert progress.members == 2 and result is not None and result.shard_path == "announced-0"
+    said = "announced-0: the request is tried again"
+    ask: Any = actor.progress
+    assert progress.announced == ask(0).announced == [said] and not ask(1).announced
     assert list(tmp_path.glob("cleaned-*"))
 
 
