@@ -29,6 +29,7 @@ MODEL_INDEX = "model_index.json"
 HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
+MOST_NAMED = 8  # entries of a folder that an error names
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -127,6 +128,8 @@ def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
 def _check_components(folder: Path, parts: Sequence[str]) -> None:
     if missing := [part for part in parts if not _list_files(folder, part)]:
         found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if len(found) > MOST_NAMED:
+            found[MOST_NAMED:] = [f"{len(found) - MOST_NAMED} more"]
         raise WeightsError(
             f"{folder} lacks {', '.join(missing)}; it holds {', '.join(found) or 'nothing'}",
             f"in diffusers layout each of these folders holds a config and weights: {', '.join(parts)}",

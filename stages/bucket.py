@@ -132,6 +132,9 @@ def _require_training_samples(plan: DraftPlan) -> None:
     if _count_equal(plan.active, "role", "train"):
         return
     items = sum(notes.items for notes in plan.notes.values())
+    step = (
+        "add media, or relax the datasets' limits (resolution, allow_upscale, minimum_image_size, max_cropped, where)"
+    )
     excluded = summary.count_excluded(plan.rejects)
     if not items:
         why = "no media was found in any dataset"
@@ -141,13 +144,12 @@ def _require_training_samples(plan: DraftPlan) -> None:
         why = "\n".join([f"of {items} items none is left: {reasons}; such as", *examples])
     else:
         why = "everything is held out for evaluation"
+        step = "leave eval: true out of one dataset, or lower its eval_fraction"
     coarse = [(name, notes.step.advised) for name, notes in plan.notes.items() if notes.step and notes.step.advised]
     finer = ", ".join(f"datasets.{name}.bucket_step: {advised.step}" for name, advised in coarse)
     raise LatentpressError(
         f"there would be nothing to train on: {why}",
-        f"set {finer}, as the present step excludes items"
-        if finer
-        else "add media, or relax the datasets' limits (resolution, allow_upscale, minimum_image_size, where)",
+        f"set {finer}, as the present step excludes items" if finer else step,
     )
 
 

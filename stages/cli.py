@@ -29,7 +29,7 @@ PROGRAMS = {
     "notify": "messages to webhooks: started, validation, checkpoint, finished, failed",
     "push": "the adapter or model, with a model card, to the Hugging Face Hub",
     "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
-    "run": "all of the above in order, skipping what is done",
+    "run": "discover to report in order, skipping what is done; push where hub.repo is set",
     "export": "a training set as self-contained shards",
     "import": "an export into ordinary shards and a training set",
     "status": "per stage: done, remaining, set aside, bytes",

@@ -247,7 +247,7 @@ class _DatasetDiscovery:
             f"stages.max_reject_fraction = {limit} of them (of {MIN_REJECT_BASE}, if they are fewer):\n"
             + "\n".join(lines),
             "mend or remove them, or raise the limit with --set stages.max_reject_fraction=1.0; "
-            f"the whole list: {self.store.path(f'rejects/discover/{self.dataset.id}.arrow')}",
+            "all of them, by reason: `latentpress status --rejects`",
         )
 
     def _publish(self) -> tuple[pa.Table, dict[str, int]]:

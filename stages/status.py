@@ -131,7 +131,8 @@ def build_report(config: Config, options: Options) -> Report:
     }
     output = Path(config.output)
     folders = list(output.iterdir()) if output.is_dir() else []
-    report.details["runs"] = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
+    runs = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
+    report.details["runs"] = runs or "none yet"
     return report
 
 

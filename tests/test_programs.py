@@ -127,4 +127,4 @@ def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path) -> Non
     )
     done = python("-m", "stages.discover", "--json", cwd=tmp_path)
     assert done.returncode == 3
-    assert "absent is not a folder" in json.loads(done.stdout)["error"]["message"]
+    assert "there is no folder" in json.loads(done.stdout)["error"]["message"]

@@ -23,6 +23,7 @@ from schemas.identity import derive_seed
 from schemas.text_format import shown_path
 from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
 from trainer.batch import to_device
+from trainer.changed_settings import find_changed_settings
 from trainer.data import MicroBatch, StepBatches
 from trainer.failure_messages import explain_failures
 from trainer.families.base import components
@@ -120,6 +121,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
             with activity(f"reading {found.path.name}"):
                 restore_run(run, found)
     if run.is_main:
+        if found is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
+            run.log(f"changed since this run was started last: {'; '.join(changed)}")
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
     return found

@@ -202,7 +202,7 @@ class Console:
 
     def print_report(self, report: Report) -> int:
         """Print the report; returns the exit code."""
-        print(report.json() if self.json else report.summary(), file=self.stdout, flush=True)
+        print(report.json() if self.json else report.summary(self._complete), file=self.stdout, flush=True)
         return report.exit_code
 
     def print_error(self, name: str, error: LatentpressError) -> int:

@@ -1,7 +1,7 @@
 """A program's report, as one JSON document or as a summary for a reader."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from schemas.cli.tables import WIDTH, fold, format_table, heading
 from schemas.errors import DAMAGE, INCOMPLETE, OK
 from schemas.text_format import escape_unprintable, shown_path, to_json_values
 
+REJECTS_COMMAND = "latentpress status --rejects"
 MAX_LISTED = 20  # items of a list that the summary shows
 MOST_COLUMNS = 10  # of a table; rows of more are shown one below the other
 
@@ -53,7 +54,8 @@ class Report:
     def json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
-    def summary(self) -> str:
+    def summary(self, complete: Callable[[str], str] = str) -> str:
+        """Text for people. complete: adds the given options to a command."""
         set_aside = len(self.set_aside) + self.more_set_aside
         counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": set_aside}
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
@@ -62,7 +64,8 @@ class Report:
         lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
         for key, value in self.details.items():
             lines += _format_detail(key, value)
-        lines += _format_items("Set aside", self.set_aside, self.rejects, self.more_set_aside)
+        full = complete(REJECTS_COMMAND) if self.rejects else ""
+        lines += _format_items("Set aside", self.set_aside, full, self.more_set_aside)
         lines += _format_items("Truncated", self.truncated)
         lines += _format_items("Failed", self.failed) + _format_items("Damaged", self.damage)
         lines += ["Next:", *(f"  {step}" for step in self.next_steps)] if self.next_steps else []
@@ -84,6 +87,9 @@ def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
                 lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell, width - 4)]
             return lines
         return [f"  {name}:", *(f"    {line}" for line in table)]
+    if isinstance(value, list | tuple) and any(str(item).endswith(".") for item in value):  # sentences
+        lines = [line for item in value for line in fold(escape_unprintable(str(item)), width - 4, whole_paths=True)]
+        return [f"  {name}:", *(f"    {line}" for line in lines)]
     if isinstance(value, list | tuple):
         value = ", ".join(str(item) for item in value)
     if isinstance(value, bool):
@@ -109,7 +115,7 @@ def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = ""
         lines += [f"  {'  ' * (number > 0)}{line}" for number, line in enumerate(folded)]
     if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")
-    return lines + ([f"  the full list: {shown_path(full) if full.startswith('/') else full}"] if full else [])
+    return lines + ([f"  all of them, by reason: {full}"] if full else [])
 
 
 def printable(text: str) -> str:

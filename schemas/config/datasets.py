@@ -173,6 +173,13 @@ class Dataset(Section):
         return source if source in ("webdataset", "huggingface") else "textfile"
 
     def _problems(self) -> Iterator[Problem]:
+        if self.where is not None:
+            from schemas.filters import Filter  # which imports pyarrow
+
+            try:
+                Filter(self.where)
+            except ValueError as error:
+                yield ("where",), str(error)
         if self.conditioning_data and self.conditioning_column:
             yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
         if self.mask_data and self.mask_column:

@@ -169,6 +169,8 @@ def read_text(path: Path) -> str:
         raise ConfigError([f"{path}: no such file"], step) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"]) from error
+    except IsADirectoryError as error:
+        raise ConfigError([f"{path}: is a folder"], "Name the YAML file in it with --config.") from error
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except ValueError as error:  # a zero byte in the name

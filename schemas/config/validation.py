@@ -1,16 +1,36 @@
 """validation: the eval loss, and prompts that are denoised while training."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from schemas.config.attention import AttentionBackend
 from schemas.config.scores import Scores
-from schemas.config.section import SIZE, WORD, Name, OneOrSeveral, Problem, Section, Seed, Steps, UnitFloat, listed
+from schemas.config.section import (
+    PATTERNS,
+    SIZE,
+    WORD,
+    Name,
+    OneOrSeveral,
+    Problem,
+    Section,
+    Seed,
+    Steps,
+    UnitFloat,
+    listed,
+)
 from schemas.geometry import Bucket
 
-Size = Annotated[str, Field(pattern=SIZE)]
+
+def _refuse_number(value: Any) -> Any:
+    """ValueError for 1024, which quotes would not help."""
+    if isinstance(value, int | float):
+        raise ValueError(f"{value} is not valid; write both sides, such as {value:g}x{value:g}; {PATTERNS[SIZE]}")
+    return value
+
+
+Size = Annotated[str, Field(pattern=SIZE), BeforeValidator(_refuse_number)]
 SamplingSteps = Annotated[int, Field(ge=1, le=10_000)]
 Guidance = Annotated[float, Field(ge=0, le=1000)]
 Word = Annotated[str, Field(pattern=WORD, max_length=100)]

@@ -29,6 +29,15 @@ _TOO_DEEP = f"lists and sections are nested more than {MAX_DEPTH} deep"
 _INTEGER = re.compile(r"[-+]?(0x_*[0-9a-f][0-9a-f_]*|0o_*[0-7][0-7_]*|0b_*[01][01_]*|_*[0-9][0-9_]*)", re.A | re.I)
 
 
+#: Part of the parser's message -> what is wrong in most cases.
+_HINTS = {
+    "mapping values are not allowed here": "put a text that holds ': ' in quotes; indent the keys of a section alike",
+    "could not find expected ':'": "a line before it, or it, lacks the ':' after a key: write KEY: VALUE",
+    "while parsing a block mapping expected <block end>": "indent the keys of a section alike",
+    "while parsing a block collection expected <block end>": "indent the items of a list alike, each with its '- '",
+}
+
+
 class YamlError(ValueError):
     """problems: (line from 1, message) of each."""
 
@@ -64,6 +73,7 @@ def parse_yaml(text: str) -> Document:
         message = " ".join(part for part in (error.context, error.problem) if part)
         if "'\\t'" in message:
             message = "a tab cannot indent YAML; use spaces"
+        message += next((f"; {hint}" for problem, hint in _HINTS.items() if problem in message), "")
         raise YamlError([(mark.line + 1 if mark else 1, f"not valid YAML: {message}")]) from error
     except (YAMLError, ValueError, OverflowError) as error:  # such as an escape beyond Unicode, "\\U00110000"
         raise YamlError([(1, f"not valid YAML: {error}")]) from error

@@ -5,8 +5,10 @@ photographs a third of that.
 """
 
 import io
+import unicodedata
 from bisect import bisect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -25,6 +27,8 @@ PICTURE_SIDE = (CELL_WIDTH - GAP) // 2  # of an image, at most
 FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_COMPARED_FRAMES - 1) * GAP) // MAX_COMPARED_FRAMES  # of a frame, at most
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
 MAX_CAPTIONS = 2  # of a sample
+FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
+ELLIPSIS = "…"
 TEXT_COLOUR, MUTED_COLOUR, PROBLEM_COLOUR, BACKGROUND = "#1b1f24", "#57606a", "#b42318", "#ffffff"
 
 
@@ -41,10 +45,11 @@ class SheetBlock:
 
     def write(self, text: str, colour: str = TEXT_COLOUR) -> None:
         """Add a line below, or as much of its beginning as fits into the block with an ellipsis."""
-        text, width_of = escape_unprintable(text), _font().getlength
+        text = _drawable(text)
+        width_of = _font(text).getlength
         if width_of(text) > self.width:
-            length = bisect(range(1, len(text) + 1), self.width, key=lambda count: width_of(f"{text[:count]}…"))
-            text = f"{text[:length]}…"
+            length = bisect(range(1, len(text) + 1), self.width, key=lambda count: width_of(text[:count] + ELLIPSIS))
+            text = text[:length] + ELLIPSIS
         self.lines.append((self.height, text, colour))
         self.height += LINE_HEIGHT
 
@@ -77,7 +82,7 @@ def draw_sheets(results: Sequence[SampleResult], rows: Sequence[TableRow]) -> It
             for left, top, image in block.pictures:
                 sheet.paste(image, (x + left, y + top))
             for top, text, colour in block.lines:
-                pen.text((x, y + top), text, fill=colour, font=_font())
+                pen.text((x, y + top), text, fill=colour, font=_font(text))
         buffer = io.BytesIO()
         sheet.save(buffer, "PNG")
         yield buffer.getvalue()
@@ -122,6 +127,27 @@ def _result_block(result: SampleResult) -> SheetBlock:
 
 
 @cache
-def _font() -> Any:
-    """Pillow's built-in font. It has Latin letters; others are shown as boxes."""
+def _own_font() -> Any:
     return ImageFont.load_default(FONT_SIZE)
+
+
+@cache
+def _installed_font() -> Any:
+    """The first of FONTS that is installed, which has the letters of most European languages; None where none is."""
+    for name in FONTS:
+        with suppress(OSError):
+            return ImageFont.truetype(name, FONT_SIZE)
+    return None
+
+
+def _font(text: str) -> Any:
+    """Pillow's own font, which has little but ASCII, or for other text an installed one. What it lacks is a box."""
+    return _own_font() if text.replace(ELLIPSIS, "").isascii() else _installed_font() or _own_font()
+
+
+def _drawable(text: str) -> str:
+    """Printable, and without accents where no font has them: e for é."""
+    text = escape_unprintable(text)
+    if text.isascii() or _installed_font():
+        return text
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))

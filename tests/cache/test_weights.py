@@ -89,6 +89,13 @@ def test_a_missing_part_is_answered_with_what_is_there_and_what_belongs(tmp_path
         assert "vae, text_encoder" in caught.value.next_step
 
 
+def test_of_a_folder_of_many_files_some_are_named(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{number:03}.png").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"lacks vae; it holds 000\.png, .*007\.png, 92 more\n"):
+        fetch_components(str(tmp_path), None, ["vae"])
+
+
 @pytest.mark.parametrize("source", ["/no/such/folder", "./models/x", "model", "a/b/c", "no such/repo"])
 def test_what_is_neither_directory_nor_repository_is_refused(source):
     with pytest.raises(WeightsError, match="neither a directory nor a repository id"):

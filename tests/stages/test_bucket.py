@@ -200,6 +200,16 @@ def test_a_step_that_excludes_everything_is_named(project):
     assert made.run(bucket.run, "datasets.photos.bucket_step=16").details["buckets"][0]["bucket"] == "848x480@1"
 
 
+def test_where_everything_is_held_out_the_advice_is_about_that(project):
+    made = project()
+    made.image("a.png", (64, 64))
+    made.settings["datasets"][0]["eval"] = True
+    made.run(discover.run)
+    with pytest.raises(LatentpressError, match="everything is held out for evaluation") as caught:
+        made.run(bucket.run)
+    assert caught.value.next_step == "leave eval: true out of one dataset, or lower its eval_fraction"
+
+
 def test_a_shape_too_wide_for_a_lite_model_is_warned_with_the_aspect_too(project):
     made = project("kandinsky5-video-t2v")
     made.settings["datasets"][0] |= {"resolution": 512}

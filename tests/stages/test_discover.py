@@ -148,7 +148,7 @@ def test_too_many_rejects_stop_with_the_list(project) -> None:
 def test_an_absent_folder_is_named(project) -> None:
     home = project()
     home.media.rmdir()
-    with pytest.raises(LatentpressError, match=r"instance_data_dir: .*media is not a folder"):
+    with pytest.raises(LatentpressError, match=r"instance_data_dir: there is no folder .*media"):
         home.run(discover.run)
 
 

@@ -101,5 +101,5 @@ def test_a_stage_that_fails_is_told_with_its_reason(
         code, report, said = run(home, *given)
         assert code == 3 and events(live) == [("failed", 0)], said
         failure = live.received[0].document["failure"]
-    assert failure["stage"] == "discover" and "absent is not a folder" in failure["reason"]
+    assert failure["stage"] == "discover" and "there is no folder" in failure["reason"]
     assert report["error"]["message"] == f"discover: {failure['reason']}"

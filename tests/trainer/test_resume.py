@@ -94,6 +94,18 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
 
 
 @pytest.mark.slow
+def test_settings_that_changed_are_named_where_a_run_goes_on(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    assert "changed since" not in program(config, tmp_path, capsys)[2]
+    optimizer = config.train.optimizer.model_copy(update={"lr": 0.25})
+    later = config.train.model_copy(update={"steps": 2, "optimizer": optimizer})
+    code, _, log = program(config.model_copy(update={"train": later}), tmp_path, capsys)
+    was = config.train.optimizer.lr
+    assert code == OK and f"train.steps: 1, now 2; train.optimizer.lr: {was}, now 0.25" in " ".join(log.split())
+
+
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
     config = make_config("t2i", steps=2)
     make_set(config)

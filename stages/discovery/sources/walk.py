@@ -52,9 +52,14 @@ class Found:
 
 def require_folder(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option, unless `folder` is one."""
-    if not os.path.isdir(folder):
-        step = "mount its disk, or correct the path (media_root: where media are on this machine)"
-        raise LatentpressError(f"{key}: {folder} is not a folder", step)
+    if os.path.isdir(folder):
+        return
+    if os.path.exists(folder):
+        raise LatentpressError(f"{key}: {folder} is a file, not a folder", "name the folder that it is in")
+    step = "mount its disk, or correct the path (media_root: where media are on this machine)"
+    if key.endswith(".instance_data_dir"):
+        step += "; for a dataset of the Hugging Face Hub set source: huggingface"
+    raise LatentpressError(f"{key}: there is no folder {folder}", step)
 
 
 class _KindByExtension(dict[str, str | None]):

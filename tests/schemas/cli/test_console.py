@@ -253,7 +253,7 @@ def test_the_summary_lists_what_needs_attention():
     assert lines[6:9] == ["Set aside:", "  p0.png  truncated: it ends", "  p1.png  truncated: it ends"]
     assert lines[-4:] == [
         "  ... and 5 more",
-        "  the full list: work/rejects/probe",
+        "  all of them, by reason: latentpress status --rejects",
         "Next:",
         "  latentpress index",
     ]

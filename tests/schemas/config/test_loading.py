@@ -209,7 +209,7 @@ def test_a_missing_file_says_how_to_start(write):
 
 
 def test_what_is_no_configuration_at_all(write, tmp_path):
-    assert errors(tmp_path)[0].endswith("cannot be read: Is a directory")
+    assert errors(tmp_path)[0].endswith(": is a folder")
     assert errors(write("- a\n"))[0].startswith("pipeline.yaml:1: expected keys and values; valid keys: root, ")
     assert [e.split(": ")[1] for e in errors(write(""))] == ["datasets", "model", "root"]
     (tmp_path / "latin.yaml").write_bytes(b"root: \xe4\n")
@@ -239,6 +239,15 @@ def test_overrides_by_key_index_and_id(write):
         (
             "train.resume=yes",
             "--set train.resume: expected true or false, got the text 'yes'; valid: true, false",
+        ),
+        (
+            "validation.size=1024",
+            "--set validation.size: 1024 is not valid; write both sides, such as 1024x1024; valid: WxH or WxH@F, "
+            "for example 768x512@61",
+        ),
+        (
+            "datasets.photos.where='score > '",
+            "--set datasets.photos.where: 'score > ' can't be read (invalid syntax); write it as in: score > 5",
         ),
         ("datasets.photos.repeats=1.5", "--set datasets.photos.repeats: expected a whole number, got 1.5"),
         (

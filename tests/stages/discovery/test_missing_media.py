@@ -67,7 +67,7 @@ def test_discover_asks_before_most_of_what_it_knew_leaves_the_table(project) -> 
         path.rename(away / path.name)
     stops(home, discover.run, "0 items", "found 5")
     home.media.rmdir()
-    stops(home, discover.run, "is not a folder", "media_root")
+    stops(home, discover.run, "there is no folder", "media_root")
     away.rename(home.media)
     (home.media / "0.png").unlink()
     assert home.run(discover.run).details["datasets"][0]["removed"] == 1
@@ -95,7 +95,7 @@ def test_discover_asks_before_companions_leave_the_table(project, role: str) -> 
         home.image(f"../beside/{number}.png", (64, 64), "", 10 + number)
     prepared(home, 2)
     (home.folder / "beside").rename(home.folder / "away")
-    stops(home, discover.run, f"datasets.photos.{role}", "is not a folder")
+    stops(home, discover.run, f"datasets.photos.{role}", "there is no folder")
     (home.folder / "beside").mkdir()
     stops(home, discover.run, f"datasets.photos.{role}", "0 ", "found 2", "--accept-removed")
     home.run(discover.run, "stages.max_reject_fraction=1.0", accept_removed=True)

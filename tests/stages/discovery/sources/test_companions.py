@@ -55,7 +55,7 @@ def test_a_changed_companion_has_another_version_and_the_place_is_listed_once(tm
 
 def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
     dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=str(tmp_path / "no"))
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: .*no is not a folder"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.conditioning_data: there is no folder .*no"):
         found_by(companion_finders(dataset)["source"], "a.png")
     with pytest.raises(LatentpressError, match=r"holds nothing|is not there"):
         found_by(CompanionFinder("memory://nowhere-at-all", "mask"), "a.png")

@@ -206,10 +206,13 @@ def test_a_folder_that_is_gone_while_walking_is_an_error(tmp_path: Path, monkeyp
 
 
 def test_an_absent_folder_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: .*none is not a folder"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: there is no folder .*none"):
         listed(tmp_path / "none")
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: .*none is not a folder"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: there is no folder .*none"):
         listed(tmp_path, media_root=str(tmp_path / "none"))
+    (tmp_path / "one.png").write_bytes(b"x")
+    with pytest.raises(LatentpressError, match=r"instance_data_dir: .*one\.png is a file, not a folder"):
+        listed(tmp_path / "one.png")
     with pytest.raises(LatentpressError, match=r"conditioning_column: a folder has no columns"):
         listed(tmp_path, conditioning_column="source")
 

@@ -284,7 +284,7 @@ def test_a_table_without_rows_has_an_empty_listing(tmp_path: Path) -> None:
 
 def test_an_absent_place_of_the_media_is_no_million_missing_files(tmp_path: Path) -> None:
     table = write(tmp_path, [{"path": "a.png", "caption": "x"}])
-    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: .*none is not a folder"):
+    with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: there is no folder .*none"):
         listed(source(table, media_root=str(tmp_path / "none")))
 
 
