@@ -16,8 +16,8 @@ from schemas.config.pipeline import Config
 from schemas.config.section import DEVICE, MOST_PROCESSES
 
 T = TypeVar("T")
-#: "latentpress PROGRAM" at the beginning of a text, after a backtick, or at the end after a colon.
-_COMMAND_PATTERN = re.compile(r"((^|(?<=`))latentpress [a-z][a-z-]*|(?<=: )latentpress [a-z][a-z-]*$)")
+#: "latentpress PROGRAM" at the beginning of a text, after a backtick, or after a colon if only options follow.
+_COMMAND_PATTERN = re.compile(r"((^|(?<=`))latentpress [a-z][a-z-]*|(?<=: )latentpress [a-z][a-z-]*(?=$| --|   #))")
 
 
 class Partition(NamedTuple):

@@ -1,6 +1,6 @@
 """`status --rejects`: what was set aside by stage and reason, with the remedy, as a report and as CSV."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class RejectsReport(Report):
 
     shown: int | None = EXAMPLES
 
-    def summary(self) -> str:
+    def summary(self, complete: Callable[[str], str] = str) -> str:
         found = [SetAside(**row) for row in self.details["rejects"]]
         groups = group_by_reason(found)
         if not groups:

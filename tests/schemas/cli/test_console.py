@@ -383,6 +383,9 @@ def test_commands_in_texts_get_the_options_that_were_given(tmp_path) -> None:
             f"run `latentpress discover {given}`, then `latentpress bucket {given} --dry-run`"
         ),
         "none yet: latentpress index": f"none yet: latentpress index {given}",
+        "to rebuild it: latentpress verify --repair   # makes it again": (
+            f"to rebuild it: latentpress verify {given} --repair   # makes it again"
+        ),
         f"latentpress index {given}": f"latentpress index {given}",
         "a latentpress of mine": "a latentpress of mine",
     }
