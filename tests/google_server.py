@@ -4,10 +4,8 @@ answers some requests as a store in trouble would."""
 import json
 import re
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 from tests.background import answered
 from tests.processes import forget_forkserver
+from tests.store_requests import RecordedRequests, Request
 
 BUCKET = "store"
 ERRORS = {
@@ -27,40 +26,36 @@ ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked: list, info, read, insert (at once), begin (a resumable upload), part, copy or delete; the
-    object's name or prefix."""
-
-    operation: str
-    key: str
-
-
-class GoogleServer:
-    """`answer(request)` names what goes wrong with a request: one of ERRORS, "cut" (the connection ends in the middle
-    of the body) or "dropped" (no answer); "" lets it pass. page: the most objects of a listing."""
+class GoogleServer(RecordedRequests):
+    """Operations: list, info, read, insert (at once), begin (a resumable upload), part, copy, delete. What goes wrong:
+    one of ERRORS, "cut" (the connection ends in the middle of the body) or "dropped" (no answer). page: the most
+    objects of a listing."""
 
     def __init__(self, storage: Any) -> None:
-        self.storage = storage
-        self.requests: list[Request] = []
-        self.answer: Callable[[Request], str] = lambda request: ""
-        self.url, self.page = "", 1000
+        super().__init__()
+        self.storage, self.page = storage, 1000
 
     def reset(self) -> None:
-        self.requests, self.answer, self.page = [], lambda request: "", 1000
+        super().reset()
+        self.page = 1000
 
-    def counts(self) -> Counter[str]:
-        return Counter(request.operation for request in self.requests)
+    def present_target(self, target: str) -> str:
+        """Of a read of an older generation another target: the emulator has only the last, and sends it."""
+        url = urlsplit(target)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        if "generation" in query and "media" in query.values():
+            bucket, key = url.path.split("/")[5], _describe("GET", target).key
+            if self.storage.get_file_obj(bucket, key)["generation"] != query["generation"]:
+                return target.replace("/o/", "/o/replaced-")
+        return target
 
-    def fail(self, kind: str, times: int, *operations: str, key: str = "") -> None:
-        """The next `times` requests of these operations (default: all), about keys that hold `key`, go wrong."""
-        left = [kind] * times
-
-        def answer(request: Request) -> str:
-            wanted = (not operations or request.operation in operations) and key in request.key
-            return left.pop() if wanted and left else ""
-
-        self.answer = answer
+    def one_page(self, target: str, listing: str) -> str:
+        """Of the emulator's listing, which has all objects, the page that was asked for."""
+        query = parse_qs(urlsplit(target).query)
+        rows, start = json.loads(listing)["items"], int(query.get("pageToken", ["0"])[0])
+        size = min(int(query["maxResults"][0]), self.page)
+        more = {"nextPageToken": str(start + size)} if start + size < len(rows) else {}
+        return json.dumps({"items": rows[start : start + size], **more})
 
 
 def _describe(method: str, target: str) -> Request:
@@ -124,30 +119,14 @@ def serve_google(address: str = "127.0.0.1") -> Iterator[GoogleServer]:
                 self.wfile.write(body)
                 return
             with lock:
-                self.path = self.current_generation(self.path)
+                self.path = app.present_target(self.path)
                 _Router(self).handle(method)
-
-        def current_generation(self, target: str) -> str:
-            """Of a read of an older generation another target: the emulator has only the last, and sends it."""
-            query = {name: values[0] for name, values in parse_qs(urlsplit(target).query).items()}
-            key = _describe("GET", target).key
-            if "generation" in query and "media" in query.values():
-                bucket = urlsplit(target).path.split("/")[5]
-                if app.storage.get_file_obj(bucket, key)["generation"] != query["generation"]:
-                    return target.replace("/o/", "/o/replaced-")
-            return target
 
     class _Response(emulator.Response):
         def close(self) -> None:
             handler, content = self._handler, self._content
-            query = parse_qs(urlsplit(handler.path).query)
-            if "maxResults" in query and isinstance(content, str) and content:
-                found, start = json.loads(content), int(query.get("pageToken", ["0"])[0])
-                size = min(int(query["maxResults"][0]), app.page)
-                rows = found["items"]
-                page = {"items": rows[start : start + size]}
-                page |= {"nextPageToken": str(start + size)} if start + size < len(rows) else {}
-                self._content = json.dumps(page)
+            if "maxResults=" in handler.path and isinstance(content, str) and content:
+                self._content = app.one_page(handler.path, content)
             if handler.trouble != "cut":
                 return super().close()
             body = content.encode() if isinstance(content, str) else content

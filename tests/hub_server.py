@@ -53,87 +53,90 @@ class HubServer:
             return Path(folder, "a").read_bytes()
 
 
+class HubHandler(BaseHTTPRequestHandler):
+    app: HubServer
+    protocol_version = "HTTP/1.1"
+    is_cut = False
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def send(self, content: Any, code: int = 200, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if self.is_cut else body)
+        self.close_connection |= self.is_cut
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        path = unquote(url.path)
+        if not self.refused():
+            if "/xet-" in path:
+                token = {"accessToken": "t", "exp": int(time.time()) + 3600, "casUrl": f"local://{self.app.place}"}
+                names = {"X_Xet_Cas_Url": token["casUrl"], "X_Xet_Access_Token": "t"}
+                self.send(token, **names, X_Xet_Token_Expiration=str(token["exp"]))
+            elif found := re.fullmatch(f"/api/buckets/{BUCKET}/tree(?:/(.*))?", path):
+                self.list(found[1] or "", int(parse_qs(url.query).get("cursor", ["0"])[0]))
+            elif path == f"/api/buckets/{BUCKET}":
+                about = {"id": BUCKET, "private": True, "createdAt": now(), "size": 0, "totalFiles": 0}
+                self.send(about)
+            elif (key := path.removeprefix(f"/buckets/{BUCKET}/resolve/")) in self.app.files:
+                content, wanted = self.app.files[key]["content"], self.headers["Range"]
+                if wanted is None:
+                    self.send(content)
+                else:
+                    first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+                    self.send(content[first : last + 1], 206)
+            else:
+                missing = "EntryNotFound" if BUCKET in path else "RepoNotFound"
+                self.send({"error": "not found"}, 404, X_Error_Code=missing)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.refused():
+            return
+        if self.path == f"/api/buckets/{BUCKET}/paths-info":
+            self.send([self.app.entry(path) for path in json.loads(body)["paths"] if path in self.app.files])
+        elif self.path == f"/api/buckets/{BUCKET}/batch":
+            for line in body.splitlines():
+                asked = json.loads(line)
+                if asked["type"] == "deleteFile":
+                    self.app.files.pop(asked["path"], None)
+                else:
+                    content = self.app.content(asked)
+                    self.app.files[asked["path"]] = {**asked, "content": content, "size": len(content)}
+            self.send({"success": True, "failed": []})
+        else:
+            self.send({"error": "not found"}, 404, X_Error_Code="RepoNotFound")
+
+    def refused(self) -> bool:
+        self.app.requests.append(f"{self.command} {self.path}")
+        code = self.app.answer(self.command, self.path)
+        self.is_cut = code == CUT
+        if code > 0:
+            wait = {"Retry_After": str(self.app.retry_after)} if code == 429 else {}
+            self.send({"error": "as the test wants it"}, code, **wait)
+        return code > 0
+
+    def list(self, prefix: str, start: int) -> None:
+        names = sorted(path for path in self.app.files if not prefix or path.startswith(f"{prefix}/"))
+        more = {}
+        if start + self.app.page < len(names):
+            there = self.path.partition("?")[0]
+            more["Link"] = f'<{self.app.url}{there}?recursive=true&cursor={start + self.app.page}>; rel="next"'
+        self.send([self.app.entry(path) for path in names[start : start + self.app.page]], **more)
+
+
 @contextmanager
 def serve_hub(place: Path) -> Iterator[HubServer]:
-    app = HubServer(place)
+    class Handler(HubHandler):
+        app = HubServer(place)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        is_cut = False
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-        def send(self, content: Any, code: int = 200, **headers: str) -> None:
-            body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(code)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            self.wfile.write(body[: len(body) // 2] if self.is_cut else body)
-            self.close_connection |= self.is_cut
-
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            path = unquote(url.path)
-            if not self.refused():
-                if "/xet-" in path:
-                    token = {"accessToken": "t", "exp": int(time.time()) + 3600, "casUrl": f"local://{app.place}"}
-                    names = {"X_Xet_Cas_Url": token["casUrl"], "X_Xet_Access_Token": "t"}
-                    self.send(token, **names, X_Xet_Token_Expiration=str(token["exp"]))
-                elif found := re.fullmatch(f"/api/buckets/{BUCKET}/tree(?:/(.*))?", path):
-                    self.list(found[1] or "", int(parse_qs(url.query).get("cursor", ["0"])[0]))
-                elif path == f"/api/buckets/{BUCKET}":
-                    about = {"id": BUCKET, "private": True, "createdAt": now(), "size": 0, "totalFiles": 0}
-                    self.send(about)
-                elif (key := path.removeprefix(f"/buckets/{BUCKET}/resolve/")) in app.files:
-                    content, wanted = app.files[key]["content"], self.headers["Range"]
-                    if wanted is None:
-                        self.send(content)
-                    else:
-                        first, last = map(int, wanted.removeprefix("bytes=").split("-"))
-                        self.send(content[first : last + 1], 206)
-                else:
-                    missing = "EntryNotFound" if BUCKET in path else "RepoNotFound"
-                    self.send({"error": "not found"}, 404, X_Error_Code=missing)
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.refused():
-                return
-            if self.path == f"/api/buckets/{BUCKET}/paths-info":
-                self.send([app.entry(path) for path in json.loads(body)["paths"] if path in app.files])
-            elif self.path == f"/api/buckets/{BUCKET}/batch":
-                for line in body.splitlines():
-                    asked = json.loads(line)
-                    if asked["type"] == "deleteFile":
-                        app.files.pop(asked["path"], None)
-                    else:
-                        content = app.content(asked)
-                        app.files[asked["path"]] = {**asked, "content": content, "size": len(content)}
-                self.send({"success": True, "failed": []})
-            else:
-                self.send({"error": "not found"}, 404, X_Error_Code="RepoNotFound")
-
-        def refused(self) -> bool:
-            app.requests.append(f"{self.command} {self.path}")
-            code = app.answer(self.command, self.path)
-            self.is_cut = code == CUT
-            if code > 0:
-                wait = {"Retry_After": str(app.retry_after)} if code == 429 else {}
-                self.send({"error": "as the test wants it"}, code, **wait)
-            return code > 0
-
-        def list(self, prefix: str, start: int) -> None:
-            names = sorted(path for path in app.files if not prefix or path.startswith(f"{prefix}/"))
-            more = {}
-            if start + app.page < len(names):
-                there = self.path.partition("?")[0]
-                more["Link"] = f'<{app.url}{there}?recursive=true&cursor={start + app.page}>; rel="next"'
-            self.send([app.entry(path) for path in names[start : start + app.page]], **more)
-
-    with answered(Handler) as app.url:
-        yield app
+    with answered(Handler) as Handler.app.url:
+        yield Handler.app
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, token: str) -> None:

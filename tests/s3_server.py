@@ -1,10 +1,8 @@
 """An S3 server on loopback (moto's) that counts requests and answers some of them as a store in trouble would."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from tests.background import served
 from tests.processes import forget_forkserver
+from tests.store_requests import RecordedRequests, Request
 
 BUCKET = "store"
 ERRORS = {
@@ -25,46 +24,20 @@ ERRORS = {
 }
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked: the operation by its name in S3's API, and the object's key."""
-
-    operation: str
-    key: str
-
-
-class S3Server:
-    """`answer(request)` names what goes wrong with a request: one of ERRORS, "cut" (the connection ends in the middle
+class S3Server(RecordedRequests):
+    """Operations have their names in S3's API. What goes wrong: one of ERRORS, "cut" (the connection ends in the middle
     of the body), "short" (half of the body, as if that were all), "dropped" (no answer) or "lost" (it is done, and
-    there is no answer); "" lets it pass."""
+    there is no answer)."""
 
     def __init__(self, app: Callable) -> None:
+        super().__init__()
         self._app = app
-        self.requests: list[Request] = []
-        self.answer: Callable[[Request], str] = lambda request: ""
-        self.url = ""
-
-    def reset(self) -> None:
-        self.requests, self.answer = [], lambda request: ""
 
     def put(self, key: str, data: bytes = b"") -> None:
         """An object, without a request that counts."""
         from moto.s3.models import s3_backends
 
         next(iter(s3_backends.values()))["aws"].put_object(BUCKET, key, data)
-
-    def counts(self) -> Counter[str]:
-        return Counter(request.operation for request in self.requests)
-
-    def fail(self, kind: str, times: int, *operations: str, key: str = "") -> None:
-        """The next `times` requests of these operations (default: all), about keys that hold `key`, go wrong."""
-        left = [kind] * times
-
-        def answer(request: Request) -> str:
-            wanted = (not operations or request.operation in operations) and key in request.key
-            return left.pop() if wanted and left else ""
-
-        self.answer = answer
 
     def __call__(self, environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
         request = _describe(environ)

@@ -30,7 +30,8 @@ from schemas.text_format import format_bytes
 from tests.background import until
 from tests.cache.test_row_reader import FORMS
 from tests.processes import in_child
-from tests.s3_server import BUCKET, Request, S3Server
+from tests.s3_server import BUCKET, S3Server
+from tests.store_requests import Request
 
 ROWS, ROW_BYTES = 4, 4000
 COUNT = 10

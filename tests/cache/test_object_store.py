@@ -21,7 +21,8 @@ from cache.tensors import Array
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
 from tests.processes import in_child
-from tests.s3_server import BUCKET, Request, S3Server
+from tests.s3_server import BUCKET, S3Server
+from tests.store_requests import Request
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, USAGE
 from tests.conftest import LONG
 from tests.processes import kill_when
-from tests.s3_server import BUCKET, Request, S3Server
+from tests.s3_server import BUCKET, S3Server
+from tests.store_requests import Request
 from tests.trainer.runs import lines, on_two_ranks, program
 from trainer.metrics import read_metrics
 
