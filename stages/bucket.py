@@ -13,6 +13,7 @@ import typer
 
 from cache import plans, rejects
 from cache.compatibility import bucket_side_multiple
+from cache.disk_space import SPACE_ADVICE, find_shortage
 from cache.schedule import small_bucket_advice
 from cache.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
@@ -73,6 +74,9 @@ def run(
         "validation": plan.validation,
     }
     report.details = _report_details(config, plan, new_samples, new_texts)
+    needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
+    if config.cache.rolling is None and (shortage := find_shortage(config.root, needed)):
+        console.warn(f"{shortage}; {SPACE_ADVICE}")
     report.details["changes"] = summary.diff_active(_latest_active(store, info), plan.active) or "none"
     _print_warnings(config, plan, report.details["buckets"], multiple, console)
     report.set_aside = plan.rejects.slice(0, MAX_LISTED_ITEMS).to_pylist()
@@ -199,8 +203,9 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
         notes = plan.notes.get(dataset.id)
         if notes and notes.repeating:
             console.warn(
-                f"{dataset.id}: {notes.repeating} clips repeat frames, because their videos have fewer than "
-                f"{dataset.video.frame_rate:g} per second; a lower frame_rate or max_repeated_frames avoids it"
+                f"{dataset.id}: clips that repeat frames, as their videos have fewer than "
+                f"{dataset.video.frame_rate:g} per second: {notes.repeating}; a lower frame_rate or "
+                "max_repeated_frames avoids it"
             )
         if notes and (costly := summary.step_warning(dataset, notes.step)):
             console.warn(costly)

@@ -5,6 +5,7 @@ The trainer, which this package may not import, replaces this process.
 
 import importlib
 import os
+import shlex
 import sys
 from difflib import get_close_matches
 from keyword import iskeyword
@@ -81,6 +82,10 @@ def main() -> None:
         meant = f" (did you mean {alike[0]!r}?)" if alike else ""
         choices = fill(", ".join(PROGRAMS), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         print(f"error: {name!r} is no program{meant}; choose from:\n{choices}", file=sys.stderr)
+        sys.exit(2)
+    if rest and rest[0].endswith((".yaml", ".yml")) and not rest[0].startswith("-"):
+        words = " ".join(map(shlex.quote, ["latentpress", name, "--config", *rest]))
+        print(f"error: {rest[0]} is given without --config; write: {words}", file=sys.stderr)
         sys.exit(2)
     show_starting(name)
     if name in TRAINER_PROGRAMS:

@@ -108,6 +108,11 @@ def test_an_unknown_program_is_answered_with_the_list() -> None:
     assert "'trian' is no program (did you mean 'train'?)" in python("-m", "stages.cli", "trian").stderr
 
 
+def test_a_configuration_without_its_option_is_answered_with_the_command() -> None:
+    done = python("-m", "stages.cli", "train", "my photos.yaml", "--dry-run")
+    assert done.returncode == 2 and "latentpress train --config 'my photos.yaml' --dry-run" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_next_step_has_the_configuration_that_was_given(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(

@@ -29,6 +29,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from cache import disk_space
 from cache.files import replacing, sync, temporary
 from cache.training_run import checkpoint_step, list_checkpoints
 from trainer import optimizer_state, resume
@@ -36,6 +37,7 @@ from trainer.resume import OPTIMIZER_FILE, TRAINABLE_FILE
 from trainer.sharded import copy_values, is_sharded, load_shards, save_shards
 
 SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
+CHECKPOINTS = 2  # that are there at the same time, at least
 OPTIMIZER_KEY = "latentpress.optimizer"  # of the header of OPTIMIZER_FILE
 #: Writes files that pipelines load into a folder, None on processes that only take part; returns file -> key -> the
 #: parameter whose values it may hold.
@@ -151,6 +153,15 @@ def find_owner(key: str, trainable: Mapping[str, torch.nn.Parameter]) -> torch.T
     """The weight that a sharded tensor belongs to, by its name in a checkpoint."""
     first, _, rest = key.partition("/")
     return trainable.get(rest if first in ("ema", WEIGHTS_PREFIX[:-1]) else first)
+
+
+def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> str | None:
+    """A warning where the disk of `folder` has no room for CHECKPOINTS checkpoints of weights and two moments. The
+    oldest is removed only when the newest is whole."""
+    weights = sum(value.numel() * value.element_size() for value in trainable.values())
+    if shortage := disk_space.find_shortage(folder, CHECKPOINTS * 3 * weights):
+        return f"{shortage}, so that saving a checkpoint may fail; free space, or set `output` to another place"
+    return None
 
 
 def quarantine(damaged: Path) -> Path:

@@ -145,6 +145,8 @@ def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
 def log_start(run: TrainState) -> None:
     """What a person should know before the first step."""
     data, settings = run.loader.data, run.config.validation
+    if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
+        run.console.warn(shortage)
     if settings.eval_samples and settings.eval_sigmas:
         rows, source = data.choose_eval_rows(settings.eval_samples)
         run.log(f"eval loss on {len(rows)} {source}")

@@ -21,6 +21,7 @@ import typer
 from cache import rejects
 from cache.compatibility import pin_revision
 from cache.damage import DamageError
+from cache.disk_space import SPACE_ADVICE, find_shortage
 from cache.plans import Plan, Unit
 from cache.shard import TruncatedText, find_done_units
 from cache.store import Store
@@ -205,11 +206,14 @@ class EncodingStage:
         topics: dict[str, tuple[Topic, ...]] = {"latents": ("masks",), "vision": ("vision",)}
         for message in config.unused_features(*topics.get(self.kind, ())):
             console.warn(message)
+        needed = sum(self.estimate_bytes(config, unit) for unit in remaining)
+        if shortage := find_shortage(config.root, needed):
+            console.warn(f"{shortage}; {SPACE_ADVICE}")
         report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo))
         report.details = {
             "cache": f"{self.kind}/{state.fingerprint}",
             "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",
-            "to_encode_mib": round(sum(self.estimate_bytes(config, unit) for unit in remaining) / 2**20, 2),
+            "to_encode_mib": round(needed / 2**20, 2),
         }
         return report
 

@@ -85,9 +85,9 @@ def count_excluded(excluded: pa.Table) -> list[TableRow]:
 
 
 def disk_row(what: str, plan_bytes: np.ndarray, new_bytes: np.ndarray) -> TableRow:
-    """Estimated MiB of what the whole plan needs of latents or text embeddings, and of what is not encoded yet."""
-    plan_mib, to_encode_mib = (round(int(each.sum()) / 2**20, 2) for each in (plan_bytes, new_bytes))
-    return {"estimated": what, "plan_mib": plan_mib, "to_encode_mib": to_encode_mib}
+    """Estimated MiB of what the whole plan needs of latents or text embeddings, and of what no plan had before."""
+    plan_mib, new_mib = (round(int(each.sum()) / 2**20, 2) for each in (plan_bytes, new_bytes))
+    return {"estimated": what, "plan_mib": plan_mib, "new_mib": new_mib}
 
 
 def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:

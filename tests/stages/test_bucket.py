@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -124,7 +125,7 @@ def test_estimated_latents_are_what_is_written(photos):
     for path in paths:
         with open_reader(store, path) as shard:
             total += sum(array.nbytes for n in range(len(shard)) for array in shard.read(n).tensors.values() if array)
-    assert report.details["disk"][0]["to_encode_mib"] == round(total / 2**20, 2)
+    assert report.details["disk"][0]["new_mib"] == round(total / 2**20, 2)
 
 
 @pytest.mark.slow
@@ -227,13 +228,28 @@ def test_holding_out_nothing_is_reported(photos):
     assert "eval_fraction 0.001 holds out none of 4 items" in text
 
 
+@pytest.mark.slow
+def test_a_disk_with_too_little_room_is_warned_of(project, monkeypatch):
+    made = project()
+    made.image("a.png", (64, 64))
+    made.run(discover.run)
+    assert "the disk of" not in said(made, bucket)[1]
+    made.image("b.png", (64, 64), "other", 2)
+    made.run(discover.run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    for program in (bucket, encode_latents):
+        text = said(made, program)[1]
+        assert "work has 0 bytes; free space, set `root` to another place" in text, program
+    assert "the disk of" not in said(made, encode_latents)[1]  # all is encoded
+
+
 def test_repeated_frames_are_counted_and_warned_about(project):
     made = project("kandinsky5-video-t2v")
     made.video("slow.mp4", rate=6, frames=12)
     made.video("fast.mp4", rate=12)
     made.run(discover.run)
     report, text = said(made, bucket)
-    assert report.details["datasets"][0]["repeating_frames"] == 1 and "1 clips repeat frames" in text
+    assert report.details["datasets"][0]["repeating_frames"] == 1 and "clips that repeat frames, as " in text
     limited = made.run(bucket.run, "datasets.photos.video.max_repeated_frames=0.2")
     assert [row["reason"] for row in limited.set_aside] == ["repeats-frames"]
 

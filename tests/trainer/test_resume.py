@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,15 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
     for name in ("loss", "grad_norm", "lr", "eval_loss"):
         assert dict(shown[name]) == pytest.approx(lines(config, name), rel=1e-6), name
         assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_checkpoints_is_warned_of(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
+    said = " ".join(program(config, tmp_path, capsys)[2].split())
+    assert "has 1.0 KiB, so that saving a checkpoint may fail; free space, or set `output`" in said
 
 
 @pytest.mark.slow
