@@ -312,7 +312,7 @@ def test_a_watch_without_a_trainer_says_so_and_nothing_while_there_is_work(tmp_p
     try:
         for _ in watch:
             said += capsys.readouterr().err
-            if said:
+            if said.endswith("\n"):
                 watch.hide_wait()
                 time.sleep(4 * progress.TICK_S)
                 silent += not capsys.readouterr().err
