@@ -1,4 +1,4 @@
-"""A small training set and its export."""
+"""A small training set and its export; shards of a remote store."""
 
 import shutil
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from cache.store import Store
 from tests.cache.exports import export, make_source
+from tests.cache.remote_place import Place
 
 
 @pytest.fixture
@@ -24,3 +25,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def exported(whole: Path, tmp_path: Path) -> Store:
     return Store(shutil.copytree(whole, tmp_path / "export"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(Store(f"memory://{tmp_path.name}"), tmp_path / "copies")

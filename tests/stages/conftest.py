@@ -7,6 +7,7 @@ import pytest
 
 from stages import bucket, discover, encode_latents, encode_text
 from tests.project import Project
+from tests.stages.encoded_photos import IMAGE, plan_four
 
 if TYPE_CHECKING:
     from tests.stages.ui_server import UiServer
@@ -24,6 +25,12 @@ def _encode_three(home: Project) -> None:
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in programs:
         home.run(program.run)
+
+
+@pytest.fixture
+def photos(project: Callable[..., Project], built: Callable[..., Project]) -> Project:
+    """Four images of two shapes with a caption each, discovered and bucketed."""
+    return built(project(IMAGE), plan_four)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from schemas.config.encoding import Encoding
 from stages import encode_text
 from stages.encoding import model_loading
 from stages.encoding.worker_count import choose_workers
-from tests.stages.test_encode import IMAGE, plan_four
+from tests.stages.encoded_photos import IMAGE, plan_four
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Plans of media tables that tests write row by row."""
+
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import strategies as st
+
+from schemas.config.pipeline import Config
+from schemas.tables import MEDIA_SCHEMA
+from stages.planning.plan_builder import DraftPlan, build_plan
+
+VIDEO = {"num_frames": 9, "frame_rate": 10.0, "min_frames": 5}
+
+
+def config(
+    family: str = "kandinsky5-image", unit_mib: float = 0.5, flavour: str | None = None, **dataset: Any
+) -> Config:
+    """One dataset "a" of 64-pixel buckets, where enlarging is allowed unless said otherwise."""
+    given = {"id": "a", "instance_data_dir": "a", "resolution": 64, "allow_upscale": True, **dataset}
+    model = {"family": family, "flavour": flavour}
+    return Config.model_validate({"root": "work", "cache": {"unit_mib": unit_mib}, "model": model, "datasets": [given]})
+
+
+def videos(**video: Any) -> Config:
+    return config("kandinsky5-video", dataset_type="video", video=VIDEO | video)
+
+
+def row(number: int, width: int = 640, height: int = 480, **more: Any) -> dict[str, Any]:
+    base = {
+        "path": f"{number:03}.jpg",
+        "media_id": f"{number:032x}",
+        "kind": "image",
+        "width": width,
+        "height": height,
+        "captions": [f"caption {number % 7}", f"another {number}"],
+    }
+    return base | more
+
+
+def clip(number: int, duration: float, rate: float = 25.0, **more: Any) -> dict[str, Any]:
+    return row(number, kind="video", duration=duration, rate=rate, frames=round(duration * rate), **more)
+
+
+def planned(settings_: Config, rows: list[dict], multiple: int = 16) -> DraftPlan:
+    extra = sorted({name for row in rows for name in row if name.startswith("extra.")})
+    table = pa.table({name: [row.get(name) for row in rows] for name in extra}) if extra else None
+    media = pa.Table.from_pylist(
+        [{key: row.get(key) for key in MEDIA_SCHEMA.names} for row in rows], schema=MEDIA_SCHEMA
+    )
+    for name in extra:
+        assert table is not None
+        media = media.append_column(name, table.column(name))
+    return build_plan(settings_, {"a": media}, multiple)
+
+
+def ids(plan: DraftPlan) -> dict[str, dict]:
+    return {row["sample_id"]: row for row in plan.samples.to_pylist()}
+
+
+def reasons(plan: DraftPlan) -> dict[str, str]:
+    return {row["path"]: row["reason"] for row in plan.rejects.to_pylist()}
+
+
+def captions(plan: DraftPlan) -> list[list[str]]:
+    """The cleaned captions of each active row."""
+    words = {row["text_id"]: row["text"] for row in plan.texts.to_pylist()}
+    return [[words[name] for name in texts] for texts in plan.active.column("texts").to_pylist()]
+
+
+sizes = st.tuples(st.integers(16, 4000), st.integers(16, 4000))
+
+
+def bucket_of(plan: DraftPlan) -> list[str]:
+    return plan.active.column("bucket").to_pylist()
+
+
+def edits(**dataset: Any) -> Config:
+    return config(flavour="i2i-lite-sft", conditioning_data="b", **dataset)
+
+
+def source(number: int, width: int = 640, height: int = 480) -> dict[str, Any]:
+    return {
+        "source": f"{number}.png",
+        "source_id": f"{number + 500:032x}",
+        "source_width": width,
+        "source_height": height,
+    }

@@ -1,0 +1,149 @@
+"""Clips of videos in the plan."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas import identity
+from schemas.clips import clip_times
+from schemas.geometry import Bucket
+from stages.planning.plan_builder import DraftPlan
+from tests.stages.planning.draft_plans import VIDEO, bucket_of, clip, config, planned, reasons, row, videos
+
+
+def starts(plan: DraftPlan) -> list[tuple[float, int]]:
+    """(start, frames) of each sample in order."""
+    return [(row["start"], Bucket.parse(row["geometry"]["bucket"]).frames) for row in plan.samples.to_pylist()]
+
+
+def test_a_video_is_cut_to_one_plus_a_multiple_of_four_frames():
+    plan = planned(videos(num_frames=60), [clip(0, 4.0)])
+    assert starts(plan) == [(0.0, 37)]  # 40 times fit into 4 s; 37 = 1 + 36
+    assert plan.samples.to_pylist()[0]["rate"] == 10.0
+    assert plan.notes["a"].rounded == 1
+
+
+FILM = 24000 / 1001
+
+
+def at_24(rate: float, constant: bool | None = True, duration: float = 20.0, **video: Any) -> DraftPlan:
+    settings_ = videos(frame_rate=24.0, **{"num_frames": 61, **video})
+    return planned(settings_, [clip(1, duration, rate=rate, constant_rate=constant)])
+
+
+SELECTIONS = [
+    {"clip": "head"},
+    {"clip": "middle"},
+    {"clip": "random", "clips": 3},
+    {"clip": "uniform", "clips": 3},
+    {"clip": "chunks"},
+    {"clip": "slide", "clip_stride": 50},
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=lambda selection: selection["clip"])
+@pytest.mark.parametrize(("rate", "own"), [(FILM, FILM), (2 * FILM, 2 * FILM / 2), (24.1, 24.1), (96.2, 96.2 / 4)])
+def test_a_video_of_nearly_the_rate_has_clips_of_its_own_frames(selection, rate, own):
+    """All clips at its own rate, or all at 24 where none of them repeats or skips a frame, which are what they were."""
+    plan = at_24(rate, num_frames=245, **selection)
+    found = plan.samples.to_pylist()
+    assert found and plan.notes["a"].repeating == 0
+    assert {sample["rate"] for sample in found} in ({24.0}, {own}) and (found[0]["start"] or found[0]["rate"] == own)
+    for sample in found:
+        times = clip_times(sample["start"], sample["rate"], Bucket.parse(sample["geometry"]["bucket"]).frames)
+        taken = np.floor((np.array(times) + 0.001) * rate)  # with the tolerance of the reader
+        assert set(np.diff(taken)) == {round(rate / own)}
+        if sample["rate"] == own:
+            place = sample["start"] * own
+            assert place == pytest.approx(round(place), abs=1e-6)  # at one of its frames
+
+
+@pytest.mark.parametrize(
+    ("rate", "constant", "video"),
+    [
+        (24.0, True, {}),
+        (25.0, True, {}),
+        (30.0, True, {}),
+        (48.0, True, {}),
+        (FILM, False, {}),  # a variable rate of that average
+        (FILM, None, {}),
+        (24.13, True, {}),
+        (FILM, True, {"num_frames": 13}),  # even as it is
+        (24.001, True, {"clip": "chunks"}),
+    ],
+)
+def test_other_samples_keep_their_ids(rate, constant, video):
+    """Against the record that is documented, with the rate asked for and starts on its grid."""
+    plan = at_24(rate, constant, **video)
+    assert plan.samples.num_rows
+    for number, sample in enumerate(plan.samples.to_pylist()):
+        bucket, cut = Bucket.parse(sample["geometry"]["bucket"]), sample["geometry"]
+        record = np.zeros(1, identity.SAMPLE_DTYPE)
+        record["media"] = np.frombuffer(bytes.fromhex(sample["media_id"]), "V16")
+        frames = bucket.frames
+        record["geometry"] = [bucket.width, bucket.height, frames, cut["resize_w"], cut["resize_h"], cut["x"], cut["y"]]
+        record["rate"], record["start"] = 24.0, number * 61 / 24.0
+        assert sample["sample_id"] == identity.xxhash.xxh3_128_hexdigest(record.tobytes())
+
+
+def test_a_video_of_nearly_the_rate_repeats_nothing():
+    assert reasons(at_24(FILM, max_repeated_frames=0.0)) == {}
+    assert reasons(at_24(FILM, constant=False, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
+    assert reasons(at_24(23.0, max_repeated_frames=0.0)) == {"001.jpg": "repeats-frames"}
+    # 60 frames are no clip of 61, though they last 61 twenty-fourths of a second.
+    short = at_24(FILM * 0.9965, duration=60 / (FILM * 0.9965), bucket_strategy="aspect_ratio")
+    assert reasons(short) == {"001.jpg": "too-short"} and "is 60 frames" in short.rejects["message"][0].as_py()
+
+
+def test_frame_interval_and_the_stride_hold_together():
+    assert starts(planned(videos(num_frames=60, frame_interval=6), [clip(0, 6.0)])) == [(0.0, 49)]
+    assert starts(planned(videos(num_frames=60), [clip(0, 6.0)])) == [(0.0, 57)]
+
+
+def test_one_length_for_all_where_only_the_aspect_counts():
+    plan = planned(videos(bucket_strategy="aspect_ratio"), [clip(0, 0.8), clip(1, 3.0)])
+    assert starts(plan) == [(0.0, 9)] and reasons(plan) == {"000.jpg": "too-short"}
+
+
+def test_clip_selection():
+    def picked(duration: float = 3.0, **video: Any) -> list[float]:
+        return [start for start, _ in starts(planned(videos(**video), [clip(7, duration)]))]
+
+    assert picked(clip="head") == [0.0]
+    assert picked(clip="middle") == [1.0]
+    assert picked(clip="uniform", clips=3) == [0.0, 1.1, 2.1]
+    assert picked(clip="chunks") == [0.0, 0.9, 1.8]
+    assert picked(clip="slide", clip_stride=7) == [0.0, 0.7, 1.4, 2.1]
+    drawn = picked(clip="random", clips=3)
+    assert drawn == picked(clip="random", clips=3) and all(0 <= start <= 2.1 for start in drawn)
+
+
+def test_chunks_end_with_what_is_left():
+    assert starts(planned(videos(clip="chunks"), [clip(0, 2.5)])) == [(0.0, 9), (0.9, 9), (1.8, 5)]
+
+
+def test_no_clip_crosses_a_scene_boundary():
+    cuts = [1.2, 1.5, 3.0]
+    plan = planned(videos(clip="chunks", scenes=True), [clip(0, 4.0, scenes=cuts)])
+    found = starts(plan)
+    assert found == [(0.0, 9), (1.5, 9), (2.4, 5), (3.0, 9)]  # 1.2 to 1.5 is too short for a clip
+    edges = [0.0, *cuts, 4.0]
+    for start, frames in found:
+        scene = max(edge for edge in edges if edge <= start)
+        assert start + (frames - 1) / 10 < edges[edges.index(scene) + 1]
+
+
+def test_too_short_too_long_and_too_slow():
+    rows = [clip(0, 0.3), clip(1, 2.0), clip(2, 20.0), clip(3, 2.0, rate=4.0)]
+    plan = planned(videos(max_frames=100, max_repeated_frames=0.5), rows)
+    assert reasons(plan) == {"000.jpg": "too-short", "002.jpg": "too-long", "003.jpg": "repeats-frames"}
+    assert planned(videos(), rows).notes["a"].repeating == 1
+
+
+def test_an_image_among_videos_has_one_frame():
+    plan = planned(videos(), [clip(0, 2.0), row(1), clip(2, 2.0)])
+    assert [Bucket.parse(name).frames for name in bucket_of(plan)] == [9, 1, 9]
+    assert plan.samples.to_pylist()[1]["start"] is None
+    i2v = config("kandinsky5-video", flavour="i2v-lite-5s", dataset_type="video", video=VIDEO)
+    assert reasons(planned(i2v, [clip(0, 2.0), row(1)])) == {"001.jpg": "no-motion"}
