@@ -7,6 +7,7 @@ checkpoint on this machine has them.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -47,9 +48,16 @@ class WeightsMismatch(SetError):
 def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
     """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
     of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
-    if "/" in name:
-        root, name = parse_set_path(name)
-    return open_set(Store(root), name, family, task)
+    if "/" not in name:
+        return open_set(Store(root), name, family, task)
+    root, name = parse_set_path(name)
+    step = "Correct the path: it is that of an export (`latentpress export --to PLACE`), of a root, or of a set in one."
+    if "://" not in root and not os.path.isdir(root):
+        raise SetNotFound(f"there is no folder {root}", step)
+    try:
+        return open_set(Store(root), name, family, task)
+    except SetNotFound as error:
+        raise SetNotFound(error.message, step) from error
 
 
 def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:

@@ -21,7 +21,7 @@ from cache.shard import ShardRow
 from cache.shard_io import open_writer
 from cache.store import Store
 from cache.tensors import Array
-from cache.trainset import SetError, TrainSet
+from cache.trainset import SetError, SetNotFound, TrainSet
 from tests.cache.exports import FAMILY, TASK, export, import_, name_of, opened
 
 
@@ -32,6 +32,13 @@ def test_a_set_is_named_by_its_place(source: Store, tmp_path: Path) -> None:
         assert data.id == "0123456789abcdef" and isinstance(data, ExportedSet) == ("export" in place[-7:])
     with pytest.raises(SetError, match="no training set"):
         find_set(str(tmp_path / "export"), str(tmp_path), FAMILY, TASK)
+
+
+def test_a_path_without_an_export_is_not_answered_with_a_stage(tmp_path: Path) -> None:
+    for place, why in ((tmp_path / "typo", "there is no folder"), (tmp_path, "no training set for")):
+        with pytest.raises(SetNotFound, match=why) as caught:
+            find_set("/nowhere", str(place), FAMILY, TASK)
+        assert "latentpress export" in caught.value.next_step and "index" not in caught.value.next_step
 
 
 def test_damage_is_found_and_says_how_to_mend_it(source: Store, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def file_version(path: MediaPath) -> str:
 
 def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
     if not os.path.isdir(base):
-        raise LatentpressError(f"{base}: is not a folder", _LOCATION_ADVICE)
+        raise LatentpressError(f"there is no folder {base}", _LOCATION_ADVICE)
     names: list[str] = []
     for pattern in patterns:
         names += sorted(glob.glob(pattern, root_dir=base, recursive=True)) if _is_glob(pattern) else [pattern]
