@@ -1,10 +1,8 @@
 """The plan as a page: the pixels that the encoder gets, everything escaped, and no item that stops it."""
 
-import math
 import re
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,44 +12,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cache.store import Store
-from schemas.cli.console import Report
 from schemas.cli.tables import heading
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages import bucket, discover, preview
-from stages.encoding.stage_options import UsageError
+from stages import discover, preview
 from stages.media.errors import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 from stages.pages import sample_preview
-from stages.pages.html import BucketSection, PageItem, Picture, PreviewPictures, render_template
 from stages.pages.plan_page import MAX_EXAMPLES
 from stages.pages.plan_table import PlanTable
 from stages.planning.plan_lookup import current_plan
-from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
-
-
-def show(home, *overrides: str, **own: Any) -> tuple[Report, Page]:
-    out = home.folder / "page.html"
-    report = home.run(partial(preview.run, plan=True, out=out, **own), *overrides)
-    return report, Page(out.read_text(encoding="utf-8"))
-
-
-def planned(home, *overrides: str) -> Report:
-    home.run(discover.run, *overrides)
-    return home.run(bucket.run, *overrides)
-
-
-def rows(home) -> dict[str, dict]:
-    """path -> row of SAMPLES of the current plan."""
-    config = home.config()
-    plan = current_plan(Store(config.root), config)
-    return {row["path"]: row for row in plan.samples.values()}
-
-
-def settings(**dataset: Any) -> dict[str, Any]:
-    base = {"id": "photos", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
-    return {"datasets": [base | dataset]}
+from tests.stages.html_page import alike, decoded
+from tests.stages.plan_previews import planned, rows, settings, show, video_settings
 
 
 @pytest.mark.slow
@@ -70,10 +43,6 @@ def test_an_image_is_shown_as_the_encoder_gets_it(project) -> None:
     [_, frame] = page.of("path")
     assert frame["d"] == "M68.00 0.00h64.00v64.00h-64.00z"
     assert "200x64 → 64x64@1: resized to 200x64, cropped at (68, 0)" in page.article("wide.png")
-
-
-def video_settings(**video: Any) -> dict[str, Any]:
-    return settings(dataset_type="video", video={"num_frames": 17, "frame_rate": 12.0, **video})
 
 
 @pytest.mark.slow
@@ -120,61 +89,6 @@ def test_few_frames_are_evenly_chosen_with_the_first_and_the_last(fours: int, st
     assert min(frames, 5) <= count <= sample_preview.MAX_PREVIEW_FRAMES
     step = (frames - 1) // max(1, count - 1) or 1
     assert clip_times(start, few["rate"], count) == pytest.approx(clip_times(start, rate, frames)[::step], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_names_and_captions_are_escaped(project) -> None:
-    home = project(**settings())
-    name = "<script>alert(1)<\N{RIGHT-TO-LEFT OVERRIDE}b>&\"'\n.png"
-    home.image(name.replace("/", ""), caption='</p><script>alert("caption")</script>')
-    planned(home)
-    _, page = show(home)
-    assert not page.of("script") and not page.of("b")
-    assert '<script>alert("caption")' in page.article("photos/")
-    assert "photos/<script>alert(1)<\\u202eb>&\"'\\n.png" in page.text
-    [image] = page.of("img")
-    assert image["alt"].startswith("<script>alert(1)<\\u202eb>&\"'\\n.png cropped to")
-
-
-DOT = Picture(b"", 10, 10)
-
-
-def item(word: str, **own: Any) -> PageItem:
-    """An item whose every text is `word`."""
-    place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
-    place |= {"role": "eval", "regularisation": True, "repeats": 2, "weight": 2.0}
-    cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
-    sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
-    return PageItem(place, sample, (60, 48), 0.2, 0.0, captions=(word, ""), more_captions=1, **own)
-
-
-def plan_page(word: str) -> Page:
-    looks = [PreviewPictures((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
-    items = [item(word, problem=word), *(item(word, preview=look) for look in looks)]
-    line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
-    model = SimpleNamespace(family=word, task=word, flavour_spec=SimpleNamespace(name=word))
-    own = {"title": word, "model": model, "samples": 3, "held_out": 1, "buckets": [line], "set_aside": []}
-    own["excluded"] = [line]
-    pieces = list(render_template("plan.html", sections=[BucketSection(word, line, word, items)], **own))
-    assert len(pieces) > len(items)  # it is rendered an item at a time
-    return Page(b"".join(pieces).decode())
-
-
-def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
-    page, plain = plan_page(HOSTILE), plan_page("word")
-    assert page.structure == plain.structure
-    for card in page.articles:
-        assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
-    assert page.of("img")[0]["alt"] == f"source of {SEEN}"
-    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
-
-
-def test_no_template_switches_escaping_off() -> None:
-    root = Path(__file__).resolve().parents[2]
-    templates = [path for part in ("stages", "trainer", "examples") for path in (root / part).rglob("templates/*.html")]
-    assert len(templates) >= 4
-    for path in templates:
-        assert not re.search(r"\|\s*safe\b|autoescape", path.read_text()), path
 
 
 @pytest.mark.slow
@@ -245,36 +159,6 @@ def test_an_item_that_discover_no_longer_has_is_shown_without_its_size(project) 
 
 
 @pytest.mark.slow
-def test_the_choice_stays_when_items_are_added(project) -> None:
-    home = project(**settings())
-    for number in range(8):
-        home.image(f"old{number}.png", seed=number)
-    planned(home)
-    before = titles(show(home, items=4)[1])
-    for number in range(4):
-        home.image(f"new{number}.png", seed=100 + number)
-    planned(home)
-    after = titles(show(home, items=4)[1])
-    assert len(before) == len(after) == 4
-    assert {title for title in after if "old" in title} <= before
-    lowest = sorted(rows(home).values(), key=lambda row: row["sample_id"])[:4]
-    assert after == {row["path"] for row in lowest}
-
-
-def titles(page: Page) -> set[str]:
-    return {name for text in page.articles for name in re.findall(r"photos/(\S+\.png)", text)}
-
-
-@pytest.mark.slow
-def test_files_of_the_same_bytes_are_shown_once(project) -> None:
-    home = project(**settings())
-    for name in ("one.png", "same.png"):
-        home.image(name, caption="equal")
-    planned(home)
-    assert len(show(home)[1].articles) == 1
-
-
-@pytest.mark.slow
 def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources", is_regularisation_data=True))
     home.image("pair.png", seed=1)
@@ -328,40 +212,6 @@ def test_rules_have_their_counts_and_examples(project) -> None:
     assert "too-small" in page.text and "not-an-image" in page.text
     assert len(re.findall(r"small\d\.png: is 20x20, less than minimum_image_size = 50", page.text)) == MAX_EXAMPLES
     assert not page.of("i")
-
-
-@pytest.mark.slow
-def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
-    home = project(**settings())
-    for number in range(3):
-        home.image(f"{number}.png", seed=number)
-    planned(home)
-    _, page = show(home)
-    first = (home.folder / "page.html").read_bytes()
-    assert show(home)[0].done == 3
-    assert (home.folder / "page.html").read_bytes() == first
-    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
-    assert links and all(str(link).startswith(("data:image/webp;base64,", "#")) for link in links)
-    assert all(image["alt"] for image in page.of("img"))
-    targets = {f"#{section['id']}" for section in page.of("section") if "id" in section}
-    assert {link["href"] for link in page.of("a")} == targets
-    assert [path.name for path in home.folder.iterdir() if path.name.endswith(".tmp")] == []
-
-
-@pytest.mark.slow
-def test_a_bucket_can_be_chosen(project) -> None:
-    home = project(**settings())
-    for number, size in enumerate(((64, 64), (128, 64))):
-        home.image(f"{number}.png", size, seed=number)
-    names = sorted(row["bucket"] for row in planned(home).details["buckets"])
-    assert len(names) == 2
-    report, page = show(home, bucket=["64x64@1"])
-    assert [row["bucket"] for row in report.details["buckets"]] == ["64x64@1"]
-    assert len(page.articles) == 1
-    with pytest.raises(UsageError, match="has no 512x512@1"):
-        show(home, bucket=["512x512@1"])
-    with pytest.raises(UsageError, match="write WIDTHxHEIGHT"):
-        show(home, bucket=["large"])
 
 
 @pytest.mark.slow

@@ -1,0 +1,133 @@
+"""The page of a plan: escaping, which samples are chosen, what it needs."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages.encoding.stage_options import UsageError
+from stages.pages.html import BucketSection, PageItem, Picture, PreviewPictures, render_template
+from tests.stages.html_page import HOSTILE, SEEN, Page
+from tests.stages.plan_previews import planned, rows, settings, show
+
+
+@pytest.mark.slow
+def test_names_and_captions_are_escaped(project) -> None:
+    home = project(**settings())
+    name = "<script>alert(1)<\N{RIGHT-TO-LEFT OVERRIDE}b>&\"'\n.png"
+    home.image(name.replace("/", ""), caption='</p><script>alert("caption")</script>')
+    planned(home)
+    _, page = show(home)
+    assert not page.of("script") and not page.of("b")
+    assert '<script>alert("caption")' in page.article("photos/")
+    assert "photos/<script>alert(1)<\\u202eb>&\"'\\n.png" in page.text
+    [image] = page.of("img")
+    assert image["alt"].startswith("<script>alert(1)<\\u202eb>&\"'\\n.png cropped to")
+
+
+DOT = Picture(b"", 10, 10)
+
+
+def item(word: str, **own: Any) -> PageItem:
+    """An item whose every text is `word`."""
+    place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
+    place |= {"role": "eval", "regularisation": True, "repeats": 2, "weight": 2.0}
+    cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
+    sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
+    return PageItem(place, sample, (60, 48), 0.2, 0.0, captions=(word, ""), more_captions=1, **own)
+
+
+def plan_page(word: str) -> Page:
+    looks = [PreviewPictures((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
+    items = [item(word, problem=word), *(item(word, preview=look) for look in looks)]
+    line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
+    model = SimpleNamespace(family=word, task=word, flavour_spec=SimpleNamespace(name=word))
+    own = {"title": word, "model": model, "samples": 3, "held_out": 1, "buckets": [line], "set_aside": []}
+    own["excluded"] = [line]
+    pieces = list(render_template("plan.html", sections=[BucketSection(word, line, word, items)], **own))
+    assert len(pieces) > len(items)  # it is rendered an item at a time
+    return Page(b"".join(pieces).decode())
+
+
+def test_whatever_text_a_plan_holds_adds_no_tag_and_no_attribute() -> None:
+    page, plain = plan_page(HOSTILE), plan_page("word")
+    assert page.structure == plain.structure
+    for card in page.articles:
+        assert f"/{SEEN}" in card and "\\udcff" in card and "49" not in card
+    assert page.of("img")[0]["alt"] == f"source of {SEEN}"
+    assert page.of("svg")[0]["aria-label"] == f"{SEEN}: whole picture, 20.0% cut off"
+
+
+def test_no_template_switches_escaping_off() -> None:
+    root = Path(__file__).resolve().parents[2]
+    templates = [path for part in ("stages", "trainer", "examples") for path in (root / part).rglob("templates/*.html")]
+    assert len(templates) >= 4
+    for path in templates:
+        assert not re.search(r"\|\s*safe\b|autoescape", path.read_text()), path
+
+
+@pytest.mark.slow
+def test_the_choice_stays_when_items_are_added(project) -> None:
+    home = project(**settings())
+    for number in range(8):
+        home.image(f"old{number}.png", seed=number)
+    planned(home)
+    before = titles(show(home, items=4)[1])
+    for number in range(4):
+        home.image(f"new{number}.png", seed=100 + number)
+    planned(home)
+    after = titles(show(home, items=4)[1])
+    assert len(before) == len(after) == 4
+    assert {title for title in after if "old" in title} <= before
+    lowest = sorted(rows(home).values(), key=lambda row: row["sample_id"])[:4]
+    assert after == {row["path"] for row in lowest}
+
+
+def titles(page: Page) -> set[str]:
+    return {name for text in page.articles for name in re.findall(r"photos/(\S+\.png)", text)}
+
+
+@pytest.mark.slow
+def test_files_of_the_same_bytes_are_shown_once(project) -> None:
+    home = project(**settings())
+    for name in ("one.png", "same.png"):
+        home.image(name, caption="equal")
+    planned(home)
+    assert len(show(home)[1].articles) == 1
+
+
+@pytest.mark.slow
+def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
+    home = project(**settings())
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+    planned(home)
+    _, page = show(home)
+    first = (home.folder / "page.html").read_bytes()
+    assert show(home)[0].done == 3
+    assert (home.folder / "page.html").read_bytes() == first
+    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
+    assert links and all(str(link).startswith(("data:image/webp;base64,", "#")) for link in links)
+    assert all(image["alt"] for image in page.of("img"))
+    targets = {f"#{section['id']}" for section in page.of("section") if "id" in section}
+    assert {link["href"] for link in page.of("a")} == targets
+    assert [path.name for path in home.folder.iterdir() if path.name.endswith(".tmp")] == []
+
+
+@pytest.mark.slow
+def test_a_bucket_can_be_chosen(project) -> None:
+    home = project(**settings())
+    for number, size in enumerate(((64, 64), (128, 64))):
+        home.image(f"{number}.png", size, seed=number)
+    names = sorted(row["bucket"] for row in planned(home).details["buckets"])
+    assert len(names) == 2
+    report, page = show(home, bucket=["64x64@1"])
+    assert [row["bucket"] for row in report.details["buckets"]] == ["64x64@1"]
+    assert len(page.articles) == 1
+    with pytest.raises(UsageError, match="has no 512x512@1"):
+        show(home, bucket=["512x512@1"])
+    with pytest.raises(UsageError, match="write WIDTHxHEIGHT"):
+        show(home, bucket=["large"])
