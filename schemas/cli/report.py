@@ -91,7 +91,7 @@ def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
         lines = [line for item in value for line in fold(escape_unprintable(str(item)), width - 4, whole_paths=True)]
         return [f"  {name}:", *(f"    {line}" for line in lines)]
     if isinstance(value, list | tuple):
-        value = ", ".join(str(item) for item in value)
+        value = ", ".join(shown_path(item) if str(item).startswith("/") else str(item) for item in value)
     if isinstance(value, bool):
         value = "yes" if value else "no"
     if isinstance(value, str) and value.startswith("/") and " " not in value:  # a path: whole, beside its name

@@ -263,7 +263,7 @@ def test_media_root_takes_the_place_of_the_pattern(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("none", "not a folder"),
+        ("none", "there is no folder"),
         ("empty", "no tar"),
         ("empty/x.tar", "No such file"),
         ("s.tar.gz", "gunzip"),
