@@ -45,7 +45,7 @@ def make_samples(run: FakeRun) -> None:
             run.latent(step, f"p{number}")
             write_noise(run.folder / f"samples/step-{step:06d}/p{number}.png", step + number)
         run.latent(step, "p2")
-        run.clip(step, "p2", frames=30, size=(128, 96), noise=90)
+        run.clip(step, "p2", frames=10, size=(128, 96), noise=90)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_what_can_not_be_small_enough_is_named(run: FakeRun, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("frames", "noise", "limit"), [(121, 0, 3000), (121, 90, 6000), (30, 90, 20_000)])
+@pytest.mark.parametrize(("frames", "noise", "limit"), [(121, 0, 3000), (33, 90, 6000), (12, 90, 20_000)])
 def test_a_clip_is_never_larger_than_it_may_be(run: FakeRun, frames: int, noise: int, limit: int) -> None:
     path = run.clip(0, "p2", frames=frames, size=(320, 240), noise=noise)
     clip = thumbnails.shrink_clip(path, limit)
