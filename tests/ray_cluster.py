@@ -20,6 +20,8 @@ NODE: dict[str, Any] = {
     "include_dashboard": False,
     "node_ip_address": "127.0.0.2",
     "num_gpus": 0,
+    "no_monitor": True,
+    "include_log_monitor": False,
 }
 
 
