@@ -28,7 +28,7 @@ def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 HELP = """
 import atexit, json, os, runpy, sys
 import fsspec, ftfy, huggingface_hub, pyarrow.compute, pydantic, typer
-import schemas.cli.console, schemas.config.loading
+import schemas.cli.console, schemas.config.loading, stages.encoding.stage
 heavy, programs = json.loads(sys.argv[1])
 for program, module in programs.items():
     if os.fork() == 0:
