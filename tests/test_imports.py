@@ -112,7 +112,8 @@ def test_what_reads_media_has_what_it_imports() -> None:
 FORKS = """
 import json, os, sys
 import accelerate, torch._dynamo, transformers.modeling_utils
-for code, *arguments in json.loads(sys.argv[1]):
+for shared, code, *arguments in json.loads(sys.argv[1]):
+    exec(shared)  # of this fork and all later ones
     if os.fork() == 0:
         sys.argv[1:] = arguments
         exec(code)
@@ -191,7 +192,13 @@ def loaded_by(
     """code -> the modules of a process after it."""
     folders = str(tiny("kandinsky5-image-t2i")), str(tiny("sana")), str(tmp_path_factory.mktemp("adapters"))
     projects = [str(home.folder / "pipeline.yaml") for home in aligned]
-    printed = run_code(FORKS, json.dumps([[TEXT_AND_VISION], [LATENTS], [TRAINER, *folders], [ALIGNED, *projects]]))
+    forks = [
+        ["", TEXT_AND_VISION],
+        ["import diffusers.models.modeling_utils", LATENTS],
+        ["import peft, trainer.train", TRAINER, *folders],
+        ["", ALIGNED, *projects],
+    ]
+    printed = run_code(FORKS, json.dumps(forks))
     found = [set(json.loads(line)) for line in printed if line.startswith("[")]
     return dict(zip((TEXT_AND_VISION, LATENTS, TRAINER, ALIGNED), found, strict=True))
 
