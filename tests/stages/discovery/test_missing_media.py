@@ -2,53 +2,15 @@
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from schemas.cli.console import INCOMPLETE
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, encode_vision, index, preview, run
+from stages import bucket, discover, encode_latents, encode_text, encode_vision, preview
 from stages.media.errors import unreadable_error
-
-Program = Callable[..., Any]
-
-
-def prepared(home, count: int = 4):
-    for number in range(count):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    return again(home)
-
-
-def again(home):
-    home.run(discover.run)
-    home.run(bucket.run)
-    return home
-
-
-def unloaded(stage) -> Program:
-    """The stage's `run`, which must not come to loading a model."""
-    return replace(stage.STAGE, load_worker=lambda job: pytest.fail("loaded a model")).run
-
-
-def files(home) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in home.root.rglob("*") if path.is_file()}
-
-
-def stops(home, program: Program, *words: str, **options: Any) -> str:
-    """The program stops with exit code 3 and an error that holds these words, and leaves every file as it was."""
-    before = files(home)
-    with pytest.raises(LatentpressError) as caught:
-        home.run(program, **options)
-    message = str(caught.value)
-    assert caught.value.exit_code == INCOMPLETE
-    assert all(word in message for word in words), message
-    assert files(home) == before
-    return message
-
+from tests.stages.discovery.missing_files import files, prepared, stops, unloaded
 
 # -- discovery -------------------------------------------------------------------------------------------------------
 
@@ -297,87 +259,3 @@ def test_missing_media_is_not_counted_as_bad_media(project) -> None:
         Path(home.media / f"{number}.png").unlink()
     report = home.run(encode_latents.run, "stages.max_reject_fraction=0.0")
     assert (report.done, len(report.set_aside), report.exit_code) == (4, 4, 0)
-
-
-# -- the training set ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lacking(project, built):
-    """Four photos, encoded while 0.png was not there."""
-    return built(project(), encode_without_the_first)
-
-
-def encode_without_the_first(home):
-    prepared(home)
-    (home.media / "0.png").rename(home.folder / "0.png")
-    home.run(encode_text.run)
-    assert home.rejects(home.run(encode_latents.run)) == {"0.png": "missing"}
-
-
-@pytest.mark.slow
-def test_index_refuses_a_set_without_the_media_that_were_missing(lacking) -> None:
-    before = files(lacking)
-    report = lacking.run(index.run)
-    assert (report.exit_code, report.remaining, lacking.rejects(report)) == (3, 1, {"0.png": "missing"})
-    assert files(lacking) == before
-    assert [step.partition("   #")[0] for step in report.next_steps] == [
-        "latentpress encode-text",
-        "latentpress encode-latents",
-        "latentpress discover",
-        "latentpress index --allow-missing",
-    ]
-    report = lacking.run(index.run, allow_missing=True)
-    assert (report.exit_code, report.done, lacking.rejects(report)) == (0, 3, {"0.png": "missing"})
-
-
-def test_media_that_come_back_are_in_the_next_set(lacking) -> None:
-    (lacking.folder / "0.png").rename(lacking.media / "0.png")
-    assert lacking.run(encode_latents.run).set_aside == []
-    assert (lacking.run(index.run).exit_code, lacking.run(index.run).details["samples"]) == (0, 4)
-
-
-def test_media_that_were_deleted_for_good_leave_by_discover_and_bucket(lacking) -> None:
-    again(lacking)
-    assert lacking.run(encode_latents.run).exit_code == 0
-    report = lacking.run(index.run)
-    assert (report.exit_code, report.details["samples"], report.set_aside) == (0, 3, [])
-
-
-@pytest.mark.slow
-def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
-    alone = "stages.order=[index]"
-    report = lacking.run(run.run, alone)
-    assert report.exit_code == 3
-    (step,) = [step for step in report.next_steps if "--allow-missing" in step]
-    assert step.startswith("latentpress run ")
-    report = lacking.run(run.run, alone, allow_missing=True)
-    assert (report.exit_code, report.details["stages"][0]["done"]) == (0, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(200, 300), (300, 300)])
-def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_programs, shape: tuple[int, int]) -> None:
-    """Of eight photos six are damaged: in a unit of their own, after which the stage stops, or in one with the rest."""
-    home = project(cache={"unit_mib": 1})
-    for number in range(8):
-        path = home.image(f"{number}.jpg", (300, 300) if number < 6 else shape, f"picture {number}", number)
-        path.write_bytes(path.read_bytes()[: 1500 if number < 6 else None])
-    again(home)
-    home.run(encode_text.run)
-    with pytest.raises(LatentpressError, match=r"6 of [68] samples were set aside"):
-        home.run(encode_latents.run)
-    report = home.run(index.run)
-    assert report.exit_code == 3 and not (home.root / "sets").exists()
-    assert home.rejects(report) == {f"{number}.jpg": "truncated" for number in range(6)}
-    assert "were set aside" in report.details["stopped_by_limit"][0]["message"]
-    assert report.next_steps[0].startswith("latentpress encode-latents --retry-set-aside")
-    raised = "stages.max_reject_fraction=1.0"
-    assert home.run(encode_latents.run, raised).exit_code == 0
-    report = home.run(index.run, raised)
-    assert (report.exit_code, report.done, len(report.set_aside)) == (0, 2, 6)
-    report = home.run(run.run, raised, "stages.order=[encode-latents, index]")
-    assert (report.exit_code, len(report.set_aside)) == (0, 6), "each once"
-    step, rejects = report.next_steps
-    assert step.startswith("latentpress encode-latents --config ") and "--retry-set-aside   # once the cause" in step
-    assert rejects.startswith("latentpress status --rejects ")
