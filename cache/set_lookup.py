@@ -51,7 +51,7 @@ def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
     if "/" not in name:
         return open_set(Store(root), name, family, task)
     root, name = parse_set_path(name)
-    step = "Correct the path: it is that of an export (`latentpress export --to PLACE`), of a root, or of a set in one."
+    step = "Correct the path: it is that of an export, of a root, or of a set in one of them."
     if "://" not in root and not os.path.isdir(root):
         raise SetNotFound(f"there is no folder {root}", step)
     try:

@@ -38,7 +38,7 @@ def test_a_path_without_an_export_is_not_answered_with_a_stage(tmp_path: Path) -
     for place, why in ((tmp_path / "typo", "there is no folder"), (tmp_path, "no training set for")):
         with pytest.raises(SetNotFound, match=why) as caught:
             find_set("/nowhere", str(place), FAMILY, TASK)
-        assert "latentpress export" in caught.value.next_step and "index" not in caught.value.next_step
+        assert caught.value.next_step.startswith("Correct the path: it is that of an export")
 
 
 def test_damage_is_found_and_says_how_to_mend_it(source: Store, tmp_path: Path) -> None:
