@@ -77,7 +77,9 @@ def check_folder(path: str | Path) -> None:
 
 def check_writable(folder: Path) -> None:
     """Create `folder`, before work whose results go there; StoreError where that, or a file in it, can't be made."""
-    check_folder(folder)
+    if obstacle := find_obstacle(folder):
+        reason, _, step = obstacle.partition("; ")
+        raise StoreError(str(folder), f"can't be written to: {reason}", f"{step}; or correct `output` or `train.run`")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
