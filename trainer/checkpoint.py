@@ -164,12 +164,16 @@ def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> 
     return None
 
 
-def quarantine(damaged: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither counted nor removed; returns the new path."""
+def quarantine(damaged: Path, reason: str, found: resume.Checkpoint) -> str:
+    """Rename a damaged checkpoint, so that it is neither counted nor removed; what to say of it. found: the checkpoint
+    that is taken instead."""
     names = (damaged.with_name(f"damaged-{damaged.name}.{number}") for number in count(1))
     kept = damaged.rename(next(name for name in names if not name.exists()))
     sync(kept.parent)
-    return kept
+    return (
+        f"{damaged} is damaged ({reason}): the run goes on from {found.path.name}, the newest intact checkpoint, and "
+        f"the damaged one is kept as {kept.name}"
+    )
 
 
 def prune(folder: Path, keep: int, every: int | None = None, protected: Sequence[int] = ()) -> None:

@@ -110,11 +110,7 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
             found, damaged = resume.newest_checkpoint(folder, verify=True)
         for path, reason in damaged:
             assert found is not None
-            kept = checkpoint.quarantine(path)
-            run.console.warn(
-                f"{path} is damaged ({reason}): the run goes on from {found.path.name}, the newest intact "
-                f"checkpoint, and the damaged one is kept as {kept.name}"
-            )
+            run.console.warn(checkpoint.quarantine(path, reason, found))
     run.watch.note("resuming")
     with run.files.checkpoint(found) as found:
         if found is not None:

@@ -33,7 +33,7 @@ MaxTimeOption = Annotated[
         "--max-time",
         parser=parse_duration,
         metavar="TIME",
-        help="Stop after 3h, 90m or 02:30:00; the rest remains for the next run.  [default: none]",
+        help="Stop after 3h, 90m, 02:30:00 or 45 (seconds); the rest remains for the next run.  [default: none]",
     ),
 ]
 

@@ -209,7 +209,8 @@ class EncodingStage:
         needed = sum(self.estimate_bytes(config, unit) for unit in remaining)
         if shortage := find_shortage(config.root, needed):
             console.warn(f"{shortage}; {SPACE_ADVICE}")
-        report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo))
+        aside = len(state.set_aside) - sum(len(state.rejects_by_unit.get(unit.unit_id, ())) for unit in todo)
+        report = Report(program=self.name, skipped=count_members(state.units) - count_members(todo) - aside)
         report.details = {
             "cache": f"{self.kind}/{state.fingerprint}",
             "units": f"{len(state.units)}, {len(state.units) - len(todo)} done before, {len(remaining)} in this run",

@@ -137,7 +137,8 @@ def dataset_table(config: Config, plan: DraftPlan) -> list[TableRow]:
         row["held_out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
         row["duplicates"] = notes.duplicates
         row["bucket_step"] = "family" if notes.step is None else notes.step.now.step
-        row["cut_off_percent_more"] = round(100 * notes.step.now.more, 2) if notes.step and crops[name] else 0.0
+        more = notes.step.now.more if notes.step and crops[name] else 0.0
+        row["cut_off_percent_more"] = round(100 * max(0.0, more), 2)  # a coarser step may cut off less, too
         if config.model.condition is not None and config.model.condition.kind == "source":
             row["sources_of_other_aspect"] = len(notes.aspect_differs)
         if config.model.family_spec.video:

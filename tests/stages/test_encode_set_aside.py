@@ -34,7 +34,7 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     encode(photos)
     unable = replace(encode_latents.STAGE, load_worker=lambda job: pytest.fail("loaded for nothing"))
     again = photos.run(unable.run)
-    assert (again.done, photos.rejects(again)) == (0, {"0.png": "missing"})
+    assert (again.done, again.skipped, photos.rejects(again)) == (0, 3, {"0.png": "missing"})
     (photos.media / "moved.png").write_bytes(content)
     (photos.media / "moved.txt").write_text("picture number 0")
     prepare(photos)
