@@ -28,6 +28,7 @@ NEXT_STEPS = {
     errno.EROFS: "mount it for writing, or choose another place",
     errno.EXDEV: "write the temporary file with open_temp, which puts it on the file system of its final name",
 }
+NEXT_STEPS[errno.ENOTDIR] = NEXT_STEPS[errno.EEXIST] = "move that file away, and run the same command again"
 NEXT_STEPS[errno.EDQUOT] = NEXT_STEPS[errno.ENOSPC]
 NEXT_STEPS[errno.EPERM] = NEXT_STEPS[errno.EACCES]
 REASONS = {
@@ -37,6 +38,8 @@ REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EROFS: "the file system is read-only",
+    errno.ENOTDIR: "a file is where a folder belongs",
+    errno.EEXIST: "a file is where a folder belongs",
 }
 
 
@@ -56,13 +59,15 @@ class StoreError(LatentpressError):
 
 @contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StoreError about `path`. A missing file stays FileNotFoundError."""
+    """Turn an OSError of the body into a StoreError about `path`, or about a file below it that the error names. A
+    missing file stays FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
         raise
     except OSError as error:
-        code = error.errno or 0
+        code, named = error.errno or 0, str(error.filename2 or error.filename)
+        path = named if named.startswith(f"{path}{os.sep}") else path
         reason = REASONS.get(code, error.strerror or str(error))
         step = NEXT_STEPS.get(code, "check the path and the device, and run the same command again")
         raise StoreError(path, reason, step) from error

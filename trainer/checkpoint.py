@@ -10,8 +10,8 @@ shards/                            of a sharded model (FSDP2): the optimizer's t
                                    trained weights (weights/<parameter name>), by torch.distributed.checkpoint; any
                                    number of processes reads them
 state.json                         step, epoch, the resume signature (`terms`), skipped steps, random state; in which
-                                   file and under which name each weight of the adapter or model is (`weights`); the
-                                   checksum of each file that resuming reads
+                                   file and under which name each weight of the adapter or model is (`weights`)
+manifest.json                      the checksum of every other file; written last
 
 A folder is written under a temporary name, synced and renamed, so an incomplete one never counts. No pickle. The random
 state is (seed, step), since every random number of a step is a function of them.
@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
 
 from cache import disk_space
 from cache.files import replacing, sync, temporary
+from cache.json_checks import parse_json
 from cache.training_run import checkpoint_step, list_checkpoints
 from trainer import optimizer_state, resume
 from trainer.resume import OPTIMIZER_FILE, TRAINABLE_FILE
@@ -86,12 +88,11 @@ def save(
         for file, tensors, header in ((TRAINABLE_FILE, others, None), (OPTIMIZER_FILE, states, json.dumps(rest))):
             copies = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
             write_tensors(copies, temp / file, None if header is None else {OPTIMIZER_KEY: header})
-        read = (TRAINABLE_FILE, OPTIMIZER_FILE, *weights, *parts)
-        files = {name: resume.file_checksum(temp / name) for name in read}
         version = {"format_version": resume.FORMAT_VERSION}
-        state = {**version, "step": step, "terms": dict(signature), "weights": weights, "files": files, **extra}
+        state = {**version, "step": step, "terms": dict(signature), "weights": weights, **extra}
         state |= {"shards": parts} if parts else {}
         (temp / resume.STATE_FILE).write_text(json.dumps(state, indent=1))
+        resume.write_manifest(temp)
     return final
 
 
@@ -118,7 +119,32 @@ def restore(
     optimizer: torch.optim.Optimizer,
     averages: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Load weights, optimizer state and moving average, in place. ResumeError where they are those of another model."""
+    """Load weights, optimizer state and moving average, in place. ResumeError where they are those of another model, or
+    no state of a run although their checksums match."""
+    try:
+        states = _restore_weights(checkpoint, trainable)
+        with safe_open(checkpoint.path / OPTIMIZER_FILE, framework="pt") as file:
+            rest = parse_json((file.metadata() or {}).get(OPTIMIZER_KEY, "").encode())
+        states = {**load_file(checkpoint.path / OPTIMIZER_FILE), **states}
+        for name, average in (averages or {}).items():
+            _copy(f"the moving average of {name}", average, states.get(f"ema/{name}"))
+        optimizer_state.restore(trainable, optimizer, states, rest)
+    except optimizer_state.OtherGroups as error:
+        raise resume.ResumeError(
+            f"{checkpoint.path} can't be continued with this configuration: {error}",
+            f"Set train.optimizer.groups back. {resume.NEW_RUN_HINT}",
+        ) from error
+    except (ValueError, SafetensorError, CheckpointException) as error:
+        raise resume.ResumeError(
+            f"{checkpoint.path} can't be restored, although its checksums match: {error}",
+            "Remove that folder to go on from the checkpoint before, or copy it again from where it was made.",
+        ) from error
+
+
+def _restore_weights(
+    checkpoint: resume.Checkpoint, trainable: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Load the weights, in place; returns the other sharded tensors."""
     weights: dict[str, dict[str, str]] = dict(checkpoint.state["weights"])
     with safe_open(checkpoint.path / TRAINABLE_FILE, "pt") as file:
         weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -130,23 +156,20 @@ def restore(
         message = f"{checkpoint.path} holds other weights than this model trains: {names}"
         raise resume.ResumeError(message, resume.NEW_RUN_HINT)
     for part, keys in weights.items():
-        with safe_open(checkpoint.path / part, "pt") as file, torch.no_grad():
+        with safe_open(checkpoint.path / part, "pt") as file:
             for name, key in keys.items():
-                copy_values(trainable[name], file.get_tensor(key))
+                _copy(name, trainable[name], file.get_tensor(key))
     for name, value in sharded.items():
-        copy_values(trainable[name], value)
-    with safe_open(checkpoint.path / OPTIMIZER_FILE, framework="pt") as file:
-        rest = json.loads(file.metadata()[OPTIMIZER_KEY])
-    states = {**load_file(checkpoint.path / OPTIMIZER_FILE), **shards}
-    for name, average in (averages or {}).items():
-        copy_values(average, states[f"ema/{name}"])
-    try:
-        optimizer_state.restore(trainable, optimizer, states, rest)
-    except ValueError as error:
-        raise resume.ResumeError(
-            f"{checkpoint.path} can't be continued with this configuration: {error}",
-            f"Set train.optimizer.groups back. {resume.NEW_RUN_HINT}",
-        ) from error
+        _copy(name, trainable[name], value)
+    return shards
+
+
+def _copy(name: str, target: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set a tensor to a value of its own shape, which is not broadcast. ValueError for another, or none."""
+    if value is None or value.shape != target.shape:
+        shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
+        raise ValueError(f"{name} is {shape}, and should be of shape {tuple(target.shape)}")
+    copy_values(target, value)
 
 
 def find_owner(key: str, trainable: Mapping[str, torch.nn.Parameter]) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from cache.files import check_folder, explained
+from cache.training_run import CHECKPOINTS, step_of
 from schemas.errors import LatentpressError
 
 
@@ -20,8 +21,10 @@ class DeviceOutOfMemory(LatentpressError):
 @contextmanager
 def explain_failures(folder: Path) -> Iterator[None]:
     """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
-    to creating the folder is found before anything is loaded."""
-    check_folder(folder)
+    to creating the folder, or one in it, is found before anything is loaded."""
+    steps = [path for path in folder.glob(f"{CHECKPOINTS}/*") if step_of(path) is not None]
+    for place in (folder, *(folder / name for name in (CHECKPOINTS, "validation", "adapter", "model")), *steps):
+        check_folder(place)
     with explained(str(folder)):
         try:
             yield

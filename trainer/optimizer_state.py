@@ -8,11 +8,12 @@ converts the tensors to their parameter's dtype.
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
+from cache.json_checks import check_list, check_object
 from schemas.errors import LatentpressError
 from trainer.sharded import local, shard_like
 
@@ -20,10 +21,16 @@ Json = Any
 #: Of a group, beside the class' arguments: what training sets.
 SET_BY_TRAINING = ("params", "lr", "initial_lr")
 PAGED = {"state1", "state2"}  # of bitsandbytes' paged optimizers
+#: State of the weight's shape, in these packages' optimizers; others keep projections or rows of it.
+LIKE_WEIGHTS, KNOWN_PACKAGES = {"exp_avg", "exp_avg_sq", "z"}, {"torch", "optimi", "prodigyopt", "schedulefree"}
 
 
 class OptimizerStateError(LatentpressError):
     """State that can't be saved."""
+
+
+class OtherGroups(ValueError):
+    """A state of another number of parameter groups than the optimizer has."""
 
 
 class _Splitter:
@@ -68,20 +75,23 @@ class _Joiner:
         self.tensors = tensors
         self.placed: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-    def join(self, value: Json, device: torch.device) -> Any:
-        if not isinstance(value, dict):
-            return value
-        kind, inner = next(iter(value.items()))
-        if kind == "tensor":
-            # A counter that stays on the CPU beside parameters of a GPU.
-            wanted = torch.device("cpu") if value["host"] and not self.tensors[inner].dim() else device
-            return self.placed.setdefault((inner, wanted), self.tensors[inner].to(wanted))
-        if kind == "float":
-            return float(inner)
-        if kind == "dict":
-            return {key: self.join(part, device) for key, part in inner.items()}
-        parts = [self.join(part, device) for part in inner]
-        return tuple(parts) if kind == "tuple" else parts
+    def join(self, value: Json, device: torch.device, path: str) -> Any:
+        """The value at `path`, with its tensors. ValueError for what `_Splitter.split` does not write."""
+        match value:
+            case {"tensor": str(name), "host": bool(host)} if name in self.tensors:
+                # A counter that stays on the CPU beside parameters of a GPU.
+                wanted = torch.device("cpu") if host and not self.tensors[name].dim() else device
+                return self.placed.setdefault((name, wanted), self.tensors[name].to(wanted))
+            case {"float": "inf" | "-inf" | "nan" as text}:
+                return float(text)
+            case {"dict": dict(parts)}:
+                return {key: self.join(part, device, f"{path}/{key}") for key, part in parts.items()}
+            case {"list": list(parts)} | {"tuple": list(parts)}:
+                joined = [self.join(part, device, f"{path}/{number}") for number, part in enumerate(parts)]
+                return tuple(joined) if "tuple" in value else joined
+            case None | bool() | int() | float() | str():
+                return value
+        raise ValueError(f"the optimizer's {path} is no value of a checkpoint, or its tensor is missing")
 
 
 def collect(
@@ -119,24 +129,39 @@ def restore(
     tensors: Mapping[str, torch.Tensor],
     description: Json,
 ) -> None:
-    """Set what `collect` returned, in place, with the dtypes that it had. ValueError where the optimizer has another
-    number of parameter groups."""
-    joiner, groups = _Joiner(tensors), description["groups"]
+    """Set what `collect` returned, in place, with the dtypes that it had. OtherGroups where the optimizer has another
+    number of parameter groups; ValueError, with its name, for a value that `collect` can't have returned."""
+    joiner, (parameters, groups) = _Joiner(tensors), _check_description(description, trainable)
     arguments = inspect.signature(type(optimizer).__init__).parameters
     if len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
-    for name, values in description["parameters"].items():
+        raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
+    for name, values in parameters.items():
         weight = trainable[name]
-        state = {key: joiner.join(value, weight.device) for key, value in values.items()}
+        state = {key: joiner.join(value, weight.device, f"{name}/{key}") for key, value in values.items()}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == weight.shape:
                 state[key] = shard_like(value, weight)
+            elif key in LIKE_WEIGHTS and type(optimizer).__module__.partition(".")[0] in KNOWN_PACKAGES:
+                shape = getattr(value, "shape", ())
+                raise ValueError(f"{name}/{key} is of shape {tuple(shape)}, and its weight of {tuple(weight.shape)}")
         if getattr(optimizer, "is_paged", False):  # memory that the driver may move to the host
             for key in PAGED & state.keys():
                 state[key] = optimizer.get_state_buffer(weight, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]
         optimizer.state[weight] = state
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         device = group["params"][0].device
         for key, value in values.items():
             if key not in arguments or group.get(key) is None:
-                group[key] = joiner.join(value, device)
+                group[key] = joiner.join(value, device, f"groups/{number}/{key}")
+
+
+def _check_description(description: Json, trainable: Collection[str]) -> tuple[dict[str, Json], list[Json]]:
+    """The state of each parameter and of each group. ValueError where the description is none that `collect` makes."""
+    whole = check_object(description, "the optimizer's description")
+    parameters = check_object(whole.get("parameters"), "the optimizer's parameters")
+    for name, values in parameters.items():
+        check_object(values, f"the optimizer's state of {name}")
+        if name not in trainable:
+            raise ValueError(f"the optimizer has a state of {name}, which is not trained")
+    groups = check_list(whole.get("groups"), "the optimizer's groups")
+    return parameters, [check_object(group, "a group of the optimizer") for group in groups]

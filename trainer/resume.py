@@ -18,7 +18,9 @@ from cache.json_checks import check_checksum, check_count, check_list, check_obj
 from cache.training_run import checkpoint_step, list_checkpoints
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+WITHOUT_MANIFEST = 4  # the version before: state.json has the checksums of the other files, and none covers itself
+MANIFEST_FILE = "manifest.json"
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
 _FILE_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)  # inside the checkpoint
 NEW_RUN_HINT = "Or choose another train.run to begin a new one."
@@ -72,10 +74,11 @@ class NoUsableCheckpoint(LatentpressError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder and its state.json."""
+    """A folder, its state.json, and the names of its files."""
 
     path: Path
     state: dict[str, Any]
+    files: tuple[str, ...]
 
     @property
     def step(self) -> int:
@@ -107,40 +110,72 @@ def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | 
 def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
     """The checkpoint in `path`. ValueError with the reason where it is damaged."""
     with explained(str(path)):
-        try:
-            state = check_object(parse_json((path / STATE_FILE).read_bytes()), "the whole")
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise ValueError(f"it has no {STATE_FILE}") from error
-        except ValueError as error:
-            raise ValueError(f"{STATE_FILE} can't be read ({error})") from error
-        if check_count(state.get("format_version"), "format_version") != FORMAT_VERSION:
+        listing = _read_object(path / MANIFEST_FILE) if (path / MANIFEST_FILE).exists() else None
+        checksums = {} if listing is None else check_object(listing.get("files"), "files")
+        state = _read_object(path / STATE_FILE)
+        if listing is not None and file_checksum(path / STATE_FILE) != checksums.get(STATE_FILE):
+            raise ValueError(f"{STATE_FILE} is damaged: its checksum does not match {MANIFEST_FILE}")
+        version = check_count(state.get("format_version"), "format_version")
+        if version not in (WITHOUT_MANIFEST, FORMAT_VERSION):
             raise ResumeError(
-                f"{path} has format version {state['format_version']}; this release reads {FORMAT_VERSION}",
+                f"{path} has format version {version}; this release reads {WITHOUT_MANIFEST} and {FORMAT_VERSION}",
                 "Choose another train.run, or continue with the release that wrote it.",
             )
-        if check_count(state.get("step"), "step") != checkpoint_step(path):
-            raise ValueError(f"{STATE_FILE} is that of step {state['step']}")
-        check_object(state.get("terms"), "terms")
-        checksums = check_object(state.get("files"), "files")
-        check_count(state.get("bad total", 0), "bad total")
-        for number in check_list(state.get("gradient noise", []), "gradient noise"):
-            if not isinstance(number, float):
-                raise ValueError("gradient noise has a value that is no number")
-        for number in check_list(state.get("bad steps", []), "bad steps"):
-            check_count(number, "a bad step")
-        for file, names in check_object(state.get("weights"), "weights").items():
-            for key in check_object(names, f"the weights in {file}").values():
-                check_text(key, f"the name of a weight in {file}")
-        parts = [check_text(name, "a shard's name") for name in check_list(state.get("shards", []), "shards")]
-        for name in dict.fromkeys((TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"], *parts)):
+        if listing is None:
+            if version != WITHOUT_MANIFEST:
+                raise ValueError(f"it has no {MANIFEST_FILE}")
+            checksums = check_object(state.get("files"), "files")
+        _check_state(state, checkpoint_step(path))
+        needed = (TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"], *state.get("shards", ()))
+        for name in dict.fromkeys((*needed, *checksums)):
             if not _FILE_PATTERN.fullmatch(name):
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
             expected = check_checksum(checksums.get(name), f"the checksum of {name}")
             if not (path / name).is_file():
                 raise ValueError(f"it has no {name}")
             if verify and file_checksum(path / name) != expected:
-                raise ValueError(f"{name} is damaged: its checksum does not match {STATE_FILE}")
-    return Checkpoint(path, state)
+                raise ValueError(f"{name} is damaged: its checksum is another")
+    return Checkpoint(path, state, (STATE_FILE if listing is None else MANIFEST_FILE, *checksums))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint. ValueError says why it can't be read."""
+    try:
+        return check_object(parse_json(path.read_bytes()), "the whole")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ValueError(f"it has no {path.name}") from error
+    except ValueError as error:
+        raise ValueError(f"{path.name} can't be read ({error})") from error
+
+
+def _check_state(state: Mapping[str, Any], step: int) -> None:
+    """ValueError for a value of state.json that training can't go on with."""
+    if check_count(state.get("step"), "step") != step:
+        raise ValueError(f"{STATE_FILE} is that of step {state['step']}")
+    check_object(state.get("terms"), "terms")
+    for key in ("bad total", "epoch", "ema updates"):
+        check_count(state.get(key, 0), key)
+    noise = check_list(state.get("gradient noise", []), "gradient noise")
+    if len(noise) not in (0, 2) or not all(isinstance(number, float) for number in noise):
+        raise ValueError("gradient noise is no pair of numbers")
+    for number in check_list(state.get("bad steps", []), "bad steps"):
+        check_count(number, "a bad step")
+    if type(state.get("validation due", False)) is not bool:
+        raise ValueError("validation due is neither true nor false")
+    for name, values in check_object(state.get("methods", {}), "methods").items():
+        check_object(values, f"the state of {name}")
+    for file, names in check_object(state.get("weights"), "weights").items():
+        for key in check_object(names, f"the weights in {file}").values():
+            check_text(key, f"the name of a weight in {file}")
+    for name in check_list(state.get("shards", []), "shards"):
+        check_text(name, "a shard's name")
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the checksums of all files below `folder`, which is a finished checkpoint but for that."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = {name: file_checksum(folder / name) for name in names if name != MANIFEST_FILE}
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1))
 
 
 def file_checksum(path: Path) -> str:
@@ -153,7 +188,8 @@ def check_signature(found: Checkpoint, signature: Mapping[str, Any]) -> None:
     are not compared, so most can be compared before a model is loaded."""
     saved = found.state["terms"]
     current = json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
-    different = [key for key in sorted(current) if _comparable(key, saved.get(key)) != _comparable(key, current[key])]
+    old = isinstance(saved.get("base weights"), str)  # of a checkpoint of format version 4
+    different = [k for k in sorted(current) if _comparable(k, saved.get(k), old) != _comparable(k, current[k], old)]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
         hints = {key: f"Set {setting} back." for key, setting in SETTINGS.items()} | HINTS
@@ -184,6 +220,9 @@ def _format_value(key: str, value: Any) -> str:
     return printable(f"set {value.get('set')} with {value.get('samples')} samples and {value.get('captions')} captions")
 
 
-def _comparable(key: str, value: Any) -> Any:
-    """Of the data its digest, as another set may have the same samples."""
-    return value.get("digest") if key == "data" and isinstance(value, dict) else value
+def _comparable(key: str, value: Any, old: bool) -> Any:
+    """Of the data its digest, as another set may have the same samples; of the base weights what an old checkpoint has,
+    or their content."""
+    if isinstance(value, dict) and key in ("data", "base weights"):
+        return value.get("digest" if key == "data" else "first numbers" if old else "content")
+    return value

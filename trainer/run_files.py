@@ -106,7 +106,7 @@ class RunFiles:
                 target.parent.mkdir()
                 writes = True
         try:
-            files = [resume.STATE_FILE, *found.state["files"]] if self.main and found is not None else None
+            files = found.files if self.main and found is not None else None
             for file in self.from_main(files):
                 self._send_file(found.path / file if found is not None and self.main else None, writes, target / file)
             self._accelerator.wait_for_everyone()

@@ -77,7 +77,8 @@ def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> di
     same shape; a tensor without one is whole and on the host."""
     wanted: dict[str, torch.Tensor] = {}
     for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata), f"{name} in {folder} is no tensor"
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{name} in {folder} is no tensor")
         like, dtype = owner(name), stored.properties.dtype
         if like is not None and like.shape == stored.size:
             wanted[name] = torch.empty_like(like, dtype=dtype)

@@ -1,10 +1,12 @@
 """Checkpoints: exact, atomic, checked, pruned."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cache import files
@@ -83,6 +85,106 @@ def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypa
     assert newest(tmp_path).step == 2
     checkpoint.prune(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    """The run goes on from the checkpoint before. A few flips change no meaning: white space of the manifest."""
+    parameters, optimizer, _ = trained(2)
+    extra = {"epoch": 1, "ema updates": 2, "gradient noise": [0.5, 0.25], "random": {"seed": 0, "step": 2}}
+    for number in (1, 2):
+        last = checkpoint.save(tmp_path, number, parameters, optimizer, {"seed": 0}, extra)
+    content = (last / name).read_bytes()
+    before = resume.read_checkpoint(last, verify=True)
+    for bit in range(len(content) * 8):
+        raw = bytearray(content)
+        raw[bit // 8] ^= 1 << bit % 8
+        (last / name).write_bytes(raw)
+        found, _ = resume.newest_checkpoint(tmp_path, verify=True)
+        harmless = name == "manifest.json" and content[bit // 8 : bit // 8 + 1].isspace() and found == before
+        assert found is not None and (found.step == 1 or harmless), (bit, raw)
+
+
+def test_a_checkpoint_without_a_manifest_goes_on(tmp_path: Path) -> None:
+    """As releases before wrote it: state.json has the checksums of the files that resuming reads."""
+    parameters, optimizer, _ = trained(2)
+    last = checkpoint.save(tmp_path, 2, parameters, optimizer, {"seed": 0}, {"epoch": 1})
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    del files["state.json"]
+    (last / "manifest.json").unlink()
+    state = json.loads((last / "state.json").read_text()) | {"format_version": 4, "files": files}
+    (last / "state.json").write_text(json.dumps(state))
+    again = model(9)
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer(lr=0.01)))
+    assert all(torch.equal(again[name], parameters[name]) for name in parameters)
+
+
+def rewrite(path: Path, change) -> None:
+    """Change the tensors and the header of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    header = change(tensors, header) or header
+    checkpoint.write_tensors(tensors, path, None if header == "none" else header)
+
+
+def overlap(path: Path) -> None:
+    """Two tensors of a safetensors file at the same bytes."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    first, second = [name for name in header if name != "__metadata__"][:2]
+    header[second] = header[first]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + size :])
+
+
+def described(change) -> dict[str, str]:
+    return {"latentpress.optimizer": json.dumps(change)}
+
+
+ONE = {"a.bias": torch.ones(1)}
+CRAFTED = {
+    "broadcast": ("trainable", lambda tensors, _: tensors.update(ONE), r"a\.bias is of shape \(1,\).*of shape \(3,\)"),
+    "transposed": ("trainable", lambda t, _: t.update({"b.weight": t["b.weight"].T.contiguous()}), "b.weight is of"),
+    "moment": ("optimizer", lambda t, _: t.update({"a.bias/exp_avg": torch.ones(1)}), "a.bias/exp_avg is of shape"),
+    "moment lost": ("optimizer", lambda t, _: t.__delitem__("a.bias/exp_avg"), "a.bias/exp_avg"),
+    "average": (
+        "optimizer",
+        lambda t, _: t.update({"ema/a.bias": torch.ones(1)}),
+        "the moving average of a.bias is of",
+    ),
+    "average lost": ("optimizer", lambda t, _: t.__delitem__("ema/a.bias"), "the moving average of a.bias is missing"),
+    "no header": ("optimizer", lambda *_: "none", ""),
+    "header cut": ("optimizer", lambda _, header: {key: value[:-1] for key, value in header.items()}, ""),
+    "header a list": ("optimizer", lambda *_: described([]), "description is no object"),
+    "no groups": ("optimizer", lambda *_: described({"parameters": {}}), "groups is no list"),
+    "another weight": (
+        "optimizer",
+        lambda *_: described({"parameters": {"x": {}}, "groups": [{}]}),
+        "state of x, which is not trained",
+    ),
+    "no value": (
+        "optimizer",
+        lambda *_: described({"parameters": {"a.bias": {"step": {"float": "much"}}}, "groups": [{}]}),
+        "a.bias/step is no value",
+    ),
+    "overlap": ("trainable", overlap, "[oO]ffset"),
+    "overlap of moments": ("optimizer", overlap, "[oO]ffset"),
+}
+
+
+@pytest.mark.parametrize("craft", CRAFTED)
+def test_what_was_made_with_matching_checksums_is_refused_by_name(tmp_path: Path, craft: str) -> None:
+    part, change, said = CRAFTED[craft]
+    parameters, optimizer, _ = trained(2)
+    averages = {name: weight.detach().clone() for name, weight in parameters.items()}
+    last = checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {}, averages)
+    path = last / f"{part}.safetensors"
+    change(path) if change is overlap else rewrite(path, change)
+    resume.write_manifest(last)
+    again = model(9)
+    with pytest.raises(resume.ResumeError, match=f"step-000002 can't be restored, .*{said}"):
+        checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer(lr=0.01)), averages)
 
 
 def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:

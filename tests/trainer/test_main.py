@@ -222,6 +222,18 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_p
         assert "train.run" in report["error"]["next_step"]
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000002", "adapter", "validation"])
+def test_a_file_where_a_folder_belongs_is_named(make_config, make_set, tmp_path, capsys, name) -> None:
+    config = make_config("t2i", steps=2)
+    make_set(config)
+    path = run_of(config) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("a note")
+    code, report, log = program(config, tmp_path, capsys)
+    assert (code, report["error"]["path"]) == (INCOMPLETE, str(path)) and LOADS not in log
+    assert f"{path} is a file, not a folder" in report["error"]["message"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("note", ["", "[]", "\udcff", '{"step": "1"}', "nested"])
 def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp_path, capsys, note) -> None:

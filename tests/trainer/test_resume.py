@@ -16,7 +16,7 @@ from schemas.cli.console import OK, Options, run_program
 from tests.trainer.runs import lines, program, train, trained_weights
 from trainer import metrics, validation
 from trainer.__main__ import run as program_run
-from trainer.resume import ResumeError
+from trainer.resume import ResumeError, write_manifest
 
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
@@ -173,6 +173,7 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
         state = json.loads(path.read_text())
         del state["terms"]["random numbers"]
         path.write_text(json.dumps(state))
+        write_manifest(path.parent)
     with pytest.raises(ResumeError, match='random numbers: default in the checkpoint, "philox4x64-10" now'):
         train(longer)
 
@@ -212,3 +213,32 @@ def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None
         train(other(tmp_path / "other"))
     shutil.copytree(Path(config.model.path), tmp_path / "same")
     assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1
+    weights = tmp_path / "same" / "transformer" / "diffusion_pytorch_model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
+        train(other(tmp_path / "same"))
+
+
+@pytest.mark.slow
+def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(make_config, make_set, tmp_path) -> None:
+    """And the checkpoints that follow have the new one."""
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    train(config)
+    folder = Path(config.output) / "run" / "checkpoints"
+
+    path = folder / "step-000001" / "state.json"
+    state = json.loads(path.read_text())
+    content, first = state["terms"]["base weights"]["content"], state["terms"]["base weights"]["first numbers"]
+    path.write_text(json.dumps(state | {"terms": {**state["terms"], "base weights": first}}))
+    write_manifest(path.parent)
+    assert train(make_config("t2i", steps=2))["done"] == 1
+    terms = json.loads((folder / "step-000002" / "state.json").read_text())["terms"]
+    assert terms["base weights"]["content"] == content and len(content) == 32
+    shutil.rmtree(folder / "step-000002")
+    path.write_text(path.read_text().replace(first, "0" * 16))
+    write_manifest(path.parent)
+    with pytest.raises(ResumeError, match="training starts from other weights"):
+        train(make_config("t2i", steps=2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -9,7 +10,8 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 
-from cache.weights import read_component_config
+from cache.store import Store
+from cache.weights import fetch_components, fingerprint_weights, read_component_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.families.base import Experts, FamilyModule
@@ -61,10 +63,18 @@ def explain_checkpoint_errors(config: Config) -> Iterator[None]:
         raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
 
 
-def fingerprint_model(model: torch.nn.Module) -> str:
-    """A hash of the first numbers of every weight, as bfloat16: the same for any dtype and device."""
+def fingerprint_base(config: Config, model: torch.nn.Module, loaded: bool) -> dict[str, Any]:
+    """What identifies the base weights. content: of the files of the transformer, as the encoders' are identified, or
+    None where they were not loaded from files. first numbers: what checkpoints of format version 4 have, a hash of the
+    first numbers of each weight as bfloat16, which says too little."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
         first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
         digest.update(first.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    content = None
+    if loaded:
+        parts = config.model.family_spec.components
+        folder = fetch_components(config.model.source, config.model.revision, parts)
+        memo = Store(config.root) if "://" in config.root or Path(config.root).is_dir() else None
+        content = fingerprint_weights(str(folder), parts, None, memo)["content"]
+    return {"content": content, "first numbers": digest.hexdigest()}

@@ -30,7 +30,7 @@ from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
 from trainer.setup.connect import connect_ranks
 from trainer.setup.ema import MovingAverage
-from trainer.setup.load import explain_checkpoint_errors, fingerprint_model, load_transformer, model_shape
+from trainer.setup.load import explain_checkpoint_errors, fingerprint_base, load_transformer, model_shape
 from trainer.setup.memory import check_offload, loading_device, reduce_memory
 from trainer.setup.methods import set_up_methods
 from trainer.setup.optim import BadStepCounter
@@ -230,7 +230,7 @@ def prepare_model(
         model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device), load)
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
-        signature["base weights"] = fingerprint_model(model)  # before it is quantised: the same for any base_precision
+        signature["base weights"] = fingerprint_base(config, model, load is None)  # before it is quantised
         if settings.quantised:
             watch.note("quantising the base", alone=True)
             with console.activity(f"quantising the base to {settings.base_precision}", keep=True):
