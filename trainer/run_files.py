@@ -38,6 +38,7 @@ class RunFiles:
     def __init__(self, accelerator: Accelerator, folder: Path, note: Callable[..., object] = lambda **_: None) -> None:
         self.folder, self._accelerator, self._note = folder, accelerator, note
         self.main, self.shared, self.sees = accelerator.is_main_process, True, True
+        self.hosts = [socket.gethostname()]
         if accelerator.num_processes == 1:
             return
         folder.mkdir(parents=True, exist_ok=True)  # which also refreshes what NFS remembers of it
@@ -48,7 +49,7 @@ class RunFiles:
         self.sees = token.exists()
         seen = self.gathered((self.sees, socket.gethostname()))
         token.unlink(missing_ok=True)
-        self._hosts = [host for _, host in seen]
+        self.hosts = [host for _, host in seen]
         self.shared = all(each for each, _ in seen)
         self._blind = sorted({host for each, host in seen if not each})
 
@@ -57,7 +58,7 @@ class RunFiles:
         if not self.shared:
             raise OutputMismatch(
                 f"{why} needs one `output` for all machines: {', '.join(self._blind)} can't see {self.folder} of rank "
-                f"0 on {self._hosts[0]}",
+                f"0 on {self.hosts[0]}",
                 "Mount one folder on all of them at that path, or set train.parallel.strategy to ddp, with which rank "
                 "0 writes everything.",
             )
@@ -86,11 +87,11 @@ class RunFiles:
         newest, _ = resume.newest_checkpoint(self.folder / "checkpoints") if not self.sees else (None, [])
         own = self.gathered(0 if newest is None else newest.step)
         if (most := max(own)) > step:
-            host, has = self._hosts[own.index(most)], f"one of step {step}" if step else "none"
+            host, has = self.hosts[own.index(most)], f"one of step {step}" if step else "none"
             raise OutputMismatch(
-                f"{host} has a checkpoint of step {most} in {self.folder}, and rank 0 on {self._hosts[0]} has {has}",
+                f"{host} has a checkpoint of step {most} in {self.folder}, and rank 0 on {self.hosts[0]} has {has}",
                 f"Start rank 0 on {host} (torchrun --node-rank, accelerate's --machine_rank), copy its folder to "
-                f"{self._hosts[0]}, or remove it to go on without it.",
+                f"{self.hosts[0]}, or remove it to go on without it.",
             )
 
     @contextmanager

@@ -187,6 +187,18 @@ def test_what_was_made_with_matching_checksums_is_refused_by_name(tmp_path: Path
         checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer(lr=0.01)), averages)
 
 
+def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:
+    metadata = {f"{name}": f'"{name}" \n\x1f\x7f é {{"a": 1}}' for name in "zyxwvutsrqponml"}
+    contents = set()
+    for number in range(8):
+        path = tmp_path / f"{number}.safetensors"
+        checkpoint.write_tensors({"w": torch.ones(3)}, path, metadata)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == metadata and torch.equal(file.get_tensor("w"), torch.ones(3))
+
+
 def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
     """Of three weights the export holds one as it is, another halved and one in another dtype."""
     parameters, optimizer, _ = trained(2)

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,17 @@ from cache.set_lookup import open_set
 from cache.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from schemas.config.validation import Validation
-from tests.trainer.runs import check_result, check_shown, lines, on_two_ranks, program, quiet, train, trained_weights
+from tests.trainer.runs import (
+    check_result,
+    check_shown,
+    lines,
+    on_ranks,
+    on_two_ranks,
+    program,
+    quiet,
+    train,
+    trained_weights,
+)
 from trainer import flow, metrics, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
@@ -144,6 +156,48 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
         train(make_config(kind, name=name, accumulate=4, **longer))
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
     check_result(two, alone)
+
+
+DIFFERENT = [
+    ({"seed": 5}, "train.seed: 0 on rank 0, 5 on rank 1"),
+    ({"optimizer": {"lr": 1e-5, "warmup": 2}}, "train.optimizer.lr: 0.002 on rank 0, 1e-05 on rank 1"),
+    ({"caption_dropout": 0.5}, "train.caption_dropout: 0.1 on rank 0, 0.5 on rank 1"),
+    ({"loss": {"type": "huber"}}, "train.loss.type: mse on rank 0, huber on rank 1"),
+    ({"adapter": {"rank": 8}}, "train.adapter.rank: 16 on rank 0, 8 on rank 1"),
+    ({"batch_size": 2}, "train.batch_size: 1 on rank 0, 2 on rank 1"),
+    ({"validation": {"every": 1}}, "validation.every: 1000 on rank 0, 1 on rank 1"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "said"), DIFFERENT)
+def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path, change, said) -> None:
+    """What belongs to a machine may differ: here the number of threads."""
+    paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    for path, settings in zip(paths, ({}, {"threads": 1, **change}), strict=True):
+        config = make_config("t2i", steps=1, **settings)
+        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    make_set(config)
+    message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
+    assert message.splitlines() == ["the ranks do not train the same:", f"  rank 1 on {socket.gethostname()}: {said}"]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_base_weights_do_not_train(make_config, make_set, tmp_path) -> None:
+    """One bit of the second rank's copy differs; with a whole copy elsewhere both train."""
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    copy = shutil.copytree(Path(config.model.path), tmp_path / "copy")
+    paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    for path, model in zip(paths, (Path(config.model.path), copy), strict=True):
+        values = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        values["model"]["path"] = str(model)
+        path.write_text(json.dumps(values))
+    assert on_ranks(paths)["done"] == 1
+    shutil.rmtree(Path(config.output))
+    weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    assert "base weights: differ" in on_ranks(paths, (USAGE, USAGE))["error"]["message"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from schemas.config.pipeline import Config
 from schemas.identity import derive_seed, hash_json
 from trainer import run_state
 from trainer.attention import NATIVE, check_attention, use_backend
+from trainer.changed_settings import describe_rank, refuse_differences
 from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
@@ -130,6 +131,9 @@ def prepare_training(
     watch = RankWatch(accelerator, console, parallel.timeout, store)
     with watch.sharing_errors():
         files = RunFiles(accelerator, run_state.run_folder(config), watch.note)
+        if store is not None:
+            signature = run_state.resume_signature(config, data, schedule)
+            refuse_differences(files.gathered(describe_rank(config, data, signature)), files.hosts)
         if uses_sharding(parallel, accelerator.num_processes):
             files.require_shared("train.parallel.strategy: fsdp2")
         state = run_state.find_resume_state(config, data, schedule) if files.main else None
@@ -181,6 +185,8 @@ def prepare_run(
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded, watch.note):
         denoiser = prepare_model(config, data, family, methods, accelerator, watch, signature, console, load)
+    base = {"base weights": signature["base weights"]["content"]}
+    refuse_differences(files.gathered(base), files.hosts)
     watch.note("bringing the ranks' models together")
     model, trainable = denoiser.model, denoiser.trainable()
     with activity("bringing the model to the device"):
