@@ -8,6 +8,16 @@ from typing import Any, NamedTuple
 from cache.scores import read_curves, score_label
 from cache.training_run import CHECKPOINTS, METRICS_FILE, checkpoint_step, list_checkpoints, read_metrics
 
+#: What a loss was measured on (`eval_on` of metrics) -> keys of a report: the lowest, and that of the checkpoints.
+BEST_KEYS = {
+    "held-out samples": ("best_step", "best_checkpoint"),
+    "training samples": ("lowest_loss_on_training_samples", "lowest_loss_on_training_samples_with_checkpoint"),
+}
+NOTHING_HELD_OUT = (
+    "nothing is held out, so this shows how well training samples are fitted and not how well others are; set "
+    "eval_fraction: 0.05 of a dataset, or eval: true of one"
+)
+
 
 class Evaluation(NamedTuple):
     step: int
@@ -37,16 +47,29 @@ def best_checkpoint(folder: Path) -> Evaluation | None:
     return best_evaluation(read_metrics(folder / METRICS_FILE), steps)
 
 
+def measured_on(lines: Iterable[Mapping[str, Any]]) -> str:
+    """What the last eval loss was measured on, a key of BEST_KEYS."""
+    on = [line.get("eval_on") for line in lines if "eval_loss" in line]
+    return on[-1] if on and on[-1] in BEST_KEYS else "held-out samples"
+
+
+def loss_name(lines: Iterable[Mapping[str, Any]]) -> str:
+    """The eval loss as pages and tables call it."""
+    return "eval loss" if measured_on(lines) == "held-out samples" else "loss on training samples"
+
+
 def describe_best(folder: Path) -> dict[str, Any]:
-    """Details for the report. best_step: the step with the lowest eval loss, with its checkpoint if it has one.
-    best_checkpoint: the best of those that have one, unless that is the same step."""
+    """Details for the report, under the keys of BEST_KEYS: the step with the lowest eval loss, with its checkpoint if
+    it has one, and the best of those that have one, unless that is the same step."""
     lines = read_metrics(folder / METRICS_FILE)
     paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
     details: dict[str, dict[str, Any]] = {}
-    for key, found in (("best_step", best_evaluation(lines)), ("best_checkpoint", best_evaluation(lines, paths))):
+    on = measured_on(lines)
+    for key, found in zip(BEST_KEYS[on], (best_evaluation(lines), best_evaluation(lines, paths)), strict=True):
         if found is not None and found.step not in [each["step"] for each in details.values()]:
             details[key] = found._asdict()
             details[key] |= {"checkpoint": paths[found.step]} if found.step in paths else {}
+            details[key] |= {} if on == "held-out samples" else {"note": NOTHING_HELD_OUT}
     return details
 
 
@@ -58,7 +81,7 @@ def best_steps(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for steps in (None, paths):
         if (found := best_evaluation(lines, steps)) is not None:
-            rows.append(_best_row("eval loss", found.step, found.eval_loss, None, paths))
+            rows.append(_best_row(loss_name(lines), found.step, found.eval_loss, None, paths))
     for curve in read_curves(folder):
         name = score_label(curve.name)
         for steps in (None, paths):

@@ -222,7 +222,7 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
                 f"{dataset.id}: eval_fraction {dataset.eval_fraction:g} holds out none of {notes.planned} items, "
                 "because each is chosen by its own content; raise it, or set eval: true on a separate dataset"
             )
-    for text in config.unused_features("masks", "vision"):
+    for text in config.unused_features("masks", "vision", "sizes"):
         console.warn(text)
     if scale := summary.scale_warning(config, buckets, multiple):
         console.warn(scale)

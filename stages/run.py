@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cache.best_step import BEST_KEYS
 from cache.damage import ENCODE_PROGRAMS
 from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.files import check_writable
@@ -173,13 +175,13 @@ def _add_details(
         report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
     if stage == "train" and "saved" in details:
         report.details["model" if config.train.adapter.type == "full" else "adapter"] = details["saved"]
-        names = ("best_step", "best_checkpoint", "numbers", "tensorboard", "wandb")
+        names = (*chain(*BEST_KEYS.values()), "numbers", "tensorboard", "wandb")
         report.details |= {name: details[name] for name in names if name in details}
     elif stage == "decode" and "contact_sheet" in details:
         report.details["pictures"] = details["samples"]
         report.details["contact_sheet"] = details["contact_sheet"]
     elif stage == "score" and "best_steps" in details:
-        for name in ("best_step", "best_checkpoint"):  # they are among these
+        for name in chain(*BEST_KEYS.values()):  # they are among these
             report.details.pop(name, None)
         report.details |= {name: details[name] for name in ("scores", "best_steps")}
 

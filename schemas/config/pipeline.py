@@ -22,7 +22,7 @@ from schemas.geometry import workable_step
 VALIDATION = "validation"  # the dataset of the images of validation prompts
 PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
 
-Topic = Literal["masks", "vision"]
+Topic = Literal["masks", "vision", "sizes"]
 
 
 class Config(Section):
@@ -82,6 +82,11 @@ class Config(Section):
         if "vision" in topics and self.vision.model and self.train.methods.crepa is None:
             how = "features are encoded, but training does not use them without train.methods.crepa"
             yield f"vision.model {self.vision.model}: {how}"
+        for dataset in used if "sizes" in topics else ():
+            given = {"resolution", "bucket_step", "max_aspect"} & dataset.model_fields_set
+            if dataset.buckets == "family" and given:
+                names = ", ".join(sorted(given))
+                yield f"datasets.{dataset.id}: {names}: not used with buckets: family, which has the sizes of the model"
 
     def _problems(self) -> Iterator[Problem]:
         for key in ("root", "output"):

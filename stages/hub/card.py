@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cache.best_step import best_evaluation
+from cache.best_step import best_evaluation, loss_name
 from cache.files import replacing
 from cache.scores import ScoreCurve, read_curves
 from cache.store import Store
@@ -209,7 +209,7 @@ def _training(config: Config, facts: Facts) -> str:
     evaluated = [line for line in facts.metrics if isinstance(line.get("eval_loss"), float)]
     if evaluated:
         final, lowest = evaluated[-1], best_evaluation(facts.metrics)
-        lines += ["", f"Eval loss: {final['eval_loss']:.4g} at step {final['step']}"]
+        lines += ["", f"{loss_name(facts.metrics).capitalize()}: {final['eval_loss']:.4g} at step {final['step']}"]
         differs = lowest is not None and lowest.step != final["step"]
         lines[-1] += f"; lowest {lowest.eval_loss:.4g} at step {lowest.step}." if lowest and differs else "."
     for curve in facts.scores:

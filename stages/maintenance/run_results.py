@@ -3,9 +3,11 @@
 import shutil
 import time
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from cache.best_step import BEST_KEYS
 from cache.files import TEMP_SUFFIX, is_temporary
 from cache.training_run import CHECKPOINTS, WATCHER_LOGS, is_running
 
@@ -13,7 +15,7 @@ ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a pictu
 
 #: Details of a report, in the order in which they are shown, after all others.
 RESULTS = (
-    *("adapter", "model", "checkpoints", "best_step", "best_checkpoint", "scores", "best_steps"),
+    *("adapter", "model", "checkpoints", *chain(*BEST_KEYS.values()), "scores", "best_steps"),
     *("pictures", "contact_sheet", "report", "numbers", "tensorboard", "wandb", "logs"),
 )
 

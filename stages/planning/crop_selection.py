@@ -19,7 +19,11 @@ from stages.planning.candidates import CandidateItems, message_column
 BucketSizes = tuple[tuple[int, int], ...]
 # A mask or source whose aspect differs by more than this, and by more than a pixel, shows something else.
 MAX_ASPECT_DIFFERENCE = 0.02
-UPSCALE_ADVICE = "; lower resolution, set allow_upscale: true, or remove it"
+#: Of `buckets`: what to do about a file that is smaller than its bucket.
+UPSCALE_ADVICE = {
+    "computed": "; lower resolution, set allow_upscale: true, or remove it",
+    "family": "; set buckets: computed with a lower resolution, or allow_upscale: true, or remove it",
+}
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,13 @@ def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_mul
     items.drop(moving & ~items.videos, "mask-moves", "is a still image and its mask a video; make the mask an image")
     crops = _choose_crops(dataset, items, bucket_sizes(model, dataset, side_multiple))
     if not dataset.allow_upscale:
+        advice = UPSCALE_ADVICE[dataset.buckets]
         small = geometry.is_upscaled(items.numbers("width"), items.numbers("height"), crops.crop)
         bucket = message_column(crops.width[small], "x", crops.height[small])
         stay = items.drop(
             small,
             "needs-upscale",
-            lambda gone: message_column("is ", gone.sizes(), ", smaller than its bucket ", bucket, UPSCALE_ADVICE),
+            lambda gone: message_column("is ", gone.sizes(), ", smaller than its bucket ", bucket, advice),
         )
         crops = crops.keep(stay)
         if crops.source is not None:
@@ -111,7 +116,7 @@ def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_mul
             # A source of its target's aspect, up to rounding, may be stretched a little in one direction.
             small = np.where(crops.aspect_differs, wider | taller, wider & taller)
             size = message_column(needed[0][small], "x", needed[1][small])
-            purpose = f" is needed to show what its target shows{UPSCALE_ADVICE}"
+            purpose = f" is needed to show what its target shows{advice}"
             stay = items.drop(
                 small,
                 "source-needs-upscale",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.best_step import best_checkpoint, best_evaluation, describe_best
+from cache.best_step import best_checkpoint, best_evaluation, best_steps, describe_best, loss_name
 
 
 def evaluated(step: int, loss: float | None, on: str = "a") -> dict:
@@ -44,3 +44,14 @@ def test_its_checkpoint_and_the_best_that_has_one_are_named(tmp_path: Path) -> N
     (tmp_path / "checkpoints/step-000010").mkdir()
     best = {"step": 10, "eval_loss": 0.2, "checkpoint": str(tmp_path / "checkpoints/step-000010")}
     assert describe_best(tmp_path) == {"best_step": best}
+
+
+def test_a_loss_on_training_samples_is_called_that(tmp_path: Path) -> None:
+    """With the setting that changes it; the JSON of a report has no "best step" then."""
+    lines = [evaluated(10, 0.2) | {"eval_on": "training samples"}]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    (lowest,) = describe_best(tmp_path).values()
+    assert describe_best(tmp_path).keys() == {"lowest_loss_on_training_samples"} and lowest["step"] == 10
+    assert "eval_fraction: 0.05" in lowest["note"]
+    assert [row["measure"] for row in best_steps(tmp_path)] == ["loss on training samples"]
+    assert loss_name([*lines, evaluated(20, 0.1) | {"eval_on": "held-out samples"}]) == "eval loss"

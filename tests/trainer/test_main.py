@@ -103,7 +103,9 @@ def test_a_validation_prompt_can_be_added_to_a_run(make_config, make_set, made, 
     look = {"steps": 3, "every": 7, "guidance": 2.0, "shift": 3.0, "seed": 5, "eval_samples": 3, "eval_sigmas": [0.3]}
     code, report, said = program(make_config("t2i", steps=2, validation=look), tmp_path, capsys)
     assert (code, report["done"], report["skipped"]) == (OK, 1, 1) and "can't be continued" not in said
-    assert report["details"]["best_step"]["step"] == 2, "the loss at step 0 was that of other samples"
+    assert report["details"]["lowest_loss_on_training_samples"]["step"] == 2, (
+        "the loss at step 0 was that of other samples"
+    )
     assert {path.name for path in run_of(config).glob("validation/step-000002/*")} == {
         "one.safetensors",
         "two.safetensors",

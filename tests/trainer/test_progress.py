@@ -101,9 +101,10 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said
     details = report["details"]
     [curve] = details["eval_by_sigma"]
+    lowest = "lowest_loss_on_training_samples"
     assert (curve["sigma"], curve["last"]) == (0.5, details["eval_loss"]["last"])
     assert f"eval loss {curve['first']:.4g} (0.5: {curve['first']:.4g})" in said
-    assert details["best_step"].items() >= best_evaluation(read_metrics(folder / "metrics.jsonl"))._asdict().items()
+    assert details[lowest].items() >= best_evaluation(read_metrics(folder / "metrics.jsonl"))._asdict().items()
     places = {"validation_latents": "validation", "numbers": "metrics.jsonl", "tensorboard": "tensorboard"}
     assert {key: details[key] for key in places} == {key: str(folder / name) for key, name in places.items()}
     assert all(Path(details[key]).exists() for key in (*places, "saved", "wandb"))
@@ -111,9 +112,7 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     assert details["waiting_for_data"] == f"{100 * share:.0f} %"
     finished = program(config, tmp_path, capsys)[1]["details"]
     assert finished["waiting_for_data"] == details["waiting_for_data"]
-    assert {key: finished[key] for key in (*places, "best_step")} == {
-        key: details[key] for key in (*places, "best_step")
-    }
+    assert {key: finished[key] for key in (*places, lowest)} == {key: details[key] for key in (*places, lowest)}
 
     config = make_config("t2i", steps=3, validation=look, trackers=["tensorboard", "wandb"])
     assert program(config, tmp_path, capsys)[0] == OK

@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cache.best_step import Evaluation, best_evaluation
+from cache.best_step import NOTHING_HELD_OUT, Evaluation, best_evaluation, loss_name, measured_on
 from cache.scores import ScoreCurve, read_curves
 from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
 from schemas.config.pipeline import Config
@@ -120,6 +120,8 @@ def gather_content(runs: Sequence[ReportRun], beside: tuple[Path, Path] | None =
 def _missing_of_run(run: ReportRun) -> Iterator[str]:
     if run.not_own:
         yield "It has no config.yaml, so it has not begun training: settings are those of the given configuration."
+    if run.best and measured_on(run.metrics) == "training samples":
+        yield f"The eval loss is a loss on training samples: {NOTHING_HELD_OUT}."
     if run.progress.state == "running":
         yield "Training goes on: this page shows what there was when it was made."
     elif run.progress.state == "stopped":
@@ -127,7 +129,8 @@ def _missing_of_run(run: ReportRun) -> Iterator[str]:
 
 
 def run_rows(content: ReportContent) -> list[TableRow]:
-    rows = []
+    rows, names = [], {loss_name(run.metrics) for run in content.runs}
+    name = names.pop().replace(" ", "_") if len(names) == 1 else "eval_loss"  # what each was measured on is said below
     for run in content.runs:
         row, best = run.progress.row(), run.best
         model = run.config.model
@@ -137,8 +140,8 @@ def run_rows(content: ReportContent) -> list[TableRow]:
                 "state": row["state"],
                 "step": row["step"],
                 "loss": row["loss"],
-                "eval_loss": _last_eval(run),
-                "lowest_eval_loss": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
+                name: _last_eval(run),
+                f"lowest_{name}": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
                 "model": f"{model.family} {model.flavour_spec.name}, {run.config.train.adapter.type}",
                 "folder": str(run.folder),
             }
