@@ -167,7 +167,8 @@ class EncodingStage:
             probed = select_probed_members(plan, self.kind, state.wanted_members(todo if steal else remaining))
             require_media(MediaLocations(config, plan), self.kind, probed)
             resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
-            job = Job(config, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
+            again = frozenset(state.retry_units) | (self.only_units or frozenset())
+            job = Job(config, plan.name, state.fingerprint, resources, 0, probed, self.name, again)
             shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
             taken = stealing.take_units(remaining, state.units, options.partition, resources.worker_count, shards)
             queue = TimedUnits(taken if steal else iter(remaining), resources.worker_count, stop_handler.seconds_left)
@@ -289,6 +290,7 @@ class EncodingStage:
             def advance(members: int) -> None:
                 for count in (progress.advance, reporter.advance, units.advance):
                     count(members)
+                progress.total = max(progress.total or 0, progress.done)  # units of other parts come on top
 
             with closing(engine.run_units(load, job, units, advance, console.warn)) as results:
                 for result in results:
@@ -296,6 +298,11 @@ class EncodingStage:
                     if rolling is not None:
                         rolling.finish(result)
                     reporter.add(result)
+                    if result.elsewhere:
+                        count = len(members[result.unit_id])
+                        report.skipped += count if result.unit_id in names else 0
+                        advance(count) if result.unit_id in names else units.advance(count)
+                        continue
                     if result.shard_path is None:
                         report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
                         report.remaining += len(members[result.unit_id])

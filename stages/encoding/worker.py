@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from cache import plans
 from cache.plans import Unit
 from cache.rejects import make_reject, read_undamaged, write_rejects
-from cache.shard import BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
+from cache.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shard_io import open_writer
 from cache.store import Store
 from schemas.errors import LatentpressError
@@ -114,7 +114,11 @@ class UnitWorker(ABC):
             unit = prefetcher.next_unit(wait=written is None)
             if unit is None and written is None:
                 return
-            shard = self._encode(unit, prefetcher, advance) if unit is not None else None
+            # Asked now and not when it was read ahead: other jobs may have done it since.
+            shard_path = self._find_shard(unit) if unit is not None else None
+            if unit is not None and shard_path is not None:
+                prefetcher.skip(unit)
+            shard = self._encode(unit, prefetcher, advance) if unit is not None and shard_path is None else None
             try:
                 if written is not None:
                     yield written.result()
@@ -123,6 +127,13 @@ class UnitWorker(ABC):
                     shard.drop()
                 raise
             written = writer.submit(shard.finish) if shard is not None else None
+            if unit is not None and shard_path is not None:
+                yield UnitResult(unit.unit_id, shard_path, elsewhere=True)
+
+    def _find_shard(self, unit: Unit) -> str | None:
+        """The shard of a unit that need not be encoded any more; one request."""
+        path = f"{self.kind}/{self.job.fingerprint}/{unit.unit_id}{SUFFIXES[self.config.cache.format]}"
+        return path if unit.unit_id not in self.job.again and self.store.exists(path) else None
 
     @cached_property
     def _processes(self) -> SandboxPool[ReadRequest, MemberPixels]:

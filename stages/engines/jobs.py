@@ -13,7 +13,8 @@ from schemas.config.pipeline import Config
 @dataclass(frozen=True)
 class Job:
     """A job as its workers get it; small, and pickled. process_index: its number, from 0. probed_members: members
-    whose files show whether the media are there. stage: its name, for people."""
+    whose files show whether the media are there. stage: its name, for people. again: ids of units that are encoded
+    although they have a shard."""
 
     config: Config
     generation: str
@@ -22,12 +23,14 @@ class Job:
     process_index: int = 0
     probed_members: tuple[str, ...] = ()
     stage: str = ""
+    again: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class UnitResult:
-    """shard_path: None where the unit failed. set_aside: rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: where
-    memory ran out, the batch size that fitted. remarks: the number of members for each.
+    """shard_path: None where the unit failed. elsewhere: whether another job has made the shard meanwhile. set_aside:
+    rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: where memory ran out, the batch size that fitted. remarks: the
+    number of members for each.
     """
 
     unit_id: str
@@ -39,6 +42,7 @@ class UnitResult:
     fitting_batch: str = ""
     error: str = ""
     remarks: dict[str, int] = field(default_factory=dict)
+    elsewhere: bool = False
 
 
 class Worker(Protocol):

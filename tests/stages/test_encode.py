@@ -11,8 +11,10 @@ import pytest
 from cache.shard_io import open_reader
 from cache.store import Store
 from schemas.errors import USAGE
-from stages import bucket, encode_latents, encode_text, index
+from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.stage_options import UsageError
+from stages.encoding.text.worker import TextWorker
+from tests.s3_server import BUCKET
 from tests.stages.encoded_photos import IMAGE, encode, plan_four, prepare
 
 
@@ -104,6 +106,36 @@ def test_a_part_goes_on_with_units_of_others(project) -> None:
     assert [report.details.get("units_of_other_parts") for report in reports] == [1, None, None]
     folder = home.folder / "parts" / "latents"
     assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit_mib", [0.004, 128])
+@pytest.mark.parametrize("parts", [("0/1", "0/1"), ("0/2", "1/2")])
+@pytest.mark.parametrize("root", ["work", f"s3://{BUCKET}/work"])
+def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root, parts, unit_mib) -> None:
+    """But for the one that the first is at while the second does all the others: each looks at the shards again right
+    before it encodes a unit, however many it has read ahead."""
+    home = project(IMAGE, root=root, cache={"unit_mib": unit_mib})
+    for number in range(10):
+        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
+    home.run(discover.run)
+    home.run(bucket.run)
+    others, steal = [], parts[0] != "0/1"
+    real = TextWorker.encode
+
+    def encode(worker: TextWorker, *batch):
+        if not others:
+            others.append(None)
+            others[0] = home.run(encode_text.run, shard=parts[1], steal=steal)
+        return real(worker, *batch)
+
+    monkeypatch.setattr(TextWorker, "encode", encode)
+    first = home.run(encode_text.run, shard=parts[0], steal=steal)
+    units = home.run(encode_text.run, dry_run=True)
+    assert units.remaining == 0 and units.skipped == 11, "ten captions and the null prompt"
+    of_one_unit = 1 if unit_mib < 1 else 11
+    assert 11 <= first.done + others[0].done <= 11 + of_one_unit
+    assert first.exit_code == others[0].exit_code == 0
 
 
 @pytest.mark.parametrize(
