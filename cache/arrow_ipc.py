@@ -137,6 +137,12 @@ def open_writer(file: BinaryIO, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatc
     fill_placeholders(file.name, schema, {_CHECKSUM_PLACEHOLDER: checksum})
 
 
+def write_table(table: pa.Table, file: BinaryIO) -> None:
+    """Write a whole table to a new file with a name."""
+    with open_writer(file, table.schema) as writer:
+        writer.write_table(table)
+
+
 def hash_table(table: pa.Table) -> bytes:
     """The xxh3-128 of a table as an Arrow stream, which depends on its chunks too."""
     with open(os.devnull, "wb") as sink:

@@ -21,6 +21,7 @@ _PATTERNS = (
     rf"damaged/plans/{_PLAN}\.[0-9]+/{_PLAN_FILES}",
     rf"media/{_DATASET}/(?:media|partial/[0-9]{{6,9}})\.arrow",
     rf"plans/{_PLAN}/{_PLAN_FILES}",
+    r"plans/[0-9]{6,9}\.json",
     rf"sets/{_SET}/(?:(?:index|texts|shards)\.arrow|set\.json)",
     r"sets/current-[a-z0-9-]+\.json",
     rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_STAGE_OF_CACHE}(?:/{UNIT_PATTERN})?)\.arrow",

@@ -7,27 +7,38 @@ million samples is read and compared without a Python object for each.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache import arrow_ipc
 from cache.arrow_ipc import hash_table
 from cache.damage import DamageError, as_damage
+from cache.exclusive import create_new
 from cache.json_checks import check_checksum, check_list, check_name, check_object, check_prompt_image, check_text
+from cache.json_records import format_record
 from cache.layout import is_project_file
 from cache.store import Store
 from cache.table_checks import check_active, check_samples, check_texts, check_units
+from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json, id_prefixes
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA
 
 _SCHEMAS = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
 PLAN_TABLES = tuple(_SCHEMAS)
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
+
+
+class PlanOutdated(LatentpressError):
+    """Another plan was published since the tables of this one were made: they are to be made again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "run `latentpress bucket` again, one at a time")
 
 
 class RowLookup(Mapping[str, dict[str, Any]]):
@@ -251,27 +262,59 @@ def planned_ids(store: Store, kind: str) -> pa.Array:
     return pc.unique(pa.chunked_array(found, pa.string()))
 
 
-def publish_plan(store: Store, key: str, tables: Mapping[str, pa.Table], info: dict[str, Any]) -> Plan:
+def publish_plan(
+    store: Store,
+    key: str,
+    tables: Mapping[str, pa.Table],
+    info: dict[str, Any],
+    planned_on: Sequence[str] | None = None,
+) -> Plan:
     """Write a generation and return it; where the newest one of this key has the same content, return that.
 
-    tables: PLAN_TABLES by name. Names of plans are <sequence>-<hash of content>: two machines that plan the same at the
-    same time write the same files.
+    tables: PLAN_TABLES by name. planned_on: the generations that they were made against; None: those of now. Names of
+    plans are <sequence>-<hash of content>: two machines that plan the same at the same time write the same files. Of
+    those that plan something else one gets the number, by `plans/<sequence>.json`; PlanOutdated for the others.
     """
-    current = newest_plan(store, key)
+    current, published = newest_plan(store, key), list_plans(store)
+    if planned_on is not None and published != list(planned_on):
+        raise PlanOutdated(f"a plan was published meanwhile: {', '.join(sorted({*published} ^ {*planned_on}))}")
     cast = {name: tables[name].cast(schema) for name, schema in _SCHEMAS.items()}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
         same = all(current.info.get(name) == value for name, value in json.loads(json.dumps(info)).items())
         if same and current.active.equals(active) and current.is_complete:
             return current
-    parent = max(list_plans(store), default=None)
+    parent = max(published, default=None)
     settings = hash_json({"key": key, "info": info, "parent": parent})
     content = hash_bytes(settings.encode(), hash_table(active))
+    record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
     # The number follows that of the newest plan, also where older ones were removed.
     number = int(parent.partition("-")[0]) + 1 if parent else 1
-    name = f"{number:06d}-{content[:12]}"
-    for what, table in cast.items():
-        store.write_table(f"plans/{name}/{what}.arrow", table)
-    record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
-    store.publish_json(f"plans/{name}/plan.json", record)
-    return load_plan(store, name)
+    while not _publish_as(store, number, f"{number:06d}-{content[:12]}", cast, record):
+        number += 1
+    return load_plan(store, f"{number:06d}-{content[:12]}")
+
+
+def _publish_as(
+    store: Store, number: int, name: str, tables: Mapping[str, pa.Table], record: Mapping[str, Any]
+) -> bool:
+    """Publish generation `name` under its number; False where the number was taken by a plan that was removed.
+    PlanOutdated where it is another plan's."""
+    for what, table in tables.items():
+        create_new(store, f"plans/{name}/{what}.arrow", partial(arrow_ipc.write_table, table.combine_chunks()))
+    rel, mine = f"plans/{number:06d}.json", {"plan": name, "record": dict(record)}
+    taken: dict[str, Any] = (
+        mine if create_new(store, rel, lambda file: file.write(format_record(mine))) else store.read_json(rel)
+    )
+    other = taken["plan"]
+    published = {name for name in store.list_names("plans") if name.startswith(f"{other}/")}
+    removed = not {f"{other}/{what}.arrow" for what in PLAN_TABLES} <= published
+    if not removed and f"{other}/plan.json" not in published:  # also of another process, which was killed in between
+        store.publish_json(f"plans/{other}/plan.json", taken["record"])
+    won = store.read_json(rel)["plan"] == name
+    if not won:
+        for what in PLAN_TABLES:
+            store.remove(f"plans/{name}/{what}.arrow")
+        if not removed:
+            raise PlanOutdated(f"plan {other} was published at the same time")
+    return won

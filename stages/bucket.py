@@ -35,6 +35,7 @@ from stages.planning.validation_prompts import add_validation_prompts
 TableRow = dict[str, Any]
 MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed by name
 MAX_EXAMPLES = 3  # of items that rules exclude, where nothing is left
+MOST_PLANS = 10  # that are made where other processes publish plans meanwhile
 MAX_LISTED_BUCKETS = 10  # buckets listed in a warning
 
 
@@ -49,6 +50,15 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "bucket")
+    for _ in range(MOST_PLANS - 1):
+        try:
+            return _plan(config, options, console, divide_again)
+        except plans.PlanOutdated as outdated:
+            console.log(f"{outdated.message}; planning again")
+    return _plan(config, options, console, divide_again)
+
+
+def _plan(config: Config, options: Options, console: Console, divide_again: bool) -> Report:
     pa.set_memory_pool(pa.system_memory_pool())  # saves a fifth of time and memory with large temporary tables
     store = Store(config.root)
     multiple = bucket_side_multiple(config.model)
@@ -63,6 +73,7 @@ def run(
     for name, image in chosen.items():
         console.log(f"validation prompt {name} has no image and starts from one of the data, {image}")
     _quarantine_damaged(store, options, console)
+    planned_on = plans.list_plans(store)
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
     key = plan_key(config, multiple)
@@ -95,17 +106,16 @@ def run(
     if divided.unit_ids:
         info["replaced_units"] = divided.unit_ids
         report.details["divided_again"] = len(divided.unit_ids)
-    before = plans.list_plans(store)
     tables = {"samples": new_samples, "texts": new_texts, "units": new_units, "active": plan.active}
     with activity(f"writing the plan to {store.path('plans')}"):
-        generation = plans.publish_plan(store, key, tables, info)
+        generation = plans.publish_plan(store, key, tables, info, planned_on)
     list_name = f"{config.model.family}-{config.model.task}"
     rejects.write_rejects(store, "bucket", list_name, plan.rejects)
     report.rejects = store.path(f"rejects/bucket/{list_name}.arrow") if plan.rejects.num_rows else ""
     report.done = new_samples.num_rows + new_texts.num_rows
     report.skipped = plan.samples.num_rows + plan.texts.num_rows - report.done
     report.details["new_units"] = {kind: _count_equal(new_units, "kind", kind) for kind in ("latents", "text")}
-    report.details["generation"] = generation.name + ("" if generation.name not in before else " (unchanged)")
+    report.details["generation"] = generation.name + ("" if generation.name not in planned_on else " (unchanged)")
     return report
 
 

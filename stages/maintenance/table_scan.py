@@ -39,7 +39,8 @@ def _table_paths(store: Store, top: str) -> list[str]:
     if top not in ("plans", "sets"):
         return names
     folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
-    finished = (name for name in names if name.count("/") != 2 or name.rpartition("/")[0] in folders)
+    of_folders = (name for name in names if name.count("/") == 2 or top == "sets")  # a plan's number is read once
+    finished = (name for name in of_folders if name.count("/") != 2 or name.rpartition("/")[0] in folders)
     tables = plans.PLAN_TABLES if top == "plans" else TABLE_CHECKS
     return sorted({*finished, *(f"{folder}/{table}.arrow" for folder in folders for table in tables)})
 

@@ -18,6 +18,7 @@ from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents
 from stages.planning.plan_lookup import current_plan
+from tests.s3_server import BUCKET
 
 
 def said(project, program, *overrides):
@@ -292,6 +293,45 @@ def test_a_plan_of_another_version_is_none(photos):
     with pytest.raises(LatentpressError, match="no plan"):
         current_plan(store, photos.config())
     assert plan(photos).details["generation"].startswith("000002-")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("other_settings", [False, True])
+def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_settings):
+    """The second publishes while the first has its tables: no unit is planned twice, what the second has is kept."""
+    root = [f"root=s3://{BUCKET}/work"] if remote else []
+    other = ["train.caption_dropout=0", "validation.prompts=[]"] if other_settings else []
+    photos.run(discover.run, *root)
+    real, second = plans.publish_plan, []
+
+    def publish_plan(*arguments):
+        if not second:
+            second.append(None)
+            second[0] = photos.run(bucket.run, *root, *other)
+        return real(*arguments)
+
+    monkeypatch.setattr(plans, "publish_plan", publish_plan)
+    first = photos.run(bucket.run, *root)
+    store = Store(photos.config(*root).root)
+    members = [id for unit in plans.all_units(store).to_pylist() for id in unit["members"]]
+    assert second[0].done and not first.done and "planning again" in photos.said
+    assert len(set(members)) == len(members), "each is in one unit"
+
+
+def test_a_number_is_one_plans(tmp_path):
+    """Of two that were made on the same plans the later one is refused, and what it wrote is removed; a winner that was
+    killed before its plan.json is finished by the other."""
+    store, info = Store(tmp_path), {"null_text": None, "validation": []}
+    empty = {name: schema.empty_table() for name, schema in plans._SCHEMAS.items()}
+    winner = plans.publish_plan(store, "a", empty, info, [])
+    (tmp_path / "plans" / winner.name / "plan.json").unlink()
+    with pytest.raises(plans.PlanOutdated, match=f"plan {winner.name} was published at the same time"):
+        plans.publish_plan(store, "b", empty, info, [])
+    assert plans.list_plans(store) == [winner.name] and not list(tmp_path.glob("plans/000001-*/*"))[5:]
+    with pytest.raises(plans.PlanOutdated, match="a plan was published meanwhile"):
+        plans.publish_plan(store, "b", empty, info, [])
+    shutil.rmtree(tmp_path / "plans" / winner.name)
+    assert plans.publish_plan(store, "b", empty, info, []).name.startswith("000002-"), "the number of a removed plan"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Damage to a table is found by verify and by whoever reads it, and mended by the command that is printed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,8 @@ def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
 def test_all_tables_of_a_root_are_checked(indexed) -> None:
     count, bad = table_scan.find_damaged_tables(Store(indexed.root))
     looked = [name for top in ("media", "plans", "sets", "rejects") for name in files(indexed, top)]
-    assert count == len(looked) and not bad
+    tables = [name for name in looked if not re.fullmatch(r"plans/\d+\.json", name)]
+    assert count == len(tables) < len(looked) and not bad
 
 
 def test_gc_removes_nothing_while_a_plan_is_damaged(indexed) -> None:
