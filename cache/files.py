@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import glob
 import io
 import os
 import re
@@ -174,31 +173,6 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.rmtree(temp, ignore_errors=True)
         else:
             temp.unlink(missing_ok=True)
-
-
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """`replacing` for a large new folder, which is made, and is locked while this process lives: what was left under a
-    temporary name by one that was killed is removed first."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{TEMP_SUFFIX}"):
-        if is_temporary(left.name) and left.is_dir():
-            with suppress(BlockingIOError), _locked_folder(left):
-                shutil.rmtree(left)
-    with replacing(path) as temp:
-        temp.mkdir()
-        with _locked_folder(temp):
-            yield temp
-
-
-@contextmanager
-def _locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. BlockingIOError where another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def make_folders(folder: Path) -> None:

@@ -15,23 +15,21 @@ other programs are read: keys without a prefix, and lora_down and lora_up in pla
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from cache.json_checks import printable
-from schemas.catalogue import FAMILIES
+from cache.json_checks import check_count, check_object, parse_json, printable
 from schemas.errors import USAGE, LatentpressError
 from schemas.weight_files import PICKLE_SUFFIXES
-from trainer.adapter_strength import check_alpha, read_strength
 from trainer.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
 
 FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
-OUR_PREFIX = "latentpress."
+METADATA_KEY, OUR_PREFIX = "lora_adapter_metadata", "latentpress."
 #: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
 FILE_NAMES: dict[FileFormat, str] = {
     "diffusers": "pytorch_lora_weights.safetensors",
@@ -68,7 +66,6 @@ _OTHER_KINDS = {
     "lora_unet_": "a LoRA with kohya's keys (lora_unet_...)",
     "text_encoder": "an adapter of a text encoder",
 }
-DTYPES = ("F64", "F32", "F16", "BF16")  # of which an adapter's tensors may be
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
 
 
@@ -166,9 +163,8 @@ def read_adapter(place: Path) -> AdapterFile:
         raise AdapterError(f"{path} is pickled, and a pickle can run code: only *.safetensors is read", step)
     try:
         with safe_open(path, "np") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            shapes, header = {key: tuple(it.get_shape()) for key, it in slices.items()}, file.metadata() or {}
-            _check_dtypes(path, {key: it.get_dtype() for key, it in slices.items() if not key.endswith(".alpha")})
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            header = file.metadata() or {}
         alphas = _read_alphas(path, [key for key in shapes if key.endswith(".alpha")])
         layers = pair_layers(path, shapes, header, alphas)
     except (SafetensorError, OSError) as error:
@@ -183,16 +179,6 @@ def read_adapter(place: Path) -> AdapterFile:
     return AdapterFile(path, form, layers, notes)
 
 
-def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
-    """AdapterError where a tensor holds no floating-point numbers of 16 bits or more."""
-    for key, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise AdapterError(
-                f"{path}: {printable(key)} is of type {dtype}; an adapter's tensors are {', '.join(DTYPES)}",
-                "Convert it to bfloat16 with the program that wrote it, or name the file that it was made of.",
-            )
-
-
 def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     if not keys:
         return {}
@@ -200,9 +186,9 @@ def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     with safe_open(path, "pt") as file:  # numpy has no bfloat16
         for key in keys:
             tensor = file.get_tensor(key)
-            if tensor.numel() != 1 or tensor.is_complex():
+            if tensor.numel() != 1 or not tensor.isfinite().all():
                 raise ValueError(f"{key} is no number")
-            found[key] = check_alpha(float(tensor), key)
+            found[key] = float(tensor)
     return found
 
 
@@ -211,14 +197,12 @@ def pair_layers(
 ) -> dict[str, Layer | LokrLayer]:
     """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
     ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
-    strength_of, groups = read_strength(header), defaultdict[str, dict[str, str]](dict)
+    strength_of, groups = _read_configs(header), defaultdict[str, dict[str, str]](dict)
     for key in shapes:
         match = _KEY.fullmatch(key)
         if match is None or any(part in key for part in _OTHER_KINDS):
             raise _other_kind(path, shapes)
-        name, tensor = f"{match['part'] or 'transformer'}.{match['module']}", _TENSORS[match["tensor"]]
-        if (other := groups[name].setdefault(tensor, key)) != key:
-            raise _twice(path, name, other, key)
+        groups[f"{match['part'] or 'transformer'}.{match['module']}"][_TENSORS[match["tensor"]]] = key
     if not groups:
         raise _other_kind(path, shapes)
     layers: dict[str, Layer | LokrLayer] = {}
@@ -252,13 +236,6 @@ def pair_lora(
     return Layer(keys["down"], keys["up"], down, up, scale, magnitude)
 
 
-def _twice(path: Path, name: str, *keys: str) -> AdapterError:
-    return AdapterError(
-        f"{path}: {printable(name)} is there twice, as {printable(' and '.join(keys))}",
-        "Leave one of them in the file: which one counts can't be known.",
-    )
-
-
 def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
     said = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
     foreign = [key for key in keys if not _KEY.fullmatch(key)]
@@ -270,13 +247,42 @@ def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
     )
 
 
+def _read_configs(header: Mapping[str, str]) -> Callable[[str, str, int | None], tuple[int | None, float]]:
+    """strength_of(component, module, rank of the tensors or None): rank and scale by the header's peft configurations.
+    ValueError where they are malformed."""
+    text = header.get(METADATA_KEY)
+    whole = {} if text is None else check_object(parse_json(text.encode()), METADATA_KEY)
+
+    def strength_of(part: str, module: str, rank: int | None) -> tuple[int | None, float]:
+        # The keys have no component where the transformer's own save_lora_adapter wrote them.
+        config = {key.removeprefix(f"{part}."): value for key, value in whole.items() if key.startswith(f"{part}.")}
+        config = config or whole
+        if not config:
+            return rank, 1.0
+        ranks = check_object(config.get("rank_pattern") or {}, "rank_pattern")
+        alphas = check_object(config.get("alpha_pattern") or {}, "alpha_pattern")
+        said = check_count(_by_pattern(ranks, module, config.get("r")), "r")
+        if rank not in (None, said):
+            raise ValueError(f"the header says rank {said} for {module}, and its tensors have {rank}")
+        alpha = _by_pattern(alphas, module, config.get("lora_alpha", config.get("alpha")))  # the latter of a LoKr
+        if type(alpha) not in (int, float):
+            raise ValueError(f"lora_alpha is no number: {printable(repr(alpha))}")
+        return said, alpha / math.sqrt(said) if config.get("use_rslora") else alpha / said
+
+    return strength_of
+
+
+def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """As peft's get_pattern_key: the first that matches the path's end."""
+    try:
+        found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        return next(found, default)
+    except re.error as error:
+        raise ValueError(f"a pattern is no regular expression: {error}") from error
+
+
 def check_family(adapter: AdapterFile, family: str) -> None:
-    """AdapterError where our own note names another family, or a transformer is adapted that the family lacks."""
-    if foreign := set(adapter.components) - set(FAMILIES[family].components):
-        raise AdapterError(
-            f"{adapter.path} adapts {printable(', '.join(sorted(foreign)))}, which {family} does not have",
-            "It was made for another model: set model.family and model.path to that, or name another file.",
-        )
+    """AdapterError where our own note names another family."""
     if (own := adapter.notes.get("family", family)) != family:
         raise AdapterError(
             f"{adapter.path} was trained for {printable(own)}, and model.family is {family}",
@@ -305,8 +311,6 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
                 f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(own)} in {model}",
                 "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
             )
-        if own[0] in found:
-            raise _twice(adapter.path, own[0], own[0], f"{LYCORIS_PREFIX}{flat_name(name)}")
         found[own[0]] = layer
     return replace(adapter, layers=found)
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from cache.files import StoreError, replacing_folder
-from cache.weights import MODEL_INDEX, fetch_components, local_folder
+from cache.files import StoreError, replacing
+from cache.weights import fetch_components, local_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -71,7 +71,6 @@ def run(
     scale: Annotated[
         float, typer.Option("--scale", metavar="FACTOR", min=-100, max=100, help="Multiplies the strength.")
     ] = 1.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that --to or --from names.")] = False,
 ) -> Report:
     check_options(options, form, merge, whole, to, scale)
     adapter = read_adapter(find_source(config) if source is None else source)
@@ -83,8 +82,7 @@ def run(
         assert to is not None
         written = merge_adapter(config, adapter, to, whole, scale, report, console)
     else:
-        replaces = overwrite or (source is None and to is None)  # a file of the run's own folder
-        written = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report, replaces)
+        written = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report)
     count = len(adapter.layers)
     report.done, report.remaining = (0, count) if options.dry_run else (count, 0)
     report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in written]
@@ -162,16 +160,10 @@ def find_parts(config: Config, adapter: AdapterFile) -> list[str]:
 
 
 def convert_adapter(
-    config: Config,
-    adapter: AdapterFile,
-    form: FileFormat,
-    to: Path | None,
-    scale: float,
-    report: Report,
-    replaces: bool,
+    config: Config, adapter: AdapterFile, form: FileFormat, to: Path | None, scale: float, report: Report
 ) -> list[Path]:
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
-    machine. replaces: whether files that are there may be replaced."""
+    machine."""
     from trainer.adapter_files import adapter_contents, load_layers, write_adapter
     from trainer.failure_messages import explain_failures
 
@@ -191,23 +183,10 @@ def convert_adapter(
     if path.exists() and path.samefile(adapter.path):
         raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
     layers = load_layers(adapter, scale)
-    files = [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes)]
-    for file in files:
-        check_target(file, replaces)
     if report.dry_run:
-        return files
+        return [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes)]
     with explain_failures(path.parent):
         return write_adapter(layers, form, path, adapter.notes)
-
-
-def check_target(file: Path, replaces: bool) -> None:
-    """ExportError for a file of a model, and for one that is there and may not be replaced."""
-    inside = file.absolute()
-    for folder, name in ((inside.parent, "config.json"), *((above, MODEL_INDEX) for above in inside.parents[:3])):
-        if (folder / name).exists():
-            raise ExportError(f"{file} would be in a model's folder: {folder} has {name}", "Name another with --to.")
-    if file.exists() and not replaces:
-        raise ExportError(f"{file} is there already", "Name another file with --to, or replace it with --overwrite.")
 
 
 def merge_adapter(
@@ -219,11 +198,8 @@ def merge_adapter(
     from trainer.merging import copy_rest, list_parts, merge_component, weight_files
 
     model, parts = config.model, find_parts(config, adapter)
-    if to.is_symlink():
-        raise ExportError(f"{to} is a link", "Name the folder that it leads to, or a new one.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
-    check_target(to / "config.json", replaces=True)
     report.details |= {"model": model.source, "whole_checkpoint": whole}
     if report.dry_run and local_folder(model.source) is None:
         console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")
@@ -237,7 +213,7 @@ def merge_adapter(
     check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
     if report.dry_run:
         return [to]
-    with explain_failures(to), replacing_folder(to) as out, console.progress(len(files), "merge", "files") as progress:
+    with explain_failures(to), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
         for part in parts:
             own = {name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")}
             merge_component(folder / part, out / part if whole or len(parts) > 1 else out, own, progress.advance)

@@ -43,10 +43,10 @@ def weight_files(component: Path) -> list[Path]:
 
 
 def merge_component(source: Path, target: Path, layers: Mapping[str, Lora | Lokr], advance: Callable[[], None]) -> int:
-    """Write the component `source` to the empty or new folder `target`, with `layers` (by module path) applied to their
-    weights in float32; returns how many weights. advance: called after each weight file. AdapterError where a weight is
-    then beyond its dtype."""
-    target.mkdir(parents=True, exist_ok=True)
+    """Write the component `source` to the new folder `target`, with `layers` (by module path) applied to their weights
+    in float32; returns how many weights. advance: called after each weight file. AdapterError where a weight is then
+    beyond its dtype."""
+    target.mkdir(parents=True)
     merged = set[str]()
     for path in weight_files(source):
         with _explained(path), safe_open(path, "pt") as file:

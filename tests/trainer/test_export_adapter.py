@@ -1,9 +1,7 @@
 """The program: what it writes applies as the adapter does, and what it refuses before it writes."""
 
 import copy
-import fcntl
 import json
-import os
 import resource
 import shutil
 import signal
@@ -272,37 +270,6 @@ def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exp
         torch.testing.assert_close(load_file(weights)[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-5)
     said = it.refused(overrides=("model.path=owner/name",), source=source)
     assert "module paths with underscores" in said and "on this machine" in said
-
-
-@pytest.mark.slow
-def test_what_is_there_is_replaced_only_where_that_is_asked_for(exported, tmp_path) -> None:
-    it = exported("sana")
-    other = tmp_path / "mine.safetensors"
-    other.write_text("mine")
-    assert f"{other} is there already" in it.refused(to=other)
-    assert "is there already" in it.refused(to=other, dry_run=True) and other.read_text() == "mine"
-    assert it(to=other, overwrite=True)[0] == OK and load_file(other)
-    assert it()[0] == OK and it()[0] == OK, "the run's own file is made again"
-    [weights] = (it.checkpoint / "transformer").glob("*.safetensors")
-    for place in (weights, it.checkpoint / "transformer", it.checkpoint / "new.safetensors", it.checkpoint / "vae/new"):
-        assert "would be in a model's folder" in it.refused(to=place, overwrite=True)
-
-
-@pytest.mark.slow
-def test_a_merge_goes_to_no_link_and_removes_what_a_killed_one_left(exported, tmp_path) -> None:
-    it = exported("sana")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert f"{tmp_path / 'link'} is a link" in it.refused(merge=True, to=tmp_path / "link")
-    left, alive = (tmp_path / f".merged.{digit * 16}.tmp" for digit in "ab")
-    left.mkdir()
-    (left / "weights").write_bytes(b"half")
-    alive.mkdir()
-    lock = os.open(alive, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    assert it(merge=True, to=tmp_path / "merged")[0] == OK
-    os.close(lock)
-    assert not left.exists() and alive.exists(), "another process writes to it"
 
 
 @pytest.mark.slow
