@@ -198,11 +198,16 @@ def pair_layers(
     """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
     ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
     strength_of, groups = _read_configs(header), defaultdict[str, dict[str, str]](dict)
+    spellings = dict[str, str]()  # name -> beginning of its keys
     for key in shapes:
         match = _KEY.fullmatch(key)
         if match is None or any(part in key for part in _OTHER_KINDS):
             raise _other_kind(path, shapes)
-        groups[f"{match['part'] or 'transformer'}.{match['module']}"][_TENSORS[match["tensor"]]] = key
+        name, tensor = f"{match['part'] or 'transformer'}.{match['module']}", _TENSORS[match["tensor"]]
+        start = spellings.setdefault(name, key[: match.start("tensor")])
+        if tensor in groups[name] or not key.startswith(start):
+            raise _is_twice(path, name, groups[name].get(tensor, start), key)
+        groups[name][tensor] = key
     if not groups:
         raise _other_kind(path, shapes)
     layers: dict[str, Layer | LokrLayer] = {}
@@ -234,6 +239,13 @@ def pair_lora(
         raise ValueError(f"{name} has {up[0]} outputs, and {magnitude} {math.prod(shapes[magnitude])}")
     scale = strength(down[0])[1] if alpha is None else alpha / down[0]
     return Layer(keys["down"], keys["up"], down, up, scale, magnitude)
+
+
+def _is_twice(path: Path, name: str, *keys: str) -> AdapterError:
+    return AdapterError(
+        f"{path}: {printable(name)} is there twice, as {printable(' and '.join(keys))}",
+        "Leave one of them in the file: which one counts can't be seen.",
+    )
 
 
 def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
@@ -311,6 +323,8 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
                 f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(own)} in {model}",
                 "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
             )
+        if own[0] in found:
+            raise _is_twice(adapter.path, own[0], LYCORIS_PREFIX + flat_name(name), own[0])
         found[own[0]] = layer
     return replace(adapter, layers=found)
 

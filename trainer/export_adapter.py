@@ -4,6 +4,7 @@ The adapter is that of the configuration's run, or any file that `trainer/adapte
 LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a time.
 """
 
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -11,7 +12,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cache.files import StoreError, replacing
-from cache.weights import fetch_components, local_folder
+from cache.weights import MODEL_INDEX, fetch_components, local_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -71,8 +72,9 @@ def run(
     scale: Annotated[
         float, typer.Option("--scale", metavar="FACTOR", min=-100, max=100, help="Multiplies the strength.")
     ] = 1.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> Report:
-    check_options(options, form, merge, whole, to, scale)
+    check_options(options, form, merge, whole, to, scale, overwrite)
     adapter = read_adapter(find_source(config) if source is None else source)
     check_family(adapter, config.model.family)
     if (flavour := adapter.notes.get("flavour", "")) not in ("", config.model.flavour_spec.name):
@@ -82,7 +84,7 @@ def run(
         assert to is not None
         written = merge_adapter(config, adapter, to, whole, scale, report, console)
     else:
-        written = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report)
+        written = convert_adapter(config, adapter, cast(FileFormat, form or "comfyui"), to, scale, report, overwrite)
     count = len(adapter.layers)
     report.done, report.remaining = (0, count) if options.dry_run else (count, 0)
     report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in written]
@@ -93,7 +95,9 @@ def run(
     return report
 
 
-def check_options(options: Options, form: str | None, merge: bool, whole: bool, to: Path | None, scale: float) -> None:
+def check_options(
+    options: Options, form: str | None, merge: bool, whole: bool, to: Path | None, scale: float, overwrite: bool
+) -> None:
     """ExportError for options that do not go together."""
     if options.partition.total > 1:
         raise ExportError("export-adapter is one job and can't be divided with --shard", "Leave out --shard.")
@@ -101,6 +105,8 @@ def check_options(options: Options, form: str | None, merge: bool, whole: bool, 
         raise ExportError("--merge writes weights of a model, not --format", "Leave out one of them.")
     if merge and to is None:
         raise ExportError("--merge needs a new folder", "Name it: latentpress export-adapter --merge --to FOLDER")
+    if merge and overwrite:
+        raise ExportError("--merge writes a new folder and replaces nothing", "Leave out --overwrite.")
     if whole and not merge:
         raise ExportError("--whole belongs to --merge", "Add --merge, or leave out --whole.")
     if scale == 0:
@@ -159,8 +165,26 @@ def find_parts(config: Config, adapter: AdapterFile) -> list[str]:
     return list(config.model.family_spec.components) if adapter.format == "lycoris" else adapter.components
 
 
+def check_outside_models(config: Config, place: Path) -> None:
+    """ExportError where `place` is in a model's folder, whose weights a new file there would replace or join."""
+    parent, source = place.parent.resolve(), local_folder(config.model.source)
+    folders = [
+        it for it in (parent, *parent.parents) if (it / MODEL_INDEX).exists() or (source and it == source.resolve())
+    ]
+    if (parent / "config.json").is_file() and any(parent.glob("*.safetensors")):
+        folders.append(parent)
+    if folders:
+        raise ExportError(f"{place} is in a model's folder, {folders[0]}", "Choose another place: --to PATH")
+
+
 def convert_adapter(
-    config: Config, adapter: AdapterFile, form: FileFormat, to: Path | None, scale: float, report: Report
+    config: Config,
+    adapter: AdapterFile,
+    form: FileFormat,
+    to: Path | None,
+    scale: float,
+    report: Report,
+    overwrite: bool,
 ) -> list[Path]:
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
@@ -180,11 +204,18 @@ def convert_adapter(
     path = adapter.path.parent if to is None else to
     path = path if path.suffix == ".safetensors" else path / FILE_NAMES[form]
     report.details["to_format"] = form
-    if path.exists() and path.samefile(adapter.path):
-        raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
     layers = load_layers(adapter, scale)
+    finals = [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes)]
+    for final in finals:
+        if final.exists() and final.samefile(adapter.path):
+            raise ExportError(f"{final} is the adapter itself", "Choose another place: --to PATH")
+        check_outside_models(config, final)
+        if os.path.lexists(final) and not overwrite:
+            raise ExportError(
+                f"{final} is there already", "Choose another place: --to PATH; or replace it: --overwrite"
+            )
     if report.dry_run:
-        return [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes)]
+        return finals
     with explain_failures(path.parent):
         return write_adapter(layers, form, path, adapter.notes)
 
@@ -200,6 +231,7 @@ def merge_adapter(
     model, parts = config.model, find_parts(config, adapter)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
+    check_outside_models(config, to)
     report.details |= {"model": model.source, "whole_checkpoint": whole}
     if report.dry_run and local_folder(model.source) is None:
         console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")

@@ -91,7 +91,15 @@ def lokr(start: str = FIRST, b: tuple[int, int] = (2, 3)) -> dict:
     return {f"{start}.lokr_{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
 
 
+def half(start: str, tensor: str) -> dict:
+    return {f"{start}.{tensor}.weight": np.ones((2, 2), np.float32)}
+
+
 CASES = {
+    "two prefixes": (pairs() | pairs("diffusion_model."), None, f"{FIRST} is there twice, as diffusion_model.blocks"),
+    "a bare one, too": (pairs() | pairs(""), None, f"{FIRST} is there twice, as blocks.0.to_q.lora_A.weight and tr"),
+    "two names": (pairs() | pairs(down="lora.down.weight"), None, f"{FIRST} is there twice"),
+    "halves": (half("a", "lora_A") | half("transformer.a", "lora_B"), None, "transformer.a is there twice, as a. and"),
     "half a layer": (without(pairs(), f"{FIRST}.lora_A.weight"), None, "is damaged: of transformer.blocks.0.to_q it"),
     "shapes": (pairs() | {f"{FIRST}.lora_B.weight": np.ones((8, 3), np.float32)}, None, "don't belong together"),
     "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "says rank 8 for blocks.0.to_q, and its tensors have 4"),
@@ -193,6 +201,11 @@ def test_lycoris_names_are_those_of_the_models_modules(tmp_path) -> None:
         AdapterError, match=r"lycoris_blocks_0_to_q may be any of transformer\.blocks\.0\.to_q, tr.* in m"
     ):
         resolve_names(found, [*model, "transformer.blocks_0.to_q"], "m")
+    both = read_adapter(write(tmp_path / "a.safetensors", tensors | lokr("transformer.blocks.0.to_q")))
+    with pytest.raises(
+        AdapterError, match=r"transformer\.blocks\.0\.to_q is there twice, as lycoris_blocks_0_to_q and"
+    ):
+        resolve_names(both, model, "m")
     with pytest.raises(AdapterError, match="adapts 2 of its 2 modules where m has none"):
         check_fits(resolve_names(found, model[2:], "m"), {model[2]: (8, 6)}, "m")
 

@@ -53,6 +53,7 @@ class Exported:
     def __call__(self, overrides: tuple[str, ...] = (), dry_run: bool = False, **own: Any) -> tuple[int, dict]:
         options = Options(self.config, overrides, dry_run, json=True)
         given: dict[str, Any] = {"source": None, "form": None, "merge": False, "whole": False, "to": None, "scale": 1.0}
+        given["overwrite"] = False
         code = run_program("export-adapter", run, options, given | own)
         return code, json.loads(self.capsys.readouterr().out)
 
@@ -270,6 +271,54 @@ def test_a_lokr_of_another_program_is_refused_where_a_format_can_not_hold_it(exp
         torch.testing.assert_close(load_file(weights)[f"{name}.weight"], wanted, rtol=1e-5, atol=1e-5)
     said = it.refused(overrides=("model.path=owner/name",), source=source)
     assert "module paths with underscores" in said and "on this machine" in said
+
+
+class Foreign(Exported):
+    """A file of another program, and a model that is not on this machine."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.config, self.capsys, self.adapter = folder / "pipeline.yaml", capsys, folder / "theirs.safetensors"
+        model = {"family": "sana", "path": "owner/name"}
+        datasets = [{"id": "a", "instance_data_dir": "media"}]
+        self.config.write_text(json.dumps({"root": "work", "model": model, "datasets": datasets}))
+        self.save("transformer")
+
+    def save(self, *parts: str, dtype: torch.dtype = torch.float32, **more: torch.Tensor) -> None:
+        tensors = {f"{part}.to_q.lora_{ab}.weight": torch.ones(2, 2) for part in parts for ab in "AB"}
+        save_file({key: value.to(dtype) for key, value in tensors.items()} | more, self.adapter)
+
+
+@pytest.fixture
+def foreign(tmp_path, capsys):
+    return Foreign(tmp_path, capsys)
+
+
+def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> None:
+    """Links too; and never in a model's folder, however it is named."""
+    own = {"source": foreign.adapter, "to": tmp_path / "there.safetensors"}
+    (tmp_path / "kept").write_bytes(b"kept")
+    for make in (lambda: own["to"].write_bytes(b"kept"), lambda: own["to"].symlink_to(tmp_path / "kept")):
+        make()
+        for dry_run in (False, True):
+            code, report = foreign(**own, dry_run=dry_run)
+            assert code == USAGE and f"{own['to']} is there already" in report["error"]["message"]
+            assert "--overwrite" in report["error"]["next_step"] and own["to"].read_bytes() == b"kept"
+        assert foreign(**own, overwrite=True)[0] == OK and "diffusion_model.to_q.alpha" in load_file(own["to"])
+        own["to"].unlink()
+    assert (tmp_path / "kept").read_bytes() == b"kept"
+    transformer = tmp_path / "model" / "transformer"
+    transformer.mkdir(parents=True)
+    (transformer / "weights.safetensors").write_bytes(b"kept")
+    (tmp_path / "link").symlink_to(transformer)
+    for marker in (transformer / "config.json", tmp_path / "model" / "model_index.json"):
+        marker.touch()
+        for place in (transformer / "weights.safetensors", tmp_path / "link" / "new.safetensors"):
+            for more in ({"overwrite": True}, {"merge": True}):
+                own["to"] = place.with_suffix("") if "merge" in more else place
+                assert "in a model's folder" in foreign.refused(**own, **more)
+        marker.unlink()
+    assert [path.read_bytes() for path in transformer.iterdir()] == [b"kept"]
+    assert "replaces nothing" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
 
 
 @pytest.mark.slow
