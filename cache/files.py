@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import io
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,6 +174,36 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.rmtree(temp, ignore_errors=True)
         else:
             temp.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """`replacing`, with an empty folder to write to, which `remove_abandoned_folders` spares."""
+    with replacing(path) as temp, ExitStack() as held:
+        temp.mkdir()
+        with suppress(OSError):  # a file system without locks of folders
+            held.enter_context(_locked_folder(temp))
+        yield temp
+
+
+def remove_abandoned_folders(path: Path) -> None:
+    """Remove what killed processes left of `replacing_folder(path)`."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{TEMP_SUFFIX}"):
+        with suppress(OSError):  # removed meanwhile, or locked
+            if is_temporary(left.name):
+                with _locked_folder(left):
+                    shutil.rmtree(left)
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """BlockingIOError where another living process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_folders(folder: Path) -> None:

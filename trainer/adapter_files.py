@@ -19,7 +19,6 @@ from trainer.adapter_header import (
     COMFYUI_PREFIX,
     FILE_NAMES,
     LYCORIS_PREFIX,
-    METADATA_KEY,
     OUR_PREFIX,
     WHOLE_COPY,
     AdapterError,
@@ -29,6 +28,7 @@ from trainer.adapter_header import (
     flat_name,
     pair_layers,
 )
+from trainer.adapter_strength import METADATA_KEY
 from trainer.checkpoint import write_tensors
 from trainer.lokr_files import Lokr, Tensors, find_decomposition
 from trainer.lokr_header import LokrLayer

@@ -15,27 +15,29 @@ other programs are read: keys without a prefix, and lora_down and lora_up in pla
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from cache.json_checks import check_count, check_object, parse_json, printable
+from cache.json_checks import printable
 from schemas.errors import USAGE, LatentpressError
 from schemas.weight_files import PICKLE_SUFFIXES
+from trainer.adapter_strength import check_alpha, read_configs
 from trainer.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
 
 FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
-METADATA_KEY, OUR_PREFIX = "lora_adapter_metadata", "latentpress."
+OUR_PREFIX = "latentpress."
 #: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
 FILE_NAMES: dict[FileFormat, str] = {
     "diffusers": "pytorch_lora_weights.safetensors",
     "comfyui": "comfyui_lora.safetensors",
     "lycoris": "lycoris_weights.safetensors",
 }
+FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
 #: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.
 _TENSORS = {
@@ -163,8 +165,10 @@ def read_adapter(place: Path) -> AdapterFile:
         raise AdapterError(f"{path} is pickled, and a pickle can run code: only *.safetensors is read", step)
     try:
         with safe_open(path, "np") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             header = file.metadata() or {}
+            shapes = {key: tuple(tensor.get_shape()) for key, tensor in slices.items()}
+            _check_dtypes(path, {key: tensor.get_dtype() for key, tensor in slices.items()})
         alphas = _read_alphas(path, [key for key in shapes if key.endswith(".alpha")])
         layers = pair_layers(path, shapes, header, alphas)
     except (SafetensorError, OSError) as error:
@@ -179,6 +183,15 @@ def read_adapter(place: Path) -> AdapterFile:
     return AdapterFile(path, form, layers, notes)
 
 
+def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
+    for key, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES and (not key.endswith(".alpha") or dtype not in INTEGER_DTYPES):
+            raise AdapterError(
+                f"{path}: {printable(key)} is of type {dtype}, and not one of {', '.join(FLOAT_DTYPES)}",
+                "Name the adapter's file before it was quantised or converted, or convert it to bfloat16.",
+            )
+
+
 def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     if not keys:
         return {}
@@ -186,9 +199,9 @@ def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     with safe_open(path, "pt") as file:  # numpy has no bfloat16
         for key in keys:
             tensor = file.get_tensor(key)
-            if tensor.numel() != 1 or not tensor.isfinite().all():
+            if tensor.numel() != 1:
                 raise ValueError(f"{key} is no number")
-            found[key] = float(tensor)
+            found[key] = check_alpha(float(tensor), key)
     return found
 
 
@@ -197,7 +210,7 @@ def pair_layers(
 ) -> dict[str, Layer | LokrLayer]:
     """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
     ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
-    strength_of, groups = _read_configs(header), defaultdict[str, dict[str, str]](dict)
+    groups = defaultdict[str, dict[str, str]](dict)
     spellings = dict[str, str]()  # name -> beginning of its keys
     for key in shapes:
         match = _KEY.fullmatch(key)
@@ -211,12 +224,11 @@ def pair_layers(
     if not groups:
         raise _other_kind(path, shapes)
     layers: dict[str, Layer | LokrLayer] = {}
+    strength_of = read_configs(header, groups)
     for name, keys in sorted(groups.items()):
         alpha = alphas[keys["alpha"]] if "alpha" in keys else None
-        part, _, module = name.partition(".")
-        strength = partial(strength_of, part, module)
         make = pair_lora if keys.keys() & {"down", "up", "magnitude"} else pair_factors
-        layers[name] = make(name, keys, shapes, alpha, strength)
+        layers[name] = make(name, keys, shapes, alpha, partial(strength_of, name))
     if len(kinds := sorted({kind_of(layer) for layer in layers.values()})) > 1:
         raise AdapterError(
             f"{path} holds layers of several kinds: {', '.join(kinds)}",
@@ -257,40 +269,6 @@ def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
         "LoRA files with diffusers' or ComfyUI's keys are read (<module path>.lora_A.weight and .lora_B.weight), "
         "diffusers' DoRA (.lora_magnitude_vector, too) and LoKr (.lokr_w1 and .lokr_w2).",
     )
-
-
-def _read_configs(header: Mapping[str, str]) -> Callable[[str, str, int | None], tuple[int | None, float]]:
-    """strength_of(component, module, rank of the tensors or None): rank and scale by the header's peft configurations.
-    ValueError where they are malformed."""
-    text = header.get(METADATA_KEY)
-    whole = {} if text is None else check_object(parse_json(text.encode()), METADATA_KEY)
-
-    def strength_of(part: str, module: str, rank: int | None) -> tuple[int | None, float]:
-        # The keys have no component where the transformer's own save_lora_adapter wrote them.
-        config = {key.removeprefix(f"{part}."): value for key, value in whole.items() if key.startswith(f"{part}.")}
-        config = config or whole
-        if not config:
-            return rank, 1.0
-        ranks = check_object(config.get("rank_pattern") or {}, "rank_pattern")
-        alphas = check_object(config.get("alpha_pattern") or {}, "alpha_pattern")
-        said = check_count(_by_pattern(ranks, module, config.get("r")), "r")
-        if rank not in (None, said):
-            raise ValueError(f"the header says rank {said} for {module}, and its tensors have {rank}")
-        alpha = _by_pattern(alphas, module, config.get("lora_alpha", config.get("alpha")))  # the latter of a LoKr
-        if type(alpha) not in (int, float):
-            raise ValueError(f"lora_alpha is no number: {printable(repr(alpha))}")
-        return said, alpha / math.sqrt(said) if config.get("use_rslora") else alpha / said
-
-    return strength_of
-
-
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """As peft's get_pattern_key: the first that matches the path's end."""
-    try:
-        found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-        return next(found, default)
-    except re.error as error:
-        raise ValueError(f"a pattern is no regular expression: {error}") from error
 
 
 def check_family(adapter: AdapterFile, family: str) -> None:

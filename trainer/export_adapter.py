@@ -11,13 +11,14 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from cache.files import StoreError, replacing
+from cache.files import StoreError, remove_abandoned_folders, replacing_folder
 from cache.weights import MODEL_INDEX, fetch_components, local_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.adapter_header import (
     FILE_NAMES,
+    AdapterError,
     AdapterFile,
     FileFormat,
     check_family,
@@ -161,8 +162,16 @@ def fit_to_model(adapter: AdapterFile, folder: Path, parts: list[str]) -> Adapte
 
 
 def find_parts(config: Config, adapter: AdapterFile) -> list[str]:
-    """The components that the adapter may be for; LyCORIS' names don't tell."""
-    return list(config.model.family_spec.components) if adapter.format == "lycoris" else adapter.components
+    """The components that the adapter may be for; LyCORIS' names don't tell. AdapterError where the model lacks one."""
+    known = list(config.model.family_spec.components)
+    if adapter.format == "lycoris":
+        return known
+    if lacking := [part for part in adapter.components if part not in known]:
+        raise AdapterError(
+            f"{adapter.path} adapts {' and '.join(lacking)}; {config.model.family} has {' and '.join(known)}",
+            "It was made for another model: set model.family to that, or name another file.",
+        )
+    return adapter.components
 
 
 def check_outside_models(config: Config, place: Path) -> None:
@@ -229,6 +238,8 @@ def merge_adapter(
     from trainer.merging import copy_rest, list_parts, merge_component, weight_files
 
     model, parts = config.model, find_parts(config, adapter)
+    if to.is_symlink():
+        raise ExportError(f"{to} is a link, which no folder can replace", f"Name a new folder, such as {to.resolve()}.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
     check_outside_models(config, to)
@@ -242,10 +253,12 @@ def merge_adapter(
     adapter = fit_to_model(adapter, folder, parts)
     layers, parts = load_layers(adapter, scale), adapter.components
     files = [path for part in parts for path in weight_files(folder / part)]
+    if not report.dry_run:
+        remove_abandoned_folders(to)
     check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
     if report.dry_run:
         return [to]
-    with explain_failures(to), replacing(to) as out, console.progress(len(files), "merge", "files") as progress:
+    with explain_failures(to), replacing_folder(to) as out, console.progress(len(files), "merge", "files") as progress:
         for part in parts:
             own = {name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")}
             merge_component(folder / part, out / part if whole or len(parts) > 1 else out, own, progress.advance)

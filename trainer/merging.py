@@ -13,11 +13,9 @@ from safetensors import SafetensorError, safe_open
 from cache.weights import MODEL_INDEX, read_object
 from schemas.weight_files import PICKLE_SUFFIXES, WEIGHTS_SUFFIX
 from trainer.adapter_files import Lora
-from trainer.adapter_header import AdapterError
+from trainer.adapter_header import FLOAT_DTYPES, AdapterError
 from trainer.checkpoint import write_tensors
 from trainer.lokr_files import Lokr
-
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # to which an update can be added
 
 
 def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]]:
@@ -28,7 +26,7 @@ def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]
         with _explained(path), safe_open(path, "np") as file:
             for key in file.keys():  # noqa: SIM118
                 tensor = file.get_slice(key)
-                if tensor.get_dtype() not in WEIGHT_DTYPES:
+                if tensor.get_dtype() not in FLOAT_DTYPES:
                     raise AdapterError(
                         f"{path}: {key} is of type {tensor.get_dtype()}, to which nothing can be added",
                         "Set model.path to the checkpoint before it was quantised.",
@@ -43,10 +41,10 @@ def weight_files(component: Path) -> list[Path]:
 
 
 def merge_component(source: Path, target: Path, layers: Mapping[str, Lora | Lokr], advance: Callable[[], None]) -> int:
-    """Write the component `source` to the new folder `target`, with `layers` (by module path) applied to their weights
-    in float32; returns how many weights. advance: called after each weight file. AdapterError where a weight is then
+    """Write the component `source` to the empty folder `target`, with `layers` (by module path) applied to their
+    weights in float32; returns how many. advance: called after each weight file. AdapterError where a weight is then
     beyond its dtype."""
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     merged = set[str]()
     for path in weight_files(source):
         with _explained(path), safe_open(path, "pt") as file:

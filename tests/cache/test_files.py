@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.files import is_temporary, replacing
+from cache.files import is_temporary, remove_abandoned_folders, replacing, replacing_folder, temporary
 
 
 def names(folder: Path) -> list[str]:
@@ -40,3 +40,15 @@ def test_a_body_that_raises_leaves_what_was_there(tmp_path, folder) -> None:
         (temporary / "b" if folder else temporary).write_text("half")
         raise KeyError
     assert names(tmp_path) == ["a"] and path.read_text() == "old"
+
+
+def test_a_large_folder_that_a_killed_process_left_is_removed_by_the_next(tmp_path) -> None:
+    path = tmp_path / "merged"
+    left, other = temporary(path), temporary(tmp_path / "other")
+    for folder in (left, other):
+        (folder / "transformer").mkdir(parents=True)
+    with replacing_folder(path) as living:
+        remove_abandoned_folders(path)
+        assert living.is_dir() and not left.exists() and other.is_dir()
+        (living / "weights").touch()
+    assert names(path) == ["weights"]

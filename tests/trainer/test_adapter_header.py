@@ -64,6 +64,14 @@ def test_the_strength_is_that_of_the_header(tmp_path, prefix) -> None:
     assert read_adapter(file).layers["transformer.blocks.1.mid.to_q"].scale == 2.5 / math.sqrt(4)
 
 
+def test_patterns_that_take_for_ever_in_other_programs_are_matched(tmp_path) -> None:
+    name = "block_" * 30
+    tensors = {f"{name}.lora_{ab}.weight": np.ones((2, 2), np.float32) for ab in "AB"}
+    patterns = {"(.*)*(.*)*x": 5.0, "(b|l|o|c|k|_)*_": 3.0}
+    file = write(tmp_path / "a.safetensors", tensors, {"r": 2, "lora_alpha": 2, "alpha_pattern": patterns})
+    assert read_adapter(file).alphas == [3.0]
+
+
 def test_folders_of_an_adapter_a_run_and_a_checkpoint_are_found(tmp_path) -> None:
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     file = write(tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors", pairs(), family="sana", steps="3")
@@ -105,8 +113,16 @@ CASES = {
     "rank of the header": (pairs(), {"r": 8, "lora_alpha": 8}, "says rank 8 for blocks.0.to_q, and its tensors have 4"),
     "no alpha": (pairs(), {"r": 4}, "lora_alpha is no number"),
     "a text": (pairs(), {"r": 4, "lora_alpha": "four"}, "lora_alpha is no number"),
-    "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "is no regular expression"),
+    "a bad pattern": (pairs(), {"r": 4, "lora_alpha": 4, "rank_pattern": {"(": 4}}, "is no regular expression of RE2"),
     "alpha not finite": (pairs() | {f"{FIRST}.alpha": np.float32([np.nan])}, None, "alpha is no number"),
+    "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "no number up to 1e+30: 1e+308"),
+    "large alpha": (pairs(), {"r": 4, "lora_alpha": 1e308}, "lora_alpha is no number up to 1e+30: 1e+308"),
+    "400 digits": (pairs(), {"r": 4, "lora_alpha": 10**400}, "lora_alpha is no number up to 1e+30: 1000"),
+    "rank 0": (lokr() | {}, {"r": 0, "alpha": 4}, "says rank 0 for blocks.0.to_q"),
+    "patterns": (pairs(), {"r": 4, "rank_pattern": {str(i): 4 for i in range(10_001)}}, "more than 10000"),
+    "integers": (half("a", "lora_A") | {"a.lora_B.weight": np.ones((2, 2), int)}, None, "lora_B.weight is of type I64"),
+    "booleans": (half("a", "lora_A") | {"a.alpha": np.ones(1, bool)}, None, "a.alpha is of type BOOL, and not one of"),
+    "complex": ({"a.lora_A.weight": np.ones((2, 2), np.complex64)}, None, "a.lora_A.weight is of type C64, and not"),
     "DoRA": (pairs() | {f"{FIRST}.lora_magnitude_vector": np.ones(6, np.float32)}, None, "has 8 outputs, and transfor"),
     "half a DoRA": (pairs() | {f"{FIRST}.lora_magnitude_vector": np.ones(8, np.float32)}, None, "kinds: DoRA, LoRA"),
     "LyCORIS' DoRA": (pairs() | {f"{FIRST}.dora_scale": np.ones(8, np.float32)}, None, "DoRA with LyCORIS' magnitudes"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cache.files import temporary
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
 from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import (
@@ -120,7 +121,10 @@ def test_a_run_is_converted_and_merged(exported, kind) -> None:
     close(exact_output(kind, plain), it.wanted)
     merged = it.folder / "merged"
     assert it(merge=True, to=merged, dry_run=True)[0] == OK and not merged.exists()
+    left = temporary(merged) / "transformer"  # by a merge that was killed
+    left.mkdir(parents=True)
     code, report = it(merge=True, to=merged)
+    assert not left.parent.exists()
     assert code == OK and report["details"]["written_bytes"] > about["written_bytes"]
     model = type(plain).from_pretrained(merged, use_safetensors=True)
     close(exact_output(kind, model), it.wanted)
@@ -319,6 +323,22 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> N
         marker.unlink()
     assert [path.read_bytes() for path in transformer.iterdir()] == [b"kept"]
     assert "replaces nothing" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
+
+
+def test_what_a_model_or_program_can_not_hold_is_named(foreign, tmp_path) -> None:
+    own = {"source": foreign.adapter, "to": tmp_path / "new"}
+    for merge in (False, True):
+        foreign.save("transformer", "transformer_2")
+        assert "adapts transformer_2; sana has transformer" in foreign.refused(**own, merge=merge)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            foreign.save("transformer", dtype=dtype)
+            said = foreign.refused(**own, merge=merge)
+            assert f"{foreign.adapter}: " in said and " is of type F8_E" in said
+    foreign.save("transformer", **{"transformer.to_q.alpha": torch.tensor(1e308, dtype=torch.float64)})
+    assert "transformer.to_q.alpha is no number up to 1e+30" in foreign.refused(**own)
+    foreign.save("transformer")
+    own["to"].symlink_to(tmp_path / "elsewhere")
+    assert f"{own['to']} is a link" in foreign.refused(**own, merge=True)
 
 
 @pytest.mark.slow
