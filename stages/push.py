@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cache.files import replacing
-from cache.json_checks import parse_json
+from cache.json_checks import check_count, check_object, parse_json, printable
 from cache.training_run import RESULT_NOTE
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
@@ -96,11 +96,14 @@ def _read_trained(config: Config, folder: Path) -> Config:
 
 
 def _finished_step(folder: Path) -> int:
+    path = folder / RESULT_NOTE
     try:
-        step = parse_json((folder / RESULT_NOTE).read_bytes())["step"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return check_count(check_object(parse_json(path.read_bytes()), "the whole").get("step"), "step")
+    except FileNotFoundError as error:
         raise HubError(f"the run in {folder} is not finished", "latentpress run goes on with it.") from error
-    return int(step)
+    except (OSError, ValueError) as error:
+        step = "latentpress train saves the result again."
+        raise HubError(f"{path} can't be read: {printable(error)}", step) from error
 
 
 def _read_pushed(folder: Path) -> dict:

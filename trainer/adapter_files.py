@@ -15,15 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cache.files import replacing
+from schemas.config.adapter import FILE_NAMES, FileFormat
 from trainer.adapter_header import (
     COMFYUI_PREFIX,
-    FILE_NAMES,
     LYCORIS_PREFIX,
     OUR_PREFIX,
     WHOLE_COPY,
     AdapterError,
     AdapterFile,
-    FileFormat,
     Layer,
     flat_name,
     pair_layers,

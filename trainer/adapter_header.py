@@ -24,19 +24,13 @@ from typing import ClassVar, Literal
 from safetensors import SafetensorError, safe_open
 
 from cache.json_checks import printable
+from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.weight_files import PICKLE_SUFFIXES
 from trainer.adapter_strength import check_alpha, read_configs
 from trainer.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
 
-FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
 OUR_PREFIX = "latentpress."
-#: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
-FILE_NAMES: dict[FileFormat, str] = {
-    "diffusers": "pytorch_lora_weights.safetensors",
-    "comfyui": "comfyui_lora.safetensors",
-    "lycoris": "lycoris_weights.safetensors",
-}
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
 #: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.

@@ -14,13 +14,12 @@ import typer
 from cache.files import StoreError, remove_abandoned_folders, replacing_folder
 from cache.weights import MODEL_INDEX, fetch_components, local_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
+from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.adapter_header import (
-    FILE_NAMES,
     AdapterError,
     AdapterFile,
-    FileFormat,
     check_family,
     check_fits,
     read_adapter,

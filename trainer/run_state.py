@@ -19,12 +19,13 @@ from cache.schedule import BatchSchedule
 from cache.shard import canonical_json
 from cache.training_run import RESULT_NOTE
 from cache.trainset import TrainSet
+from schemas.config.adapter import FILE_NAMES
 from schemas.config.methods import Method, Regularisation
 from schemas.config.pipeline import Config
 from schemas.config.training import Parallel
 from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
-from trainer.adapter_header import FILE_NAMES, find_adapter
+from trainer.adapter_header import find_adapter
 from trainer.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
 QUANTISATION_LIBRARIES = {

@@ -8,6 +8,13 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from schemas.config.section import Count, Problem, Section, check_pattern, foreign_options
 
 AdapterFormat = Literal["diffusers", "comfyui"]
+FileFormat = Literal["diffusers", "comfyui", "lycoris"]  # the last is written beside the others, of a LoKr
+#: Format -> name of the file. A pipeline given a folder prefers the first name to all others.
+FILE_NAMES: dict[FileFormat, str] = {
+    "diffusers": "pytorch_lora_weights.safetensors",
+    "comfyui": "comfyui_lora.safetensors",
+    "lycoris": "lycoris_weights.safetensors",
+}
 Alpha = Annotated[float, Field(gt=0, le=1e6)]
 #: Options of an adapter's type -> the types.
 TYPE_OPTIONS = {

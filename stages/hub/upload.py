@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from schemas.config.adapter import FILE_NAMES
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Hub
 from schemas.errors import LatentpressError
@@ -25,20 +26,35 @@ Files = Mapping[str, Path | bytes]
 
 
 def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Path | bytes]:
-    """The weights of a run's result. HubError where there are none."""
+    """The weights of a run's result, as its configuration names them. HubError where one is not there, or is a link to
+    a place outside of the run's folder."""
     found: dict[str, Path | bytes] = {}
     if config.train.adapter.type != "full":
-        found |= {path.name: path for path in sorted((folder / "adapter").glob("*.safetensors"))}
+        found |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
     else:
         for part in config.model.family_spec.components:
-            files = [path for path in sorted((folder / "model" / part).iterdir()) if path.is_file()]
-            found |= {f"{part}/{path.name}": path for path in files if path.suffix == ".safetensors"}
-            found |= {
-                f"{part}/{path.name}": _without_path(path, base_model) for path in files if path.suffix == ".json"
-            }
+            listed = sorted((folder / "model" / part).glob("[!.]*"))
+            found |= {f"{part}/{path.name}": path for path in listed if path.suffix in (".safetensors", ".json")}
+    if missing := [str(path) for path in found.values() if isinstance(path, Path) and not path.is_file()]:
+        raise HubError(f"{', '.join(missing)}: not there", "Save the result again: latentpress train")
     if not any(name.endswith(".safetensors") for name in found):
         raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
+    for name, path in found.items():
+        if isinstance(path, Path) and not path.resolve().is_relative_to(folder.resolve()):
+            raise HubError(f"{path} is a link to a place outside of {folder}", "Put the file itself there.")
+        if isinstance(path, Path) and path.suffix == ".json":
+            found[name] = _without_path(path, base_model)
     return found
+
+
+def _adapter_files(config: Config, folder: Path) -> list[Path]:
+    """Those of `train.adapter.formats`, and those that training may write beside them."""
+    adapter, parts = config.train.adapter, config.model.family_spec.components
+    names = [FILE_NAMES[form] for form in adapter.formats]
+    beside = [FILE_NAMES["lycoris"]] if adapter.type == "lokr" else []
+    if "comfyui" in adapter.formats:
+        beside += [f"{Path(FILE_NAMES['comfyui']).stem}.{part}.safetensors" for part in parts if part != "transformer"]
+    return [folder / name for name in (*names, *(name for name in beside if (folder / name).is_file()))]
 
 
 def _without_path(path: Path, base_model: str) -> bytes:

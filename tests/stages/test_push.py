@@ -94,6 +94,33 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert home.run(push.run).done == 3, "trained anew"
 
 
+def test_only_the_files_of_the_result_are_uploaded(home: Project, models: ModelHub) -> None:
+    adapter = finished(home).folder / "adapter"
+    for name in (".hidden.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors", "mine.safetensors"):
+        (adapter / name).write_bytes(b"stale")
+    home.run(push.run)
+    assert set(uploaded(models)) == {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"}
+
+
+@pytest.mark.parametrize("linked", ["adapter", "adapter/pytorch_lora_weights.safetensors"])
+def test_what_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub, linked: str) -> None:
+    path = finished(home).folder / linked
+    path.symlink_to(path.rename(home.folder / "elsewhere"))
+    with pytest.raises(LatentpressError, match=r"weights\.safetensors is a link to a place outside of .*run"):
+        home.run(push.run)
+    (home.folder / "elsewhere").rename(home.folder / "away")
+    with pytest.raises(LatentpressError, match=r"pytorch_lora_weights\.safetensors: not there"):
+        home.run(push.run)
+    assert models.requests == []
+
+
+@pytest.mark.parametrize("step", ["forty", None, -1, True, 1.5])
+def test_a_malformed_result_is_named(home: Project, models: ModelHub, step: Any) -> None:
+    (finished(home).folder / "result.json").write_text(json.dumps({"step": step}))
+    with pytest.raises(LatentpressError, match=r"result\.json can't be read: step is no count"):
+        home.run(push.run)
+
+
 def test_nothing_private_is_uploaded(home: Project, models: ModelHub) -> None:
     finished(home)
     report = home.run(push.run)
