@@ -22,7 +22,8 @@ MAX_CONTENT, MAX_NAME, MAX_PROMPT = 2000, 100, 400
 MAX_REASON = 1000
 MAX_PICTURE_BYTES = 200_000
 MAX_CLIP_BYTES = 800_000  # ten of them, the most of one message, are below 10 MiB
-_MARKDOWN = re.compile(r"([\\*_~`|>#\[\]<@])")
+_MARKDOWN = re.compile(r"([\\*_~`|>#\[\]<@]|:(?=//))")  # the last makes a link of an address
+_LIST = re.compile(r"^(\s*\d*)([-+.)])", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _sendable(text: str) -> str:
 
 def _plain(text: str, limit: int) -> str:
     """Text that Discord shows as it is, of at most `limit` units."""
-    return _cut(_MARKDOWN.sub(r"\\\1", _sendable(text)), limit)
+    return _cut(_LIST.sub(r"\1\\\2", _MARKDOWN.sub(r"\\\1", _sendable(text))), limit)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -4,27 +4,36 @@ The URL is a secret and is in no message: messages are made from the names of ex
 from a library's own message.
 """
 
+import asyncio
 import email.utils
 import json
 import logging
 import os
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from stages.notifications.bodies import Body
 
 if TYPE_CHECKING:
-    from httpx2 import Client
+    from httpx2 import AsyncClient
 
-CONNECT_S, ANSWER_S = 10.0, 20.0  # time limits: to connect, and without a byte sent or received
+CONNECT_S, ANSWER_S = 10.0, 20.0  # time limits: to connect; to answer, and without a byte sent or received
+WHOLE_S = 300.0  # of a request and its answer
 LONGEST_WAIT_S = 300.0  # of what a server asks for
 RETRIED = (408, 425, 429)  # and 5xx
 #: The webhook itself is wrong or gone, so no other event would get through.
 USELESS = (401, 403, 404, 405, 410)
+
+#: OpenSSL's verification error -> what is wrong with a certificate.
+CERTIFICATES = {
+    **{9: "not valid yet", 10: "expired", 62: "for another host", 64: "for another address"},
+    **dict.fromkeys((18, 19, 20, 21), "of an issuer that this machine does not trust"),
+}
 
 Outcome = Literal["sent", "later", "refused", "useless"]
 
@@ -55,8 +64,8 @@ def read_url(name: str) -> tuple[str, str]:
 
 
 @contextmanager
-def open_client() -> Iterator["Client"]:
-    """A client that follows no redirect, which would send the event to another host."""
+def open_poster() -> Iterator[Callable[[str, Body], Answer]]:
+    """post(url, body). No redirect is followed, which would send the event to another host."""
     import httpx2
 
     for name in ("httpx2", "httpcore2"):  # they log each URL, where a handler is set
@@ -64,25 +73,32 @@ def open_client() -> Iterator["Client"]:
     for part in ("connection", "http11", "http2", "proxy", "socks"):
         logging.getLogger(f"httpcore2.{part}").disabled = True
     limits = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
-    with httpx2.Client(timeout=limits, follow_redirects=False, headers={"User-Agent": "latentpress"}) as client:
-        yield client
+    client = httpx2.AsyncClient(timeout=limits, follow_redirects=False, headers={"User-Agent": "latentpress"})
+    with asyncio.Runner() as runner:  # only asyncio can end a request whose bytes come one by one
+        try:
+            yield lambda url, body: runner.run(_post(client, url, body))
+        finally:
+            runner.run(client.aclose())
 
 
-def post(client: "Client", url: str, body: Body) -> Answer:
+async def _post(client: "AsyncClient", url: str, body: Body) -> Answer:
     """Send it. The answer's content is not read."""
     import httpx2
 
+    content: dict[str, Any] = {"json": body.document}
+    if body.files:
+        files = {f"files[{number}]": (each.name, each.data, each.media_type) for number, each in enumerate(body.files)}
+        content = {"data": {"payload_json": json.dumps(body.document)}, "files": files}
     try:
-        if body.files:
-            files = {
-                f"files[{number}]": (each.name, each.data, each.media_type) for number, each in enumerate(body.files)
-            }
-            data = {"payload_json": json.dumps(body.document)}
-            with client.stream("POST", url, data=data, files=files) as response:
+        async with asyncio.timeout(WHOLE_S) as limit:
+
+            async def trace(name: str, info: object) -> None:
+                if name.endswith("receive_response_headers.started"):
+                    limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
+
+            async with client.stream("POST", url, **content, extensions={"trace": trace}) as response:
                 return judge(response.status_code, response.headers.get("Retry-After", ""))
-        with client.stream("POST", url, json=body.document) as response:
-            return judge(response.status_code, response.headers.get("Retry-After", ""))
-    except httpx2.TimeoutException as error:
+    except (httpx2.TimeoutException, TimeoutError) as error:
         what = "could not be connected to" if isinstance(error, httpx2.ConnectTimeout) else "did not answer"
         return Answer("later", f"{what} in time")
     except httpx2.TransportError as error:
@@ -120,7 +136,12 @@ def _describe(error: BaseException) -> str:
     """The kind of a network error, without the library's message, which may contain the URL."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            why = CERTIFICATES.get(cause.verify_code, f"verification error {cause.verify_code}")
+            return f"has a certificate that is not accepted ({why})"
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
-            return f"can't be reached ({os.strerror(cause.errno)})"
-        cause = cause.__cause__ or cause.__context__
+            why = f"TLS: {cause.reason}" if isinstance(cause, ssl.SSLError) else os.strerror(cause.errno)
+            return f"can't be reached ({why})"
+        inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None  # one for each address
+        cause = inner or cause.__cause__ or cause.__context__
     return f"can't be reached ({type(error).__name__})"

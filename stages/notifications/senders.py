@@ -12,7 +12,7 @@ from schemas.config.sharing import Webhook
 from schemas.errors import LatentpressError
 from stages.notifications.bodies import Body
 from stages.notifications.outbox import Outbox
-from stages.notifications.requests import Answer, open_client, post, read_url
+from stages.notifications.requests import Answer, open_poster, read_url
 from stages.notifications.run_events import Event
 
 TRIES = 5  # of one event, in a row
@@ -71,7 +71,7 @@ class Senders:
         if not url:
             self._log(f"{delivery.problem}: no event is sent to it")
             return
-        with open_client() as client:
+        with open_poster() as post:
             while not self.stopped.is_set():
                 ending = self.last.is_set()  # before looking: what came until then is seen
                 waiting = self._outbox.waiting(hook)
@@ -80,7 +80,7 @@ class Senders:
                         return
                     self.stopped.wait(IDLE_S)
                     continue
-                answer = self._try(lambda body: post(client, url, body), delivery, waiting[0])
+                answer = self._try(lambda body: post(url, body), delivery, waiting[0])
                 if answer.outcome == "useless" or (answer.outcome == "later" and self._rest()):
                     return
 

@@ -4,9 +4,15 @@ import base64
 import fcntl
 import io
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import jsonschema
@@ -17,8 +23,9 @@ from schemas.cli.console import Report
 from schemas.config.pipeline import Config
 from stages import notify
 from stages.notifications import requests, run_events, senders
+from stages.notifications.bodies import Body
 from stages.notifications.outbox import Outbox
-from tests.background import until
+from tests.background import answered, served, until
 from tests.project import Project
 from tests.stages.notifications.notified_run import EVENTS, HOOK, OTHER, SCHEMA, trained
 from tests.stages.report_run import FakeRun
@@ -187,6 +194,45 @@ def test_webhooks_that_never_answer_are_waited_for_together(
     report = home.run(notify.run, f"notify.webhooks={json.dumps(hooks)}", watch=True)
     assert len(waits) == 3 and sum(waits) <= 0.5, "the first one takes all of it"
     assert report.exit_code == 3 and report.remaining == 3 * len(EVENTS)
+
+
+@pytest.mark.parametrize("dripped", [b"HTTP/1.1 100 Continue\r\n\r\n", b"X: y\r\n"])
+def test_an_answer_that_drips_is_ended_after_the_time_allowed(monkeypatch: pytest.MonkeyPatch, dripped: bytes) -> None:
+    ended = threading.Event()
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.wfile.write(b"" if b"100" in dripped else b"HTTP/1.1 204 No Content\r\n")
+            with suppress(OSError):
+                for _ in range(2000):
+                    self.wfile.write(dripped)
+                    time.sleep(0.005)
+                self.wfile.write(b"HTTP/1.1 204 No Content\r\n\r\n" if b"100" in dripped else b"\r\n")
+            ended.set()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    monkeypatch.setattr(requests, "ANSWER_S", 0.1)
+    with answered(Dripping) as url, requests.open_poster() as post:
+        assert post(url, Body({})) == requests.Answer("later", "did not answer in time")
+    assert ended.wait(60)
+
+
+def test_a_certificate_that_is_not_trusted_is_called_one(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl makes a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run([*make, "-subj", "/CN=a", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    with served(server), requests.open_poster() as post:
+        answer = post(f"https://127.0.0.1:{server.server_port}/{SECRET}", Body({}))
+    why = "of an issuer that this machine does not trust"
+    assert answer == requests.Answer("later", f"has a certificate that is not accepted ({why})")
 
 
 def test_a_redirect_is_not_followed(home: Project, hook: WebhookServer) -> None:
