@@ -25,6 +25,7 @@ from cache.training_run import read_progress
 from cache.trainset import SetError
 from cache.weights import WeightsError
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.program_note import LAST_MOMENT
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import find_media_table
@@ -179,7 +180,7 @@ def format_rate(rate: float, remaining: int) -> TableRow:
     """rate: items per second, not 0."""
     return {
         "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
-        "left": str(timedelta(seconds=round(remaining / rate))),
+        "left": str(timedelta(seconds=round(min(remaining / rate, LAST_MOMENT)))),
     }
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +24,8 @@ from schemas.text_format import shorten
 NOTES_VARIABLE = "LATENTPRESS_NOTES"
 MAX_BYTES = 100_000  # of a note that is read
 INTERVAL_S = 1.0
+LAST_MOMENT = 253_402_214_400.0  # in the year 9999, where calendars end
+Moment = Annotated[float, Field(ge=0, le=LAST_MOMENT, allow_inf_nan=False)]  # seconds since 1970
 
 
 class TaskNote(BaseModel):
@@ -46,8 +49,8 @@ class ProgramNote(BaseModel):
     process: int = Field(default_factory=os.getpid, gt=0)
     process_start: str
     host: str = Field(default_factory=socket.gethostname)
-    began: float = Field(default_factory=time.time)
-    updated: float = 0.0
+    began: Moment = Field(default_factory=time.time)
+    updated: Moment = 0.0
     tasks: tuple[TaskNote, ...] = ()
     exit_code: int | None = None
 

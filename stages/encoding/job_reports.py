@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cache.batch_reads import read_files
 from cache.layout import is_project_file
 from cache.store import Store
+from schemas.cli.program_note import Moment
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten
 from stages.engines.jobs import UnitResult
@@ -49,10 +50,10 @@ class JobReport(BaseModel):
     engine: str
     workers: int = Field(ge=0)
     shard: str
-    begun: float = Field(default_factory=time.time)
+    begun: Moment = Field(default_factory=time.time)
     state: State = "running"
     reason: str = ""
-    seconds: float = Field(0.0, ge=0)
+    seconds: Moment = 0.0  # as many as a calendar has, at most
     members: int = Field(0, ge=0)
     done: int = 0
     units: int = Field(0, ge=0)

@@ -1,8 +1,11 @@
 """`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
 
 import http.client
+import json
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from stages.pages.ui.site import Site
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
-from tests.stages.ui_server import UiServer, ui_server
+from tests.stages.ui_server import WAIT_S, UiServer, ui_server
 
 
 @pytest.fixture
@@ -92,6 +95,7 @@ def test_the_token(home: Project) -> None:
         assert server.post("/jobs/discover/start").status == 401
         assert server.get("/login?code=wrong").status == 403
         code = token.code
+        assert server.request("HEAD", f"/login?code={code}").status == 200, "asks without using it up"
         once, again = server.get(f"/login?code={code}"), server.get(f"/login?code={code}")
         assert once.status == 200 and again.status == 403
         cookie = once.headers["set-cookie"]
@@ -99,9 +103,51 @@ def test_the_token(home: Project) -> None:
         assert "a long enough token" not in cookie
         server.cookie = cookie.partition(";")[0]
         assert server.get("/").status == 200 and server.get("/cards").status == 200
+        entered, server.cookie = server.cookie, ""
+        for other in ('a="b', "a=b c", "a=b,c", "a=[1]", 'a={"b": 1}', "a b=c", "a", "=", "\xe9=1", "a=\\", "path=/"):
+            assert server.get("/", Cookie=f"{other}; {entered}").status == 200, other
+            assert server.get("/", Cookie=f"{entered}x; {other}; x{entered}").status == 303, other
         assert token.code == "" and server.get("/login?code=").status == 200
         assert server.post("/login", token="a wrong token").status == 403
         assert server.post("/login", token="a long enough token").headers["set-cookie"] == cookie
+
+
+def test_half_open_connections_shut_nobody_out(server: UiServer) -> None:
+    with ExitStack() as opened:
+        held = [opened.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(250)]
+        for each in held:
+            with suppress(ConnectionError):  # one of those that were closed for others
+                each.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        assert server.get("/").status == 200
+
+
+POST = (
+    b"POST /jobs/discover/start HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\nContent-Length: 9\r\n\r\n1"
+)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", POST])
+def test_a_request_that_does_not_come_is_not_waited_for(
+    home: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], sent: bytes
+) -> None:
+    monkeypatch.setattr(serve, "REQUEST_S", 0.1)
+    home.config()
+    with ui_server(home) as server, socket.create_connection(("127.0.0.1", server.port)) as held:
+        held.settimeout(WAIT_S)
+        held.sendall(sent)
+        with suppress(ConnectionError):
+            assert held.recv(1000) == b"", "no answer"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_record_of_another_age_is_none(server: UiServer, home: Project) -> None:
+    path = home.folder / "output/.ui/starts/discover.json"
+    path.parent.mkdir(parents=True)
+    record = {"job": "discover", "process": 1, "process_start": "a", "host": "elsewhere", "log": "a.log"}
+    for began, found in ((1.0, True), (1e308, False), (-1e308, False)):
+        path.write_text(json.dumps(record | {"began": began}))
+        assert (server.site.programs.last_start("discover") is not None) == found
+        assert server.post("/jobs/run/start").status == 409 if found else server.get("/cards").status == 200
 
 
 def test_only_documents_of_the_output_are_served(server: UiServer, home: Project) -> None:

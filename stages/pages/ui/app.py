@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
@@ -99,10 +99,13 @@ def action(path: str, act: Callable[[Request, Form], str], back: str = "/") -> R
 async def read_form(request: Request) -> Form:
     """The fields of an ordinary form, of which the last of a name counts."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_FORM_BYTES:
-            raise HTTPException(413, f"a form may have {MAX_FORM_BYTES} bytes")
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_FORM_BYTES:
+                raise HTTPException(413, f"a form may have {MAX_FORM_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the form did not come whole") from error
     try:
         fields = parse_qs(body.decode(), keep_blank_values=True, max_num_fields=10_000)
     except ValueError as error:

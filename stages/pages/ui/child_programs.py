@@ -26,7 +26,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cache.files import explained, replacing
-from schemas.cli.program_note import NOTES_VARIABLE, ProgramNote, find_process_start, is_process, read_notes
+from schemas.cli.program_note import NOTES_VARIABLE, Moment, ProgramNote, find_process_start, is_process, read_notes
 from schemas.errors import LatentpressError
 from stages.pages.ui.jobs import JOBS, list_conflicts
 
@@ -48,10 +48,10 @@ class Start(BaseModel):
     process: int
     process_start: str
     host: str
-    began: float
+    began: Moment
     log: str
-    stop_asked: float | None = None
-    ended: float | None = None
+    stop_asked: Moment | None = None
+    ended: Moment | None = None
     exit_code: int | None = None
 
     @property

@@ -14,7 +14,8 @@ def login_routes(token: Token, cookie: str) -> list[BaseRoute]:
             entered = token.matches((await read_form(request)).get("token", "").strip())
             failed = not entered
         else:
-            code = request.query_params.get("code", "")
+            # HEAD, by which programs look whether an address works, does not use it up.
+            code = request.query_params.get("code", "") if request.method == "GET" else ""
             entered, failed = token.use_code(code), bool(code)
         name = "entered.html" if entered else "login.html"
         answer = fragment(name, failed=failed and not entered)

@@ -1,10 +1,13 @@
 """Listens, and answers until it is told to stop."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
@@ -25,6 +28,8 @@ PAGES = (
     document_pages.REPORT,
 )
 MAX_REQUESTS = 200  # at a time
+MAX_CONNECTIONS = 50  # at a time, of one address
+REQUEST_S = 20.0  # in which a request has to come
 CLOSE_S = 2  # that requests have to end
 
 
@@ -57,9 +62,49 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Protocol(H11Protocol):
+    """A connection that is closed when a request takes longer than REQUEST_S to come. An address with MAX_CONNECTIONS
+    gets another one in place of its oldest that waits for a request, so that it can't shut itself out."""
+
+    _ending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_limit()
+        own = [each for each in self.connections if isinstance(each, _Protocol) and _address(each) == _address(self)]
+        waiting = [(each._ending.when(), each) for each in own if each._ending]
+        if len(own) > MAX_CONNECTIONS and waiting:
+            _, oldest = min(waiting, key=lambda each: each[0])
+            oldest.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._ending is not None:
+            self._ending.cancel()
+
+    def _set_limit(self) -> None:
+        """Of the request that is coming; none while it is answered."""
+        is_coming = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_coming and self._ending is None:
+            self._ending = self.loop.call_later(REQUEST_S, self.transport.abort)
+        elif not is_coming and self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+
+
+def _address(connection: _Protocol) -> str:
+    return connection.client[0] if connection.client else ""
+
+
 def make_server(app: Guard) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        http=_Protocol,
         log_level="error",
         access_log=False,
         server_header=False,

@@ -1,5 +1,6 @@
 """Every job of a stage reports what it does, and status merges the reports."""
 
+import json
 import os
 import socket
 import time
@@ -103,6 +104,15 @@ def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
         assert status.count_states([*running, *lost]) == "2 running, 2 lost"
     assert [job.state for job in reports(tmp_path, time.time() + 2 * job_reports.LOST_AFTER_S)] == ["ended", "ended"]
     assert reports(tmp_path, time.time() + 2 * job_reports.KEPT_S) == []
+
+
+@pytest.mark.parametrize("field", ["begun", "seconds"])
+def test_a_report_beyond_any_calendar_is_left_out(tmp_path: Path, field: str) -> None:
+    with reporter(tmp_path):
+        pass
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {field: 1e308}))
+    assert reports(tmp_path) == []
 
 
 @pytest.mark.parametrize(
