@@ -4,7 +4,9 @@ The trainer, which this package may not import, replaces this process.
 """
 
 import importlib
+import json
 import os
+import re
 import shlex
 import sys
 from difflib import get_close_matches
@@ -12,7 +14,8 @@ from keyword import iskeyword
 from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
-from schemas.cli.starting import show_starting
+from schemas.cli.starting import hide_line, show_starting
+from schemas.errors import LatentpressError
 
 WIDTH = 100
 PROGRAMS = {
@@ -65,6 +68,31 @@ def program_module(program: str) -> str:
     return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
 
 
+def check_dependencies(program: str, json_report: bool) -> None:
+    """End the process where libraries that every program needs are not installed. Looks at nothing but metadata."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    missing = list[str]()
+    try:
+        needed = [line for line in requires("latentpress") or () if "extra ==" not in line]
+    except PackageNotFoundError:  # sources on PYTHONPATH
+        return
+    for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if not missing:
+        return
+    step = "Install latentpress with its dependencies: pip install -e ."
+    error = LatentpressError(f"latentpress needs libraries that are not installed: {', '.join(missing)}", step)
+    hide_line()
+    print(f"error: {error}", file=sys.stderr)
+    if json_report:
+        print(json.dumps({"program": program, "error": error.to_dict(), "exit_code": error.exit_code}, indent=2))
+    sys.exit(error.exit_code)
+
+
 def main() -> None:
     remove_working_directory()
     arguments = sys.argv[1:]
@@ -89,8 +117,13 @@ def main() -> None:
         sys.exit(2)
     show_starting(name)
     if name in TRAINER_PROGRAMS:
+        check_dependencies(name, "--json" in rest)
         os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
-    importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
+    try:
+        importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
+    except ModuleNotFoundError:
+        check_dependencies(name, "--json" in rest)
+        raise
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import get_args
 
@@ -106,6 +106,26 @@ def test_an_unknown_program_is_answered_with_the_list() -> None:
     assert done.returncode == 2
     assert all(program in done.stderr for program in PROGRAMS)
     assert "'trian' is no program (did you mean 'train'?)" in python("-m", "stages.cli", "trian").stderr
+
+
+@pytest.mark.parametrize("program", ["status", "train"])
+def test_libraries_that_are_not_installed_are_named(tmp_path: Path, program: str) -> None:
+    """All but numpy are there, as far as metadata say; none can be imported."""
+    for found in metadata.distributions():
+        if found.name != "numpy":
+            (tmp_path / f"{found.name}-1.dist-info").mkdir(exist_ok=True)
+            (tmp_path / f"{found.name}-1.dist-info/METADATA").write_text(found.read_text("METADATA") or "")
+    code = f"import sys; sys.path[1:1] = [{str(ROOT)!r}]; from stages.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, program, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+    )
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    said = "latentpress needs libraries that are not installed: numpy"
+    assert done.stderr.startswith(f"error: {said}\n") and json.loads(done.stdout)["error"]["message"] == said
 
 
 def test_a_configuration_without_its_option_is_answered_with_the_command() -> None:
