@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from cache.failure_note import KILLED, read_failure
 from cache.files import explained, replacing
 from cache.json_checks import parse_json
 from schemas.config.pipeline import Config
+from schemas.text_format import format_duration
 
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
 WANDB_ID = "wandb-id.txt"
@@ -162,7 +162,7 @@ class RunProgress:
 
     def row(self) -> dict[str, Any]:
         """Of a table."""
-        left = timedelta(seconds=round(self.seconds_left)) if self.seconds_left is not None else ""
+        left = format_duration(self.seconds_left) if self.seconds_left is not None else ""
         return {
             "run": self.run,
             "state": self.state,

@@ -3,8 +3,11 @@
 import math
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+LONGEST_S = 1e12
 
 
 def shorten(text: str, limit: int = 60) -> str:
@@ -23,6 +26,11 @@ def format_bytes(count: float) -> str:
     units = ("KiB", "MiB", "GiB", "TiB", "PiB")
     power = min(len(units), int(math.log(count, 1024)))
     return f"{count / 1024**power:.1f} {units[power - 1]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Like "1:05:00" or "2 days, 0:00:10", of any number that a foreign file may have."""
+    return str(timedelta(seconds=round(min(seconds, LONGEST_S))))
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:

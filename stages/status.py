@@ -6,7 +6,6 @@ Its cost grows with the number of shards: names, sizes and times are listed, and
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +24,9 @@ from cache.training_run import read_progress
 from cache.trainset import SetError
 from cache.weights import WeightsError
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.program_note import LAST_MOMENT
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
+from schemas.text_format import format_duration
 from stages.discovery.media_table import find_media_table
 from stages.discovery.missing_media import spread_evenly
 from stages.encoding import stage_registry
@@ -180,7 +179,7 @@ def format_rate(rate: float, remaining: int) -> TableRow:
     """rate: items per second, not 0."""
     return {
         "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
-        "left": str(timedelta(seconds=round(min(remaining / rate, LAST_MOMENT)))),
+        "left": format_duration(remaining / rate),
     }
 
 

@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, get_args
 
+from schemas.text_format import format_duration
 from stages.encoding.job_reports import JobReport, State
 
 MAX_SHOWN = 30
@@ -32,7 +32,7 @@ def list_jobs(jobs: Mapping[str, Sequence[JobReport]]) -> TableRow:
             "set_aside": job.set_aside,
             "units": _units(job),
             "items_per_second": "" if job.items_per_second is None else f"{job.items_per_second:.3g}",
-            "took": str(timedelta(seconds=round(job.seconds))),
+            "took": format_duration(job.seconds),
         }
         for stage, job in _rank(jobs)
     ]

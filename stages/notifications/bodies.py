@@ -4,7 +4,6 @@ import base64
 import json
 import re
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from cache.scores import read_curves
 from cache.training_run import RunProgress, read_progress
 from schemas.config.pipeline import Config
 from schemas.notification import Notification, NotifiedFailure, NotifiedModel, NotifiedPicture
+from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.notifications.run_events import Event, read_eval_loss
 from stages.pages.validation_pictures import PictureLimits, SmallPicture, list_latents, read_pictures
@@ -138,7 +138,7 @@ def _headline(about: Notification) -> str:
         failure = about.failure
         advice = f"\n{_plain(failure.advice, MAX_REASON // 2)}" if failure.advice else ""
         return f"{run} failed in {failure.stage}, {place}: {_plain(failure.reason, MAX_REASON)}{advice}"
-    left = "" if about.seconds_left is None else f", {timedelta(seconds=round(about.seconds_left))} left"
+    left = "" if about.seconds_left is None else f", {format_duration(about.seconds_left)} left"
     scores = "".join(_number(f", {_plain(name, MAX_NAME)}", value) for name, value in about.scores.items())
     more = f" ({about.pictures_left_out} more pictures are not shown)" if about.pictures_left_out else ""
     numbers = f"{_number(', eval loss', about.eval_loss)}{_number(', loss', about.loss)}"

@@ -21,6 +21,8 @@ from stages.pages.ui.site import Site
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
+from tests.stages.notifications.notified_run import training
+from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import WAIT_S, UiServer, ui_server
 
 
@@ -148,6 +150,16 @@ def test_a_record_of_another_age_is_none(server: UiServer, home: Project) -> Non
         path.write_text(json.dumps(record | {"began": began}))
         assert (server.site.programs.last_start("discover") is not None) == found
         assert server.post("/jobs/run/start").status == 409 if found else server.get("/cards").status == 200
+
+
+def test_a_time_left_beyond_any_calendar_is_shown(server: UiServer, home: Project) -> None:
+    home.settings["train"] = {"run": "run", "steps": 40}
+    home.config()
+    run = FakeRun(home)
+    run.metrics(step_line(1, seconds_left=1e308))
+    with training(run):
+        answer = server.get("/cards")
+    assert answer.status == 200 and "days, " in answer.text
 
 
 def test_only_documents_of_the_output_are_served(server: UiServer, home: Project) -> None:

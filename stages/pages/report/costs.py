@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from cache.stage_log import read_stages
 from cache.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.text_format import format_duration
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import read_reports
 
@@ -39,7 +39,7 @@ def cost_rows(config: Config, folder: Path, metrics: Sequence[Mapping[str, Any]]
     rows = []
     for stage, size in _sizes(store, config, folder, fingerprints).items():
         took = seconds.get(stage)
-        shown = NOT_RECORDED if took is None else str(timedelta(seconds=round(took)))
+        shown = NOT_RECORDED if took is None else format_duration(took)
         rows.append({"stage": stage, "time": shown, "size": format_bytes(size)})
     return rows
 

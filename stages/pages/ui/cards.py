@@ -4,7 +4,6 @@ for the files of a run."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from schemas.cli.program_note import ProgramNote
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
+from schemas.text_format import format_duration
 from stages.pages.ui.child_programs import ChildPrograms, Start
 from stages.pages.ui.jobs import STAGES, list_conflicts
 
@@ -157,7 +157,7 @@ def _add_training(card: Card, progress: RunProgress) -> None:
         f"{progress.samples_per_s:.3g} samples/s" if progress.samples_per_s and progress.state == "running" else ""
     )
     if progress.seconds_left is not None:
-        card.left = f"{timedelta(seconds=round(progress.seconds_left))} left"
+        card.left = f"{format_duration(progress.seconds_left)} left"
     card.facts += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
     card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
     card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
