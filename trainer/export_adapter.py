@@ -237,8 +237,9 @@ def merge_adapter(
     from trainer.merging import copy_rest, list_parts, merge_component, weight_files
 
     model, parts = config.model, find_parts(config, adapter)
-    if to.is_symlink():
-        raise ExportError(f"{to} is a link, which no folder can replace", f"Name a new folder, such as {to.resolve()}.")
+    if to.is_symlink() or not to.name:
+        what = "a link" if to.name else "the working directory"
+        raise ExportError(f"{to} is {what}, which no folder can replace", "Name a new folder: --to FOLDER")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to} is not empty", "Name a new folder; nothing in it would be kept.")
     check_outside_models(config, to)

@@ -118,7 +118,11 @@ CASES = {
     "alpha without end": (pairs() | {f"{FIRST}.alpha": np.float64([1e308])}, None, "no number up to 1e+30: 1e+308"),
     "large alpha": (pairs(), {"r": 4, "lora_alpha": 1e308}, "lora_alpha is no number up to 1e+30: 1e+308"),
     "400 digits": (pairs(), {"r": 4, "lora_alpha": 10**400}, "lora_alpha is no number up to 1e+30: 1000"),
-    "rank 0": (lokr() | {}, {"r": 0, "alpha": 4}, "says rank 0 for blocks.0.to_q"),
+    "rank 0": (
+        {f"{FIRST}.lokr_{w}": np.ones((2, 2), np.float32) for w in ("w1", "w2")},
+        {"r": 0, "alpha": 4},
+        "says rank 0 for blocks.0.to_q",
+    ),
     "patterns": (pairs(), {"r": 4, "rank_pattern": {str(i): 4 for i in range(10_001)}}, "more than 10000"),
     "integers": (half("a", "lora_A") | {"a.lora_B.weight": np.ones((2, 2), int)}, None, "lora_B.weight is of type I64"),
     "booleans": (half("a", "lora_A") | {"a.alpha": np.ones(1, bool)}, None, "a.alpha is of type BOOL, and not one of"),

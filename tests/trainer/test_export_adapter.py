@@ -339,6 +339,7 @@ def test_what_a_model_or_program_can_not_hold_is_named(foreign, tmp_path) -> Non
     foreign.save("transformer")
     own["to"].symlink_to(tmp_path / "elsewhere")
     assert f"{own['to']} is a link" in foreign.refused(**own, merge=True)
+    assert ". is the working directory" in foreign.refused(source=foreign.adapter, to=Path(), merge=True)
 
 
 @pytest.mark.slow
