@@ -7,8 +7,8 @@ through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,25 @@ def load_pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
     size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
-    with activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}"):
+    loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
+    with loading, config_errors(f"{shown_path(folder)}/config.json"):
         return model_class.from_pretrained(folder, use_safetensors=True, **settings)
+
+
+@contextmanager
+def config_errors(file: str) -> Iterator[None]:
+    """Around making a model by a config.json: WeightsError for what its class raises where it can't use a value, and
+    what damaged weights do not raise."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, StrictDataclassError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        raise WeightsError(
+            f"{file} has a value that no model can be made with ({reason})",
+            "replace it with the one that the checkpoint was published with",
+        ) from error
 
 
 def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:

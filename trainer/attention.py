@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
-from cache.weights import read_component_config
+from cache.weights import config_errors, read_component_config
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer.families.base import FamilyModule, components
@@ -48,8 +48,9 @@ def try_backend(config: Config, option: str, family: FamilyModule, device: torch
     if name == NATIVE:
         return
     part = config.model.family_spec.components[0]
-    with torch.device("meta"):
-        model = family.untrained(read_component_config(config.model.source, config.model.revision, part))
+    shape = read_component_config(config.model.source, config.model.revision, part)
+    with torch.device("meta"), config_errors(f"{config.model.source}/{part}/config.json"):
+        model = family.untrained(shape)
     try:
         head_size = family.dense_attention(next(iter(components(model).values())))[1]
     except ValueError as error:

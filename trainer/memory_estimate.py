@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from cache.weights import config_errors
 from schemas.config.pipeline import Config
 from schemas.config.training import Offload, Parallel, Train
 from schemas.geometry import Bucket
@@ -104,7 +105,8 @@ def estimate_memory(
     adapter = settings.adapter.model_copy(update={"init_weights": "default"})
     file = read_initial(adapter)
     with META:
-        model = family.untrained(shape, dtype)
+        with config_errors(f"{config.model.source}/{config.model.family_spec.components[0]}/config.json"):
+            model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())
         scales = fit_initial(model, file, adapter)[1] if file else None
         if settings.quantised:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from cache.files import StoreError
 from cache.schedule import BatchSchedule
 from cache.set_lookup import open_set
 from cache.store import Store
-from schemas.cli.console import OK, USAGE, Console, Options, run_program
+from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, run_program
 from tests.processes import in_child
 from trainer import checkpoint, run_state
 from trainer import train as loop
@@ -34,6 +35,30 @@ def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict]:
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     code = run_program("train", program_run, Options(path, json=True, **options))
     return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("t2i", "num_visual_blocks", "x"),
+        ("t2i", "model_dim", None),
+        ("sana", "num_layers", None),
+        ("sana", "patch_size", 0),
+    ],
+)
+def test_a_config_that_diffusers_cant_use_is_named(
+    make_config, make_set, checkpoints, tmp_path, capsys, kind, key, value, dry_run
+) -> None:
+    config, folder = make_config(kind), shutil.copytree(checkpoints(kind), tmp_path / "model")
+    make_set(config)
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    code, report = program(config, tmp_path, capsys, dry_run=dry_run)
+    assert code == INCOMPLETE
+    assert "transformer/config.json has a value that no model can be made with" in report["error"]["message"]
+    assert "replace it" in report["error"]["next_step"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from cache.store import Store
-from cache.weights import fetch_components, fingerprint_weights, read_component_config
+from cache.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.families.base import Experts, FamilyModule
@@ -41,7 +41,7 @@ def empty_transformer(config: Config) -> Any:
     model, parts = config.model, dict[str, Any]()
     for part in model.family_spec.components:
         settings = read_component_config(model.source, model.revision, part)
-        with torch.device("meta"):
+        with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
             parts[part] = getattr(diffusers, model.family_spec.model_classes[part]).from_config(settings)
     return Experts(parts) if len(parts) > 1 else next(iter(parts.values()))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from cache.weights import fetch_components, load_pretrained
+from cache.weights import config_errors, fetch_components, load_pretrained
 from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
@@ -183,7 +183,7 @@ def _check_options(model_class: Any, device: torch.device, options: Text) -> Non
 def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
-    with torch.device("meta"):
+    with torch.device("meta"), config_errors(f"{folder}/config.json"):
         model = model_class(model_class.config_class.from_pretrained(folder))
     inside = {part for part in decoder_layers(model).modules() if isinstance(part, torch.nn.Linear)}
     packed = {p for p in inside if p.out_features % NF4_ROW_MULTIPLE == 0 == p.in_features % NF4_COLUMN_MULTIPLE}

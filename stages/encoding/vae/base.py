@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from cache.compatibility import check_autoencoder
-from cache.weights import load_part
+from cache.weights import config_errors, load_part
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -67,7 +67,8 @@ class Autoencoder(ABC):
         lacks a key of `normalisation`."""
         self._vae = load_part(self.vae_class, source, revision, "vae", torch_dtype=dtype).to(device).eval()
         self.apply_memory_options(self._vae, memory_options)
-        self._normaliser = Normaliser.of(self._vae, normalisation)
+        with config_errors(f"{source}/vae/config.json"):
+            self._normaliser = Normaliser.of(self._vae, normalisation)
 
     @classmethod
     def apply_memory_options(cls, vae: Any, memory_options: MemoryOptions) -> None:

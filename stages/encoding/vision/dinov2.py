@@ -45,6 +45,8 @@ class Encoder:
         try:
             model, loaded = load_pretrained(model_class, folder, dtype=dtype, output_loading_info=True)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, WeightsError):
+                raise
             problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
             raise WeightsError(problem, "replace it with a whole copy") from error
         missing = set(loaded["missing_keys"]) - {"embeddings.mask_token"}  # for training only

@@ -75,6 +75,28 @@ def test_an_autoencoder_that_the_transformer_cant_read_is_refused_before_anythin
     assert not made.shards("latents")
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value", "run"),
+    [
+        ("vae", "norm_num_groups", "x", encode_latents.run),
+        ("vae", "norm_num_groups", 0, encode_latents.run),
+        ("vae", "layers_per_block", None, encode_latents.run),
+        ("vae", "scaling_factor", {}, encode_latents.run),
+        ("text_encoder_2", "num_attention_heads", 0, encode_text.run),
+        ("text_encoder_2", "hidden_size", "x", encode_text.run),
+    ],
+)
+def test_a_config_that_the_library_cant_use_is_named(altered, part, key, value, run):
+    made, folder = altered(TEXT)
+    file = folder / part / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(
+        WeightsError, match=rf"{part}/config\.json has a value that no model can be made with"
+    ) as caught:
+        made.run(run)
+    assert "replace it" in caught.value.next_step and "\n" not in caught.value.message
+
+
 @pytest.fixture
 def pickled(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[[str, str], Path]:
     """pickled(kind, part): a copy in which that part's weights, the same ones, are a pickle; it is right otherwise."""

@@ -1,5 +1,6 @@
 """Features, against transformers' own model and image processor on the same frames."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -107,4 +108,9 @@ def test_damaged_weights_are_refused(folders, tmp_path: Path) -> None:
     del tensors["layernorm.weight"]
     save_file(tensors, weights, {"format": "pt"})
     with pytest.raises(WeightsError, match=r"lacks layernorm\.weight"):
+        Encoder(folder, torch.float32, CPU)
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"hidden_size": "x"})
+    )
+    with pytest.raises(WeightsError, match=rf"^{folder}/config\.json has a value that no model can be made with"):
         Encoder(folder, torch.float32, CPU)
