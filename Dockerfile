@@ -3,16 +3,17 @@
 #   docker build -t latentpress .                                                       # CUDA (torch's wheels bring it)
 #   docker build -t latentpress:cpu --build-arg TORCH="torch==2.13.0 --index-url ADDRESS" .     # CPU
 #   docker build -t latentpress:media --build-arg TORCH= --build-arg EXTRAS=media .             # discover and bucket
-#   docker build -t latentpress:ray --build-arg EXTRAS=media,encode,train,s3,gcs,ray .          # also gs:// and Ray
+#
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" -v "$HOME/.cache/huggingface:/home/latentpress/.cache/huggingface" \
+#       --user "$(id -u):$(id -g)" -e HOME=/home/latentpress latentpress run --config pipeline.yaml
 #
 # ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
 ARG TORCH=torch==2.13.0
-# media: discover, bucket. encode: the encoding stages, decode. train: training.
-# report: the page of a run. s3: roots and media at s3://. Not among them: gcs (gs://), ray (stages.engine: ray).
-ARG EXTRAS=media,encode,train,report,quant,optimizers,s3
+# All of pyproject.toml but those of the demo and of development.
+ARG EXTRAS=media,encode,train,report,ui,quant,optimizers,wandb,s3,gcs,http,huggingface,webdataset,heif,scenes,decord,ray
 
 # torch.compile (train.compile) calls a C compiler.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -26,7 +27,7 @@ COPY stages stages
 COPY trainer trainer
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt --editable ".[${EXTRAS}]" \
     && /opt/venv/bin/python -m compileall -q schemas cache stages trainer \
-    && useradd --uid 1000 --create-home latentpress && install -d -o latentpress /work
+    && useradd --uid 1000 --create-home latentpress && chmod 777 /home/latentpress && install -d -o latentpress /work
 ENV PATH=/opt/venv/bin:$PATH
 
 USER latentpress

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs the Jobs of each step and waits for their end before the next step: submit.sh [plan] [encode] [train]
+# Runs the Jobs of each step and waits for their end before the next step: submit.sh [plan] [encode] [vision] [train] [decode]
 #
-# Without arguments all three. Jobs of an earlier run are deleted first, with their pods, as a Job can't be applied twice.
+# Without arguments all but vision, which needs vision.model. Jobs of an earlier run are deleted first, with their pods, as a Job can't be applied twice.
 # What is done is not done again.
 set -euo pipefail
 cd "$(dirname "$0")"
-[ $# -gt 0 ] || set -- plan encode train
+[ $# -gt 0 ] || set -- plan encode train decode
 states='{range .items[*]}{.metadata.name}{" "}{.status.conditions[?(@.status=="True")].type}{"\n"}{end}'
 
 wait_for() {  # each Job of the step is complete or has failed; a server that does not answer is asked again
@@ -24,7 +24,7 @@ wait_for() {  # each Job of the step is complete or has failed; a server that do
 }
 
 for step in "$@"; do
-    case $step in plan | encode | train) ;; *) echo "$step: no such step; plan, encode, train" >&2 && exit 2 ;; esac
+    case $step in plan | encode | vision | train | decode) ;; *) echo "$step: no such step; plan, encode, vision, train, decode" >&2 && exit 2 ;; esac
 done
 kubectl apply --kustomize . --selector '!latentpress/step'  # the volume and the configuration
 for step in "$@"; do

@@ -4,22 +4,29 @@
 #   bash examples/slurm/submit.sh pipeline.yaml 8 --partition=gpu --gres=gpu:1
 #
 # discover and bucket -> encode-text and encode-latents, arrays of as many tasks as the second argument says -> index
-# -> train. Further arguments are sbatch's, for all jobs. Run it again at any time: what is done is not done again.
+# -> train -> decode and report. Further arguments are sbatch's, for all jobs. Where vision.model is set (CREPA):
+# STAGES="encode-text encode-latents encode-vision". Run it again at any time: what is done is not done again.
+#
+# Compute nodes share one cache of downloaded models: HF_HOME, by default beside the configuration.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 config=${1:?"usage: submit.sh CONFIG TASKS [SBATCH OPTIONS]"} tasks=${2:?"the number of tasks of each array"}
 shift 2
+
+export HF_HOME=${HF_HOME:-$(dirname "$(readlink -f "$config")")/huggingface}
 
 submit() { sbatch --parsable --kill-on-invalid-dep=yes "$@"; }
 
 plan=$(submit --job-name=latentpress-plan --output=slurm-%x-%j.log "$@" \
     --wrap "latentpress discover --config '$config' && latentpress bucket --config '$config'")
 encoded=()
-for stage in encode-text encode-latents; do
+for stage in ${STAGES:-encode-text encode-latents}; do
     encoded+=("$(submit --job-name="latentpress-$stage" --array="0-$((tasks - 1))" --dependency="afterok:$plan" "$@" \
         "$here/encode.sbatch" "$stage" --config "$config")")
 done
-index=$(submit --job-name=latentpress-index --output=slurm-%x-%j.log --dependency="afterok:${encoded[0]}:${encoded[1]}" \
+index=$(submit --job-name=latentpress-index --output=slurm-%x-%j.log --dependency="afterok:$(IFS=:; echo "${encoded[*]}")" \
     "$@" --wrap "latentpress index --config '$config'")
 train=$(submit --dependency="afterok:$index" "$@" "$here/train.sbatch" --config "$config")
-echo "plan $plan, encode-text ${encoded[0]}, encode-latents ${encoded[1]}, index $index, train $train"
+decode=$(submit --job-name=latentpress-decode --output=slurm-%x-%j.log --dependency="afterok:$train" "$@" \
+    --wrap "latentpress decode --config '$config' && latentpress report --config '$config'")
+echo "plan $plan, encode ${encoded[*]}, index $index, train $train, decode $decode"
