@@ -45,6 +45,16 @@ def recipe(name: str) -> Config:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_copied_recipe_finds_its_schema(tmp_path: Path, name: str) -> None:
+    """Beside it, as its first lines say: a path into the checkout would lead nowhere."""
+    for file in (f"{name}.yaml", "pipeline.schema.json"):
+        shutil.copy(FOLDER / file, tmp_path)
+    first = (tmp_path / f"{name}.yaml").read_text().partition("\n")[0]
+    schema = tmp_path / first.removeprefix("# yaml-language-server: $schema=")
+    assert schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_whole(name: str) -> None:
     """It stands in the README, names its card, and starts from its own folder."""
     config, text = recipe(name), (FOLDER / f"{name}.yaml").read_text()
