@@ -1,5 +1,5 @@
-"""Keys of other trainers' configurations (SimpleTuner, musubi-tuner, diffusion-pipe): what they are called here, or why
-they are not needed. Shown in the error for such a key."""
+"""Keys of other trainers' configurations (SimpleTuner, musubi-tuner, diffusion-pipe, ai-toolkit, kohya's scripts): what
+they are called here, or why they are not needed. Shown in the error for such a key."""
 
 from schemas.config.sharing import URL_ADVICE
 
@@ -58,7 +58,7 @@ HINTS = {
     "lr_warmup_steps": "here train.optimizer.warmup",
     "lora_dropout": "here train.adapter.dropout",
     "mixed_precision": "here model.precision, and train.precision",
-    "base_model_precision": "here text.quantization, of the text encoder; the transformer is not quantised",
+    "base_model_precision": "here train.base_precision, of the transformer, and text.quantization, of the text encoder",
     "checkpoints_total_limit": "here train.keep_checkpoints",
     "resume_from_checkpoint": "here train.resume",
     **dict.fromkeys(("flow_schedule_shift", "discrete_flow_shift"), "here train.shift"),
@@ -133,6 +133,61 @@ HINTS = {
     "resolutions": "here resolution, one for each item of datasets",
     **dict.fromkeys(("min_ar", "max_ar"), "here max_aspect: longest side of a bucket over its shorter one"),
     "num_ar_buckets": "not needed: buckets are computed from resolution and strides (buckets: computed)",
+    # ai-toolkit
+    **dict.fromkeys(("job", "process"), "not needed: this file is one run, without the levels job, config and process"),
+    "trigger_word": "here datasets.N.prepend: words before every caption",
+    "training_folder": "here output",
+    "folder_path": "here instance_data_dir",
+    "caption_ext": "not needed: captions are the .txt files beside the media (caption_strategy: textfile)",
+    "caption_dropout_rate": "here train.caption_dropout",
+    "default_caption": "here caption_strategy: instanceprompt, with instance_prompt",
+    "control_path": "here conditioning_data",
+    "mask_path": "here mask_data, which train.methods.masked_loss trains on",
+    "is_reg": "here is_regularisation_data",
+    **dict.fromkeys(("shuffle_tokens", "shuffle_caption"), "here tag_shuffle, in datasets"),
+    "keep_tokens": "here tag_shuffle: {keep: N}, in datasets",
+    **dict.fromkeys(("cache_latents", "cache_latents_to_disk"), "not needed: latents are always cached, under root"),
+    **dict.fromkeys(("cache_text_embeddings", "cache_text_encoder_outputs"), "not needed: texts are always cached"),
+    **dict.fromkeys(("network", "network_module"), "here train.adapter, with type: lora or lokr"),
+    "linear": "here train.adapter.rank",
+    "linear_alpha": "here train.adapter.alpha",
+    "network_dropout": "here train.adapter.dropout",
+    "network_weights": "here train.adapter.init",
+    "gradient_accumulation": "here train.accumulate",
+    **dict.fromkeys(("train_unet", "train_text_encoder"), "not needed: the transformer is trained, and nothing else"),
+    "network_train_unet_only": "not needed: the transformer is trained, and nothing else",
+    "optimizer_params": "here train.optimizer.arguments",
+    "ema_config": "here train.ema: {decay: 0.9999}",
+    "timestep_type": "here train.timesteps.sampling",
+    **dict.fromkeys(("save_every", "save_every_n_epochs"), "here train.checkpoint_every, in optimizer steps"),
+    "max_step_saves_to_keep": "here train.keep_checkpoints",
+    "name_or_path": "here model.path",
+    **dict.fromkeys(("quantize", "qtype"), "here train.base_precision, such as int8-quanto"),
+    "low_vram": "here train.offload.blocks, and train.base_precision",
+    "sample": "here validation",
+    **dict.fromkeys(("sample_every", "sample_every_n_steps"), "here validation.every"),
+    "sample_steps": "here validation.steps",
+    "guidance_scale": "here validation.guidance",
+    "neg": "here negative_prompt of a prompt",
+    "walk_seed": "not needed: validation.seed may be a list",
+    # kohya's scripts
+    "train_data_dir": "here instance_data_dir of an item of datasets",
+    "reg_data_dir": "here a dataset of its own, with is_regularisation_data: true",
+    "class_tokens": "here instance_prompt, with caption_strategy: instanceprompt",
+    "sample_prompts": "here validation.prompts_file",
+    "output_name": "here train.run",
+    "max_train_epochs": "here train.steps, counted in optimizer steps",
+    "optimizer_type": "here train.optimizer.name",
+    "optimizer_args": "here train.optimizer.arguments",
+    "unet_lr": "here train.optimizer.lr",
+    "text_encoder_lr": "not needed: no text encoder is trained",
+    "lr_scheduler_num_cycles": "here train.optimizer.cycles",
+    "bucket_reso_steps": "here bucket_step, in datasets",
+    **dict.fromkeys(
+        ("min_bucket_reso", "max_bucket_reso"), "here minimum_image_size and maximum_image_size, in datasets"
+    ),
+    **dict.fromkeys(("xformers", "sdpa"), "here train.attention_backend"),
+    "max_data_loader_n_workers": "here train.reading.threads",
 }
 
 

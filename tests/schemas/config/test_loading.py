@@ -306,6 +306,10 @@ def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
         ("datasets.photos.probability=1", "unknown key; here weight"),
         ("train_batch_size=1", "--set train_batch_size: unknown key; here train.batch_size"),
         ("model.model_family=sana", "unknown key; here model.family"),
+        ("datasets.photos.trigger_word=ohwx", "unknown key; here datasets.N.prepend"),
+        ("train.base_model_precision=int8-quanto", "unknown key; here train.base_precision"),
+        ("train.sample_every=250", "unknown key; here validation.every"),
+        ("network={}", "unknown key; here train.adapter, with type: lora or lokr"),
         ("write_batch_size=1", "unknown key; not needed: cache.unit_mib"),
         ("train.learning_rate=1e-4", "unknown key; here train.optimizer.lr"),
         ("instance_data_dir=x", "unknown key; it belongs to datasets.N; valid: root, "),
@@ -320,8 +324,13 @@ def test_a_key_of_another_trainer_is_told_what_it_is_called_here(write, place, e
 def test_hints_are_for_keys_that_are_unknown_and_name_keys_that_exist():
     known = {key for _, key in every_key(Config)}
     assert [key for key in HINTS if key in known] == []
+    sections = r"train|model|text|latents|validation|video|cache|stages|hub|datasets\.N"
     for text in HINTS.values():
-        named = re.match(r"here ((?:train|model|text|latents|validation|video|cache|stages)\.[a-z_.]+)", text)
-        if named:
-            path = ("datasets", 0, *named[1].split(".")) if named[1].startswith("video") else tuple(named[1].split("."))
-            assert type_at(path) is not None, text
+        for name in re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z]", text):
+            first, *rest = name.replace("datasets.N", "datasets").split(".")
+            path = (
+                ("datasets", 0, *([first] if first == "video" else []), *rest)
+                if first in ("video", "datasets")
+                else None
+            )
+            assert type_at(path or (first, *rest)) is not None, text
