@@ -6,6 +6,7 @@ its watchers run beside it (`stages/watchers.py`), and at its end `report` makes
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -29,9 +30,11 @@ from schemas.text_format import shown_path
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
-from stages.stage_processes import StageProcesses
+from stages.planning.plan_lookup import NoPlan
+from stages.stage_processes import StageFailed, StageProcesses
 from stages.watchers import Watchers, check_models
 
+MOST_PLANS = 3  # that are made again where the configuration is edited between two stages
 STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
 
@@ -115,8 +118,9 @@ def _run_stages(
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = []
     report.details["stages"] = rows
-    for stage in order:
-        started = time.monotonic()
+    queue, left = deque(order), MOST_PLANS
+    while queue:
+        stage, started = queue.popleft(), time.monotonic()
         beside = followers.stages if stage == "train" else ()
         console.log(f"--- {stage}" + (f", with {', '.join(beside)}" if beside else ""))
         watchers.start(stage)
@@ -133,6 +137,11 @@ def _run_stages(
         if not options.dry_run and (failed or document["done"]):
             row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
             append_stage(Path(config.output) / config.train.run, row | {"done": document.get("done", 0)})
+        if failed and left and "bucket" in order and document.get("error", {}).get("type") == NoPlan.__name__:
+            left -= 1
+            console.log("the configuration, or its prompts file, was edited meanwhile: it is planned again")
+            queue.extendleft(reversed(order[order.index("bucket") : order.index(stage) + 1]))
+            continue
         if failed:
             raise StageFailed(stage, code, document)
         rows.append(
@@ -256,20 +265,6 @@ def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) ->
         set_aside = documents[-1]["set_aside"] if documents else []
         rows[-1]["set_aside"] = len(set_aside) + (documents[-1]["more_set_aside"] if documents else 0)
         report.set_aside += set_aside
-
-
-class StageFailed(LatentpressError):
-    """A stage ended with an error, which it has printed; the JSON report repeats it."""
-
-    def __init__(self, stage: str, code: int, document: dict) -> None:
-        error = document.get("error", {})
-        super().__init__(f"{stage} ended with exit code {code}; its error is above")
-        message = error.get("message", f"it ended with exit code {code}; its output is above")
-        self.stage, self.reason, self.advice = stage, message, error.get("next_step", "")
-        self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
-
-    def to_dict(self) -> dict:
-        return super().to_dict() | {"message": f"{self.stage}: {self.reason}", "next_step": self.advice}
 
 
 class _Followers:

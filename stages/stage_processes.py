@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from schemas.cli.console import Options
 from schemas.cli.interruption import child_environment
 from schemas.cli.starting import hide_line, show_ending, show_starting
-from schemas.errors import INCOMPLETE
+from schemas.errors import INCOMPLETE, LatentpressError
 
 LAST_LINE = "}\n"  # of a report in JSON
 
@@ -57,3 +57,17 @@ class StageProcesses:
         self._stopped = True
         if self._process is not None:
             self._process.terminate()
+
+
+class StageFailed(LatentpressError):
+    """A stage ended with an error, which it has printed; the JSON report repeats it."""
+
+    def __init__(self, stage: str, code: int, document: dict) -> None:
+        error = document.get("error", {})
+        super().__init__(f"{stage} ended with exit code {code}; its error is above")
+        message = error.get("message", f"it ended with exit code {code}; its output is above")
+        self.stage, self.reason, self.advice = stage, message, error.get("next_step", "")
+        self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
+
+    def to_dict(self) -> dict:
+        return super().to_dict() | {"message": f"{self.stage}: {self.reason}", "next_step": self.advice}

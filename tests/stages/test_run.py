@@ -21,6 +21,7 @@ from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
+from stages.stage_processes import StageProcesses
 from tests.model_hub import ModelHub
 from tests.project import Project
 from tests.reports import odd_keys
@@ -221,6 +222,28 @@ def test_every_program_reports_in_snake_case(
                 assert program == "encode-vision", error  # which this configuration does not want
                 document = error.to_dict()
             assert list(odd_keys(document)) == [], program
+
+
+@pytest.mark.slow
+def test_prompts_that_are_edited_between_stages_are_planned(forked_programs, home: Project, monkeypatch) -> None:
+    """And encoded, where the stages before had done the ones before."""
+    home.settings["validation"]["prompts_file"] = "more.yaml"
+    (home.folder / "more.yaml").write_text("two: another colour\n")
+    real = StageProcesses.run
+
+    def run_stage(processes: StageProcesses, stage: str, options: Options) -> tuple[int, dict]:
+        result = real(processes, stage, options)
+        if stage == "encode-latents":
+            (home.folder / "more.yaml").write_text("two: yet another colour\n")
+        return result
+
+    monkeypatch.setattr(StageProcesses, "run", run_stage)
+    report = home.run(run.run)
+    assert (report.exit_code, report.remaining) == (0, 0) and "it is planned again" in home.said
+    ran = [row["stage"] for row in report.details["stages"]]
+    assert ran.count("bucket") == 2 and ran[-2:] == ["train", "decode"]
+    prompts = [prompt.prompt for prompt in open_configured_set(home.config(), pytest.fail).validation]
+    assert "yet another colour" in prompts and "another colour" not in prompts
 
 
 @pytest.mark.slow
