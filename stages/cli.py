@@ -4,9 +4,7 @@ The trainer, which this package may not import, replaces this process.
 """
 
 import importlib
-import json
 import os
-import re
 import shlex
 import sys
 from difflib import get_close_matches
@@ -15,7 +13,6 @@ from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
 from schemas.cli.starting import hide_line, show_starting
-from schemas.errors import LatentpressError
 
 WIDTH = 100
 PROGRAMS = {
@@ -70,7 +67,11 @@ def program_module(program: str) -> str:
 
 def check_dependencies(program: str, json_report: bool) -> None:
     """End the process where libraries that every program needs are not installed. Looks at nothing but metadata."""
+    import json  # here and not above: the working directory may have a json.py (`remove_working_directory`)
+    import re
     from importlib.metadata import PackageNotFoundError, requires, version
+
+    from schemas.errors import LatentpressError
 
     missing = list[str]()
     try:

@@ -52,7 +52,10 @@ def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypat
             if (step, name) != (4, "dog"):
                 run.picture(step, name, (40 * step, 0, 0), (64, 64))
     (run.folder / "adapter").mkdir()
-    save_file({"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)}, run.folder / "adapter/a.safetensors")
+    save_file(
+        {"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)},
+        run.folder / "adapter/pytorch_lora_weights.safetensors",
+    )
     (run.folder / "result.json").write_text(json.dumps({"step": 4, "result": str(run.folder / "adapter")}))
     return made
 
@@ -117,7 +120,12 @@ def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project,
     assert {body["event"] for body in bodies} == {"started", "validation", "finished"}
     assert ".tmp" not in json.dumps(bodies)
     pushed = home.run(push.run, dry_run=True).details["files"]
-    assert [row["file"] for row in pushed] == ["README.md", "a.safetensors", "images/cat.jpg", "images/dog.jpg"]
+    assert [row["file"] for row in pushed] == [
+        "README.md",
+        "images/cat.jpg",
+        "images/dog.jpg",
+        "pytorch_lora_weights.safetensors",
+    ]
 
     age(left, 60.0)
     home.run(decode.run)

@@ -167,7 +167,8 @@ def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
     def work() -> None:
         monkeypatch.setattr(TextWorker, "encode", deadly)
         report = stage.run(workers=2)
-        assert (report.exit_code, report.remaining, report.done) == (INCOMPLETE, 1, 10)
+        # Skipped: published by a worker that died before it had said so.
+        assert (report.exit_code, report.remaining, report.done + report.skipped) == (INCOMPLETE, 1, 10)
         (failed,) = report.failed
         assert f"died {local.MAX_UNIT_TRIES} times" in failed["message"]
         lost = [name for name in expected if failed["item"] in name]
