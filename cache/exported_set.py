@@ -215,6 +215,8 @@ def check_export_meta(meta: Mapping[str, Any]) -> None:
 
 def check_export_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
     """ValueError where these checked tables of a set are not those of an export. Reads each once."""
+    if not len(index):
+        raise ValueError("the index has no row")
     for path, kind in zip(*(shards.column(name).to_pylist() for name in ("path", "kind")), strict=True):
         if not SHARD_PATH_PATTERN.fullmatch(path or "") or path.split("/")[0] != kind:
             raise ValueError(f"a shard {path!r} of kind {kind!r}")

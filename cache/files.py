@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -138,6 +139,14 @@ def is_unfinished(name: str) -> bool:
 def replace(source: str, target: str) -> None:
     """The one step at which a local file appears under its final name."""
     os.replace(source, target)
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a regular file. StoreError for a pipe or a device, which could be read for ever."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise StoreError(str(path), "is no regular file", "put a whole copy of the file there, or remove it")
+    return about.st_size
 
 
 def sync(path: Path) -> None:

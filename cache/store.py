@@ -128,7 +128,7 @@ class Store:
         with self._explained(rel):
             local = self.local(rel)
             if local is not None:
-                return local.stat().st_size
+                return files.file_size(local)
             return object_store.object_info(self.fs, self.key(rel))["size"]
 
     def read_bytes(self, rel: str) -> bytes:

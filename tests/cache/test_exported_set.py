@@ -1,6 +1,7 @@
 """Reading exports: rows packed and unpacked, damage and hostile files refused."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cache import shard, shard_io
 from cache.damage import PARSE_ERRORS, DamageError
 from cache.exported_set import ExportedSet, _are_plain_names, pack_row, read_columns, unpack_row
 from cache.exporter import Exporter
+from cache.files import StoreError
 from cache.json_checks import PATH_NAME_PATTERN
 from cache.set_lookup import find_set, open_set
 from cache.shard import ShardRow
@@ -53,6 +55,17 @@ def test_damage_is_found_and_says_how_to_mend_it(source: Store, tmp_path: Path) 
     with pytest.raises(DamageError, match="000000"):
         import_(target, Store(tmp_path / "back"))
     assert opened(target).sample(8).id
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_what_is_no_regular_file_is_not_read(source: Store, tmp_path: Path, device: bool) -> None:
+    """A pipe, for which a reader would wait, and /dev/zero, which never ends."""
+    export(source, target := Store(tmp_path / "export"))
+    path = next(Path(target.url).glob("sets/*/set.json"))
+    path.unlink()
+    path.symlink_to("/dev/zero") if device else os.mkfifo(path)
+    with pytest.raises(StoreError, match=r"set\.json: is no regular file"):
+        opened(target)
 
 
 #: What is in order; each case below changes one thing of it.
@@ -104,6 +117,13 @@ def changed(store: Store, table: str, number: int, values: dict[str, Any]) -> No
 def test_tables_that_are_no_exports_are_refused(exported: Store, table: str, values: dict[str, Any]) -> None:
     changed(exported, table, 0, values)
     with pytest.raises(DamageError, match=r"sets/0123456789abcdef/.*: its .*\n.*copy an export again"):
+        opened(exported)
+
+
+def test_an_index_without_a_row_is_refused(exported: Store) -> None:
+    rel = "sets/0123456789abcdef/index.arrow"
+    exported.write_table(rel, exported.read_table(rel).slice(0, 0))
+    with pytest.raises(DamageError, match="the index has no row"):
         opened(exported)
 
 

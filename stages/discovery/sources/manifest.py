@@ -21,7 +21,13 @@ from stages.discovery.sources import captions, table_reader
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
 from stages.discovery.sources.companions import COMPANION_NAMES, CommonSource
-from stages.discovery.sources.object_store import RemoteFile, object_errors, object_version, open_filesystem
+from stages.discovery.sources.object_store import (
+    RemoteFile,
+    UnknownLocation,
+    object_errors,
+    object_version,
+    open_filesystem,
+)
 from stages.discovery.sources.urls import display_location
 from stages.discovery.sources.walk import require_folder
 from stages.media.errors import MediaError
@@ -217,6 +223,8 @@ def _stat(place: str, name: str | None) -> dict[str, Any]:
                 info = fs.info(path)
         except MediaError as error:
             return {"problem": f"{error.reason}: {error.problem}", "advice": error.advice}
+        except UnknownLocation as error:
+            return {"problem": f"unreadable: {error.message}", "advice": error.next_step}
         return {"size": info.get("size"), "version": object_version(info)}
     try:
         status = os.stat(place)

@@ -39,11 +39,15 @@ _ACCESS_ADVICE = (
 _RETRY_ADVICE = "check the network and the place, then run again"
 
 
+class UnknownLocation(LatentpressError):
+    """A URL of a scheme that fsspec does not know, or can't open by the URL alone."""
+
+
 def open_filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL, and the path within it. fsspec caches it for each process: after a fork the
     child gets one of its own, with its own event loop, so nothing here keeps one.
 
-    Raises LatentpressError if fsspec does not know the URL or the library for it is missing.
+    Raises UnknownLocation if fsspec can't open the URL, LatentpressError if the library for it is missing.
     """
     try:
         options: dict[str, Any] = {}  # of each part of the URL: limits of time, so that no server makes a program hang
@@ -61,9 +65,16 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         s3 = "s3" in url.partition("://")[0]
         step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
         problem = f"a library is missing ({scrub_secrets(str(error), url)})"
-    except ValueError as error:
-        step = "choose a URL that fsspec knows, such as s3://bucket/folder, or a local folder"
-        problem = f"can't be opened ({scrub_secrets(str(error), url)})"
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+    ) as error:  # of reference:// and others, which need arguments
+        step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"
+        raise UnknownLocation(
+            f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})", step
+        ) from error
     raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)
 
 

@@ -6,6 +6,7 @@ set would be missing unnoticed. All text is `string`, whatever text type the fil
 
 import json
 import os
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ TABLE_EXTENSIONS = (".csv", ".jsonl", ".parquet")
 USUAL_MEDIA_COLUMNS = ("file_name", "path", "file", "image", "video", "filename")
 
 _BLOCK_BYTES = 1 << 24  # of text at a time; also the longest line
+MAX_DEPTH = 100  # levels of arrays and objects in a line of JSON
 #: Cells that mean "no value" in a column of numbers, besides empty ones.
 _NULL_NUMBERS = pa.array(["NA", "N/A", "n/a", "null", "NULL", "None", "-"])
 
@@ -159,6 +161,10 @@ def _clean_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _read_jsonl(location: str, columns: Sequence[str] | None) -> pa.Table:
+    for number, line in csv_checks.lines_of(location):  # pyarrow crashes at 3,000 levels and stalls at 8,000
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(line) > MAX_DEPTH:
+            problem = f"is nested more than {MAX_DEPTH} levels deep"
+            raise csv_checks.line_error(location, number, problem, "keep what is nested so deep out of the table")
     try:
         with csv_checks.open_location(location) as file:
             table = _parse_jsonl(file)
@@ -167,6 +173,15 @@ def _read_jsonl(location: str, columns: Sequence[str] | None) -> pa.Table:
         _raise_bad_line(location)
         raise
     return table if columns is None else table.select([name for name in table.column_names if name in columns])
+
+
+def _depth(line: bytes) -> int:
+    """The levels of arrays and objects in a line of JSON."""
+    depth = deepest = 0
+    for bracket in re.findall(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", line)):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _parse_jsonl(file: BinaryIO) -> pa.Table:

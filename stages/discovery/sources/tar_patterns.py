@@ -1,7 +1,9 @@
 """The tars that a dataset's settings name: a folder of them, a brace expression, a glob, or one; local or at a URL."""
 
 import glob
+import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,6 +16,9 @@ from stages.media.files import MediaPath
 
 _LOCATION_ADVICE = "mount its disk, or correct instance_data_dir (media_root: where media are on this machine)"
 _COMPRESSED_EXTENSIONS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+
+MAX_TARS = 1_000_000  # that a brace expression may stand for
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}", re.ASCII)
 
 #: A tar's name below its base, and its version.
 TarEntry = tuple[str, str]
@@ -53,6 +58,10 @@ def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
     pattern = path[cut + 1 :]
     if "{" not in pattern:
         return base, [pattern]
+    ranges = [abs(int(end) - int(start)) + 1 for start, end in _RANGE.findall(pattern)]
+    if math.prod(ranges) > MAX_TARS:
+        step = f"name at most {MAX_TARS:,} tars, or the folder that they are in"
+        raise LatentpressError(f"{key}: {pattern} stands for {math.prod(ranges):,} names", step)
     try:
         from braceexpand import braceexpand
 

@@ -315,3 +315,18 @@ def test_a_table_with_the_media_in_it_says_what_reads_it(tmp_path: Path) -> None
 def test_an_absent_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(LatentpressError, match=r"none\.csv: is not there"):
         listed(source(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize("place", ["reference://x", "jupyter://x", "dir://x", "zip://x", "github://x", "nowhere://x"])
+def test_a_row_of_a_scheme_that_can_not_be_opened_is_set_aside(tmp_path: Path, place: str) -> None:
+    """And the other rows are listed; as the place of a dataset it is an error in words."""
+    put(tmp_path, "a.png")
+    rows = listed(
+        source(write(tmp_path, [{"path": "a.png", "caption": "x"}, {"path": f"{place}/b.png", "caption": "y"}]))
+    )
+    assert rows["a.png"]["problem"] is None
+    assert (
+        "unreadable: " in rows[f"{place}/b.png"]["problem"] and "can't be opened" in rows[f"{place}/b.png"]["problem"]
+    )
+    with pytest.raises(LatentpressError, match=f"{place}: can't be opened"):
+        listed(open_source(Dataset(id="d", instance_data_dir=place)))

@@ -87,6 +87,11 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
         ("t.csv", b'a,b\n1,2\n3,"open\n4,5\n6,7\n', r"t\.csv, line 3: a quote is opened and not closed"),
         ("t.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
         ("t.csv", b"", r"t\.csv: can't be read as csv \(Empty CSV file\)"),
+        (
+            "t.jsonl",
+            b'{"a": "[[{"}\n{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
+            r"t\.jsonl, line 2: is nested more than 100 levels deep",
+        ),
         ("t.jsonl", b'{"a": 1}\n{"a" 2}\n', r"t\.jsonl, line 2: is no JSON"),
         ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
         ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
