@@ -21,7 +21,7 @@ FOREIGN |= {
 }  # environment variables
 #: Options of torchrun and accelerate launch, as far as the pattern below takes them.
 LAUNCHERS = {"machine", "main", "multi", "nnodes", "num", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
-LAUNCHERS |= {"master-addr", "master-port", "node-rank"}
+LAUNCHERS |= {"master-addr", "master-port", "node-rank", "shm-size"}  # the last is of docker run
 #: Files of Python itself that the documents speak of.
 OF_PYTHON = {"runpy.py", "pkgutil.py", "sitecustomize.py", "usercustomize.py"}
 
