@@ -167,8 +167,9 @@ class EncodingStage:
             probed = select_probed_members(plan, self.kind, state.wanted_members(todo if steal else remaining))
             require_media(MediaLocations(config, plan), self.kind, probed)
             resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
-            again = frozenset(state.retry_units) | (self.only_units or frozenset())
-            job = Job(config, plan.name, state.fingerprint, resources, 0, probed, self.name, again)
+            job = Job(
+                config, plan.name, state.fingerprint, resources, 0, probed, self.name, frozenset(state.retry_units)
+            )
             shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
             taken = stealing.take_units(remaining, state.units, options.partition, resources.worker_count, shards)
             queue = TimedUnits(taken if steal else iter(remaining), resources.worker_count, stop_handler.seconds_left)

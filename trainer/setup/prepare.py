@@ -185,8 +185,7 @@ def prepare_run(
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded, watch.note):
         denoiser = prepare_model(config, data, family, methods, accelerator, watch, signature, console, load)
-    base = {"base weights": signature["base weights"]["content"]}
-    refuse_differences(files.gathered(base), files.hosts)
+    refuse_differences(files.gathered({"base weights": signature["base weights"]["content"]}), files.hosts)
     watch.note("bringing the ranks' models together")
     model, trainable = denoiser.model, denoiser.trainable()
     with activity("bringing the model to the device"):
