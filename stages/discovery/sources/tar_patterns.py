@@ -1,12 +1,12 @@
 """The tars that a dataset's settings name: a folder of them, a brace expression, a glob, or one; local or at a URL."""
 
 import glob
-import math
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -58,14 +58,19 @@ def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
     pattern = path[cut + 1 :]
     if "{" not in pattern:
         return base, [pattern]
-    ranges = [abs(int(end) - int(start)) + 1 for start, end in _RANGE.findall(pattern)]
-    if math.prod(ranges) > MAX_TARS:
-        step = f"name at most {MAX_TARS:,} tars, or the folder that they are in"
-        raise LatentpressError(f"{key}: {pattern} stands for {math.prod(ranges):,} names", step)
+    too_many = LatentpressError(
+        f"{key}: {pattern} stands for more than {MAX_TARS:,} names",
+        f"name at most {MAX_TARS:,} tars, or the folder that they are in",
+    )
+    if any(abs(int(end) - int(start)) >= MAX_TARS for start, end in _RANGE.findall(pattern)):
+        raise too_many  # the library makes a list of each range
     try:
         from braceexpand import braceexpand
 
-        return base, list(dict.fromkeys(braceexpand(pattern)))
+        names = list(dict.fromkeys(islice(braceexpand(pattern), MAX_TARS + 1)))
+        if len(names) > MAX_TARS:
+            raise too_many
+        return base, names
     except ImportError:
         step = "pip install 'latentpress[webdataset]'"
         raise LatentpressError(f"{pattern}: needs the library braceexpand", step) from None
