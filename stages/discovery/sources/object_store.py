@@ -65,16 +65,13 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         s3 = "s3" in url.partition("://")[0]
         step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
         problem = f"a library is missing ({scrub_secrets(str(error), url)})"
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        OSError,
-    ) as error:  # of reference:// and others, which need arguments
+    except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # it needs arguments
         step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"
-        raise UnknownLocation(
-            f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})", step
-        ) from error
+        problem = f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})"
+        raise UnknownLocation(problem, step) from error
+    except OSError as error:  # a network, or a library of the system: not the URL's fault
+        step = "check the network and what the library of this URL needs, then run again"
+        problem = f"can't be opened ({scrub_secrets(str(error), url)})"
     raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)
 
 
