@@ -295,6 +295,7 @@ def test_a_plan_of_another_version_is_none(photos):
     assert plan(photos).details["generation"].startswith("000002-")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("other_settings", [False, True])
 def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_settings):
