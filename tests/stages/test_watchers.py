@@ -115,7 +115,9 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
         started.start("train")
         until(lambda: "service" in log(home, "fail") and "look" in log(home, "follow"))
         pid = started._running[watchers.WATCHERS[1]].pid
-        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + watchers.NICENESS
+        lowest = 19  # of Linux, however nice this process is
+        expected = min(lowest, os.getpriority(os.PRIO_PROCESS, 0) + watchers.NICENESS)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == expected
         os.kill(pid, signal.SIGKILL)
         until(lambda: all(process.poll() is not None for process in started._running.values()))
     logs = home.folder / "output/run/logs"
