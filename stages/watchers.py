@@ -32,7 +32,7 @@ from stages.scoring.measures import check_measures
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
 FINISH_S = 600.0  # for a watcher to end once it is told to
 INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
-NICENESS = 10  # of a watcher, so that the trainer's threads run first
+NICENESS = 10  # of a watcher beyond that of `run`, so that the trainer's threads run first
 WATCH_S = 2.0  # between two polls
 START_S = 120.0  # for which a watcher that was started by hand waits for a trainer to begin
 
@@ -125,7 +125,8 @@ class Watchers:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
+            os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         self._console.log(f"beside training: {watcher.program} --watch, its log: {shown_path(log)}")
         return process
 
