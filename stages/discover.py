@@ -53,6 +53,7 @@ def run(
     refuse_partition(options, "discover")
     store = Store(config.root)
     report = Report(program="discover", dry_run=options.dry_run)
+    discovered: list[Dataset] = []
     for dataset in config.datasets:
         if dataset.disabled:
             console.log(f"{dataset.id}: disabled")
@@ -61,8 +62,11 @@ def run(
             report.skipped += kept
             console.log(f"{dataset.id}: skip_file_discovery, its {kept} items are kept")
         else:
-            discovery = _DatasetDiscovery(store, config, dataset, options, console, accept_removed, rehash)
+            discovery = _DatasetDiscovery(
+                store, config, dataset, options, console, accept_removed, rehash, list(discovered)
+            )
             report.details.setdefault("datasets", []).append(discovery.run(report))
+            discovered.append(dataset)
     return report
 
 
@@ -77,6 +81,7 @@ class _DatasetDiscovery:
     console: Console
     accept_removed: bool
     rehash: bool
+    discovered: list[Dataset]  # before, by the same program
     unsaved: list[pa.Table] = field(default_factory=list)  # rows that were read and are in no partial table yet
     rejects: list[pa.Table] = field(default_factory=list)
 
@@ -84,7 +89,7 @@ class _DatasetDiscovery:
         """Returns the dataset's part of the report."""
         self.settings = DiscoverySettings.of(self.dataset)
         self.before, self.known = media_table.load_known_rows(
-            self.store, self.dataset.id, self.settings, self.console.warn, self.rehash
+            self.store, self.dataset, self.settings, self.console.warn, self.rehash, self.discovered
         )
         self.removal_check = RemovalCheck(self.dataset, self.before)
         self.kept_known = np.zeros(len(self.known.table), bool)  # known rows of the new table

@@ -1,6 +1,7 @@
 """A program's report, as one JSON document or as a summary for a reader."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,10 +107,13 @@ def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
 def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unlisted: int = 0) -> list[str]:
     if not items:
         return []
-    lines = [f"{title}:"]
-    for item in items[:MAX_LISTED]:
+    lines, listed = [f"{title}:"], items[:MAX_LISTED]
+    times = Counter(item.get("path") for item in listed)
+    for item in listed:
         what = item.get("path") or item.get("item") or "?"
         message = str(item.get("message") or "").removeprefix(f"{what}: ")  # which it has where it stands alone
+        if times[what] > 1 and str(item.get("item")).endswith(f"/{what}"):  # a file of several datasets
+            what = item["item"]
         why = ": ".join(str(text) for text in (item.get("reason"), message) if text)
         folded = fold(escape_unprintable(f"{what}  {why}".rstrip()), WIDTH - 4, whole_paths=True)
         lines += [f"  {'  ' * (number > 0)}{line}" for number, line in enumerate(folded)]

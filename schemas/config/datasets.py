@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
-from schemas.config.section import Name, Problem, Section, UnitFloat
+from schemas.config.section import Name, OneOrSeveral, Problem, Section, UnitFloat, listed
 
 SourceName = Literal["folder", "remote", "webdataset", "huggingface", "manifest"]
 CaptionStrategy = Literal[
@@ -108,7 +108,9 @@ class Dataset(Section):
     eval: bool = Field(False, description="held out: the whole dataset is for evaluation")
     eval_fraction: UnitFloat = Field(0.0, description="share held out for evaluation, chosen by content")
 
-    resolution: Size | None = Field(None, description="see resolution_type; default: the family's own")
+    resolution: OneOrSeveral[Size] | None = Field(
+        None, description="see resolution_type; several: a sample in each; default: the family's own"
+    )
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
         "pixel_area", description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge"
     )
@@ -148,6 +150,11 @@ class Dataset(Section):
     @property
     def root(self) -> str:
         return self.media_root or self.instance_data_dir
+
+    def resolutions(self, default: float) -> tuple[float, ...]:
+        """From the lowest; `default`, the family's, where none is given or `buckets: family` uses none."""
+        given = listed(self.resolution) if self.buckets == "computed" else ()
+        return tuple(sorted(set(given))) or (default,)
 
     @property
     def resolved_source(self) -> SourceName:

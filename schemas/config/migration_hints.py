@@ -130,7 +130,7 @@ HINTS = {
     "source_fps": "not needed: frames are chosen by their timestamps; video.frame_rate is the target",
     # diffusion-pipe
     "directory": "here datasets, an item with instance_data_dir: the path",
-    "resolutions": "here resolution, one for each item of datasets",
+    "resolutions": "here resolution, one or a list of them",
     **dict.fromkeys(("min_ar", "max_ar"), "here max_aspect: longest side of a bucket over its shorter one"),
     "num_ar_buckets": "not needed: buckets are computed from resolution and strides (buckets: computed)",
     # ai-toolkit

@@ -127,10 +127,9 @@ class Config(Section):
             if dataset.disabled:
                 continue
             try:
-                resolution = dataset.resolution or self.model.family_spec.resolution
-                workable_step(
-                    resolution, dataset.resolution_type, self.model.family_spec.side_multiple, dataset.bucket_step
-                )
+                family = self.model.family_spec
+                for resolution in dataset.resolutions(family.resolution):
+                    workable_step(resolution, dataset.resolution_type, family.side_multiple, dataset.bucket_step)
             except ValueError as error:
                 yield (*here, "resolution"), str(error)
             video = dataset.dataset_type == "video"

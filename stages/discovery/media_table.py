@@ -31,6 +31,12 @@ _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
 _LOCATION_OPTIONS = ("instance_data_dir", "source", "split", "media_column")
 _VERSIONS = ("version", "captions_version", "source_version", "mask_version")
+#: Of two datasets: if one differs, companions of the same name may be other files.
+_COMPANION_OPTIONS = {
+    "captions": ("caption_file",),
+    "source": ("conditioning_data", "conditioning_column"),
+    "mask": ("mask_data", "mask_column"),
+}
 _VERSION_KEY, _SETTINGS_KEY = b"tables_version", b"discovered_with"
 
 
@@ -114,16 +120,18 @@ def find_media_table(store: Store, dataset: str) -> pa.Table | None:
 
 def load_known_rows(
     store: Store,
-    dataset: str,
+    dataset: Dataset,
     settings: DiscoverySettings,
     warn: Callable[[str], None],
     rehash: bool = False,
+    discovered: Iterable[Dataset] = (),
 ) -> tuple[pa.Table | None, KnownRows]:
     """The last media table, if there is one, and the known rows: first those of the table, then those of an unfinished
-    discovery, without versions of what other settings would change. warn: called for each damaged file, whose rows are
-    then not known. rehash: without any version, so that everything is read again."""
+    discovery, without versions of what other settings would change, then those of datasets of the same files. warn:
+    called for each damaged file, whose rows are then not known. rehash: without any version, so that everything is read
+    again. discovered: datasets whose tables are up to date."""
     tables: dict[str, pa.Table] = {}
-    for rel in (media_table_path(dataset), *partial_table_paths(store, dataset)):
+    for rel in (media_table_path(dataset.id), *partial_table_paths(store, dataset.id)):
         try:
             table = store.read_table(rel, check_media_table)
         except FileNotFoundError:
@@ -135,7 +143,25 @@ def load_known_rows(
             tables[rel] = table
     known = concat_media([_drop_stale_versions(table, settings) for table in tables.values()])  # newer rows come last
     known_rows = KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
-    return tables.get(media_table_path(dataset)), known_rows
+    for other in discovered:
+        rows = _rows_of_same_files(store, dataset, other, settings)
+        _, own = known_rows.find(rows["path"], ["version"])
+        rows = rows.filter(pa.array(~equal_mask(rows["version"], own["version"])))
+        known_rows = KnownRows(concat_media([known_rows.table, rows])) if len(rows) else known_rows
+    return tables.get(media_table_path(dataset.id)), known_rows
+
+
+def _rows_of_same_files(store: Store, dataset: Dataset, other: Dataset, settings: DiscoverySettings) -> pa.Table:
+    """Rows of the media table of `other` that hold for `dataset`, with versions of what needs not be read again; none
+    where it has other files."""
+    table = find_media_table(store, other.id) if other.root == dataset.root else None
+    if table is None or any(settings.options[name] != discovery_settings(other)[name] for name in _LOCATION_OPTIONS):
+        return MEDIA_SCHEMA.empty_table()
+    table = _drop_stale_versions(table, settings)
+    for role, keys in _COMPANION_OPTIONS.items():
+        if any(getattr(dataset, key) != getattr(other, key) for key in keys):
+            table = _drop_versions(table, [f"{role}_version"])
+    return table
 
 
 def partial_table_paths(store: Store, dataset: str) -> list[str]:

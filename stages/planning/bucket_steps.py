@@ -57,7 +57,7 @@ def report_step(
     """
     if dataset.buckets == "family":
         return None
-    resolution = dataset.resolution or model.family_spec.resolution
+    (resolution,) = dataset.resolutions(model.family_spec.resolution)
 
     def workable(step: int) -> int:
         return geometry.workable_step(resolution, dataset.resolution_type, side_multiple, step)

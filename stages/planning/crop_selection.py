@@ -74,7 +74,7 @@ def bucket_sizes(model: Model, dataset: Dataset, side_multiple: int) -> BucketSi
             )
         return sizes
     try:
-        resolution = dataset.resolution or model.family_spec.resolution
+        (resolution,) = dataset.resolutions(model.family_spec.resolution)
         return geometry.resolution_buckets(
             resolution,
             dataset.resolution_type,

@@ -4,8 +4,8 @@ Opens no file and has no loop over items, so that a plan of a million rows takes
 plan, in whatever order they were listed.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class DatasetNotes:
 class DraftPlan:
     """A complete plan, including what earlier plans already contain; or one dataset's part of it.
 
-    samples, texts: each id once. active: by role, dataset, path and start. rejects: rows of REJECTS_SCHEMA.
+    samples, texts: each id once. active: by role, dataset, resolution, path and start. rejects: rows of REJECTS_SCHEMA.
     """
 
     samples: pa.Table
@@ -58,6 +58,7 @@ class DraftPlan:
 
 def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int) -> DraftPlan:
     """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path."""
+    default_resolution = config.model.family_spec.resolution
     used = sorted((dataset for dataset in config.datasets if not dataset.disabled), key=lambda dataset: dataset.id)
     held_out = [pa.array([], pa.string())]  # media ids, which other datasets may not train on
     for dataset in used:
@@ -65,7 +66,11 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
             ids = media[dataset.id].column("media_id").combine_chunks()
             held_out.append(ids.filter(pa.array(samples.held_out_mask(dataset, ids))))
     held_out_ids = pc.unique(pa.concat_arrays(held_out))
-    parts = [_plan_dataset(config, dataset, media[dataset.id], side_multiple, held_out_ids) for dataset in used]
+    parts = []
+    for dataset in used:
+        sizes = [dataset.model_copy(update={"resolution": size}) for size in dataset.resolutions(default_resolution)]
+        plans = [_plan_dataset(config, each, media[dataset.id], side_multiple, held_out_ids) for each in sizes]
+        parts.append(_join_resolutions(dataset.id, plans) if len(plans) > 1 else plans[0])
     active = [part.active for part in parts]
     if any(dataset.eval or dataset.eval_fraction for dataset in used):
         roles = ("eval", "train")
@@ -102,8 +107,13 @@ def drop_duplicate_ids(table: pa.Table, key: str) -> pa.Table:
     """The table with the first row of each id."""
     if identity.count_distinct(table.column(key)) == table.num_rows:
         return table
+    return _first_rows(table, table.column(key))
+
+
+def _first_rows(table: pa.Table, key: pa.ChunkedArray) -> pa.Table:
+    """The table with the first row of each of its (n,) keys."""
     # Codes are numbered in the order of first occurrence.
-    codes = np.asarray(table.column(key).combine_chunks().dictionary_encode().indices)
+    codes = np.asarray(key.combine_chunks().dictionary_encode().indices)
     highest_before = np.maximum.accumulate(np.append(-1, codes[:-1]))
     return table.filter(pa.array(codes > highest_before))
 
@@ -166,6 +176,39 @@ def _plan_dataset(
     rejects = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *items.rejects])
     active_rows = pa.table(active, schema=ACTIVE_SCHEMA)
     return DraftPlan(planned, text_rows, active_rows, rejects, {dataset.id: notes}, null_text=None)
+
+
+def _join_resolutions(dataset: str, parts: list[DraftPlan]) -> DraftPlan:
+    """The plan of a dataset from those at each of its resolutions. Equal samples, where these have a bucket in common,
+    and equal rejects count once."""
+
+    def join(tables: Iterable[pa.Table], *key: str) -> pa.Table:
+        table = pa.concat_tables(tables)
+        return _first_rows(table, pc.binary_join_element_wise(*(table.column(name) for name in key), "|"))
+
+    def cost(notes: DatasetNotes) -> tuple[bool, float]:
+        return (False, 0.0) if notes.step is None else (notes.step.advised is not None, notes.step.now.more)
+
+    notes = [part.notes[dataset] for part in parts]
+    active = join((part.active for part in parts), "sample_id", "path")
+    held_out = active.filter(pc.equal(active.column("role"), "eval"))
+    joined = replace(
+        max(notes, key=cost),
+        planned=pc.count_distinct(active.column("path")).as_py(),
+        held_out=pc.count_distinct(held_out.column("path")).as_py(),
+        rounded=sum(each.rounded for each in notes),
+        repeating=sum(each.repeating for each in notes),
+        aspect_differs=pc.unique(pa.concat_arrays([each.aspect_differs for each in notes])),
+        crop_statistics=[row for each in notes for row in each.crop_statistics],
+    )
+    return DraftPlan(
+        samples=pa.concat_tables([part.samples for part in parts]),
+        texts=pa.concat_tables([part.texts for part in parts]),
+        active=active,
+        rejects=join((part.rejects for part in parts), "item", "message"),
+        notes={dataset: joined},
+        null_text=None,
+    )
 
 
 def _plan_texts(

@@ -76,10 +76,10 @@ def count_excluded(excluded: pa.Table) -> list[TableRow]:
     if not excluded.num_rows:
         return []
     dataset = pc.list_element(pc.split_pattern(excluded.column("item"), "/", max_splits=1), 0)
-    table = pa.table({"dataset": dataset, "rule": excluded.column("reason"), "message": excluded.column("message")})
-    groups = table.group_by(["dataset", "rule"], use_threads=False)
-    counts = groups.aggregate([("message", "count"), ("message", "first")])
-    counts = counts.select(["dataset", "rule", "message_count", "message_first"])
+    table = excluded.select(["item", "reason", "message"]).append_column("dataset", dataset)
+    groups = table.group_by(["dataset", "reason"], use_threads=False)
+    counts = groups.aggregate([("item", "count_distinct"), ("message", "first")])
+    counts = counts.select(["dataset", "reason", "item_count_distinct", "message_first"])
     counts = counts.rename_columns(["dataset", "rule", "items", "example"])
     return counts.sort_by([("dataset", "ascending"), ("items", "descending"), ("rule", "ascending")]).to_pylist()
 
@@ -180,7 +180,12 @@ def scale_warning(config: Config, buckets: list[TableRow], multiple: int) -> str
     if not outside:
         return None
     used = [dataset for dataset in config.datasets if not dataset.disabled]
-    advice = [text for dataset in used if (text := _advise_resolution(config, dataset, window, outside, multiple))]
+    advice = [
+        text
+        for dataset in used
+        for current in dataset.resolutions(config.model.family_spec.resolution)
+        if (text := _advise_resolution(dataset, current, window, outside, multiple))
+    ]
     return (
         f"{config.model.flavour_spec.name} was made for sides of {window.low} to {window.high} pixels; outside are "
         f"{', '.join(outside)}. "
@@ -189,15 +194,15 @@ def scale_warning(config: Config, buckets: list[TableRow], multiple: int) -> str
 
 
 def _advise_resolution(
-    config: Config, dataset: Dataset, window: ScaleWindow, outside: list[str], multiple: int
+    dataset: Dataset, current: float, window: ScaleWindow, outside: list[str], multiple: int
 ) -> str | None:
-    """The resolution nearest to this dataset's that brings the buckets `outside` into the window; if they are too wide
-    for any, with a smaller max_aspect."""
-    if dataset.buckets == "family":
+    """The resolution nearest to `current`, one of this dataset's, that brings its buckets of `outside` into the window;
+    if they are too wide for any, with a smaller max_aspect."""
+    kind, several = dataset.resolution_type, isinstance(dataset.resolution, tuple)
+    own = resolution_buckets(current, kind, multiple, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
+    shapes = [bucket for name in outside if ((bucket := Bucket.parse(name)).width, bucket.height) in own]
+    if dataset.buckets == "family" or not shapes:
         return None
-    current = dataset.resolution or config.model.family_spec.resolution
-    kind = dataset.resolution_type
-    shapes = [Bucket.parse(name) for name in outside]
     width, height = (np.array([getattr(shape, side) for shape in shapes]) for side in ("width", "height"))
     sides = range(window.low, window.high + 1, 2)
     candidates = [side if kind != "area" else side * side / 1e6 for side in sides]
@@ -207,5 +212,6 @@ def _advise_resolution(
             sizes = resolution_buckets(resolution, kind, multiple, step=dataset.bucket_step, max_aspect=aspect)
             if all(window.holds(*sizes[index]) for index in choose_buckets(width, height, sizes)):
                 narrower = "" if aspect == dataset.max_aspect else f" with max_aspect: {aspect:g}"
-                return f"datasets.{dataset.id}.resolution: {resolution:g}{narrower} would be inside"
+                instead = f" instead of {current:g}" if several else ""
+                return f"datasets.{dataset.id}.resolution: {resolution:g}{instead}{narrower} would be inside"
     return None

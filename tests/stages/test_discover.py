@@ -225,6 +225,34 @@ def test_new_removed_and_changed_items_are_counted(project) -> None:
     assert [row["path"] for row in rows_of(home)] == ["1.png", "2.png", "3.png", "new.png"]
 
 
+def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_aside(project) -> None:
+    home = project()
+    home.settings["datasets"].append(home.settings["datasets"][0] | {"id": "again", "prepend": "a photograph of "})
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+    home.image("bad.png").write_text("no picture")
+    report = home.run(discover.run, MANY)
+    assert (report.done, report.skipped, read(report)) == (3, 3, 4)
+    assert read(report, "again") == 1, "the damaged one alone"
+    tables = [read_media_table(Store(home.root), name) for name in ("photos", "again")]
+    assert tables[0].equals(tables[1]) and len(tables[0]) == 3
+    listed = report.summary().partition("Set aside:")[2]
+    assert "photos/bad.png  " in listed and "again/bad.png  " in listed
+    home.image("0.png", (90, 90))  # changed, new, and with `--rehash`: each once
+    home.image("new.png", seed=9)
+    report = home.run(discover.run, MANY)
+    assert (report.done, read(report), read(report, "again")) == (2, 3, 1)
+    report = home.run(discover.run, MANY, rehash=True)
+    assert (report.done, read(report), read(report, "again")) == (4, 5, 1)
+    (home.folder / "other").mkdir()
+    (home.folder / "other" / "0.png").write_bytes((home.media / "1.png").read_bytes())
+    os.utime(home.folder / "other" / "0.png", ns=((home.media / "0.png").stat().st_mtime_ns,) * 2)
+    home.settings["datasets"][1]["instance_data_dir"] = "other"
+    (home.folder / "other" / "0.txt").write_text("other")
+    report = home.run(discover.run, MANY, accept_removed=True)
+    assert read(report, "again") == 1, "another folder's files are its own"
+
+
 @pytest.mark.slow
 def test_other_caption_settings_read_no_media(project) -> None:
     home = project()

@@ -76,6 +76,54 @@ def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(found: li
         assert len(lengths) == 1 or unit["estimated_bytes"] <= unit_mib * 2**20
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(sizes, min_size=1, max_size=20), st.booleans())
+def test_a_list_of_resolutions_plans_what_each_of_them_plans(found: list, upscale: bool):
+    """128 twice, and 120 with most buckets of 128."""
+    rows = [row(number, *size) for number, size in enumerate(found)]
+    options = {"allow_upscale": upscale, "eval_fraction": 0.4}
+    each = [planned(config(resolution=edge, **options), rows) for edge in (64, 120, 128)]
+    several = planned(config(resolution=[128, 64, 120, 128], **options), rows)
+    assert ids(several) == {key: value for plan in each for key, value in ids(plan).items()}
+    assert several.texts.num_rows == max(plan.texts.num_rows for plan in each)
+
+    def active(plan) -> set[tuple]:
+        return {(row["role"], row["path"], row["sample_id"], *row["texts"]) for row in plan.active.to_pylist()}
+
+    assert active(several) == set.union(*map(active, each)) and len(active(several)) == several.active.num_rows
+    roles: dict[str, set] = {}
+    for used in several.active.to_pylist():
+        roles.setdefault(used["path"], set()).add(used["role"])
+    assert all(len(found) == 1 for found in roles.values())
+    messages = [row["message"] for row in several.rejects.to_pylist()]
+    assert len(messages) == len(set(messages))
+    assert set(messages) == {row["message"] for plan in each for row in plan.rejects.to_pylist()}
+    notes = several.notes["a"]
+    assert (notes.items, notes.planned) == (len(rows), len(roles))
+    assert notes.held_out == sum(found == {"eval"} for found in roles.values())
+
+
+def test_a_picture_too_small_for_one_resolution_is_used_in_the_others():
+    options = config(resolution=[64, 256], allow_upscale=False, minimum_image_size=50)
+    plan = planned(options, [row(1, 300, 300), row(2, 100, 100), row(3, 40, 40)])
+    used = sorted((row["path"], row["bucket"]) for row in plan.active.to_pylist())
+    assert used == [("001.jpg", "256x256@1"), ("001.jpg", "64x64@1"), ("002.jpg", "64x64@1")]
+    assert sorted((row["path"], row["message"]) for row in plan.rejects.to_pylist()) == [
+        (
+            "002.jpg",
+            "002.jpg: is 100x100, smaller than its bucket 256x256; lower resolution, set allow_upscale: true, or "
+            "remove it",
+        ),
+        ("003.jpg", "003.jpg: is 40x40, less than minimum_image_size = 50 pixels of edge by area"),
+    ]
+
+
+def test_texts_with_their_image_are_planned_for_each_resolution():
+    plan = planned(edits(resolution=[64, 128]), [row(n, **source(n)) for n in range(3)])
+    assert plan.active.num_rows == 6
+    assert plan.texts.num_rows == 6 * 3  # two captions and the null prompt of each sample
+
+
 def test_an_identity_is_the_hash_of_the_record_that_is_documented():
     plan = planned(videos(), [clip(3, 2.0)])
     (sample,) = plan.samples.to_pylist()
