@@ -21,12 +21,14 @@ from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.files import check_writable
 from cache.stage_log import append_stage
 from cache.training_run import METRICS_FILE
+from cache.trainset import SetNotFound
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
+from stages.discovery.media_table import OtherSettings
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
@@ -34,6 +36,8 @@ from stages.planning.plan_lookup import NoPlan
 from stages.stage_processes import StageFailed, StageProcesses
 from stages.watchers import Watchers, check_models
 
+#: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
+MADE_BY = {OtherSettings.__name__: "discover", NoPlan.__name__: "bucket", SetNotFound.__name__: "index"}
 MOST_PLANS = 3  # that are made again where the configuration is edited between two stages
 STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
@@ -134,14 +138,14 @@ def _run_stages(
         if beside:
             _add_followers(report, followers, rows)
         failed = "error" in document or code not in (OK, INCOMPLETE, DAMAGE)
+        if failed and left and not beside and MADE_BY.get(document.get("error", {}).get("type")) in order:
+            left -= 1
+            console.log("the configuration, or its prompts file, was edited meanwhile: it is planned again")
+            queue.extendleft(reversed(order[: order.index(stage) + 1]))
+            continue
         if not options.dry_run and (failed or document["done"]):
             row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
             append_stage(Path(config.output) / config.train.run, row | {"done": document.get("done", 0)})
-        if failed and left and "bucket" in order and document.get("error", {}).get("type") == NoPlan.__name__:
-            left -= 1
-            console.log("the configuration, or its prompts file, was edited meanwhile: it is planned again")
-            queue.extendleft(reversed(order[order.index("bucket") : order.index(stage) + 1]))
-            continue
         if failed:
             raise StageFailed(stage, code, document)
         rows.append(

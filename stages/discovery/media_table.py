@@ -40,6 +40,10 @@ _COMPANION_OPTIONS = {
 _VERSION_KEY, _SETTINGS_KEY = b"tables_version", b"discovered_with"
 
 
+class OtherSettings(LatentpressError):
+    """A media table was made with others than the configured ones."""
+
+
 @dataclass(frozen=True)
 class DiscoverySettings:
     """The settings that determine a table, besides the media. If one changes, the columns that depend on it are read
@@ -76,7 +80,7 @@ def read_media_table(store: Store, dataset: str) -> pa.Table:
 
 
 def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
-    """The media table of a dataset as it is configured; LatentpressError if it was discovered with other settings."""
+    """The media table of a dataset as it is configured; OtherSettings if it was discovered with others."""
     table = read_media_table(store, dataset.id)
     made = _settings_of(table).get("options", {})
     differ = [
@@ -86,7 +90,7 @@ def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
     ]
     if differ:
         how = "set skip_file_discovery: false for it, and run" if dataset.skip_file_discovery else "run"
-        raise LatentpressError(
+        raise OtherSettings(
             f"dataset {dataset.id} was discovered with other settings: {escape_unprintable('; '.join(differ))}",
             f"{how} `latentpress discover`, then `latentpress bucket`",
         )

@@ -225,7 +225,8 @@ def test_every_program_reports_in_snake_case(
 
 
 @pytest.mark.slow
-def test_prompts_that_are_edited_between_stages_are_planned(forked_programs, home: Project, monkeypatch) -> None:
+@pytest.mark.parametrize("after", ["discover", "encode-latents", "index"])
+def test_what_is_edited_between_stages_is_planned(forked_programs, home: Project, monkeypatch, after: str) -> None:
     """And encoded, where the stages before had done the ones before."""
     home.settings["validation"]["prompts_file"] = "more.yaml"
     (home.folder / "more.yaml").write_text("two: another colour\n")
@@ -233,15 +234,20 @@ def test_prompts_that_are_edited_between_stages_are_planned(forked_programs, hom
 
     def run_stage(processes: StageProcesses, stage: str, options: Options) -> tuple[int, dict]:
         result = real(processes, stage, options)
-        if stage == "encode-latents":
+        if stage == after:
             (home.folder / "more.yaml").write_text("two: yet another colour\n")
+            home.settings["datasets"][0]["caption_column"] = ["text"]
+            home.config()
         return result
 
     monkeypatch.setattr(StageProcesses, "run", run_stage)
     report = home.run(run.run)
     assert (report.exit_code, report.remaining) == (0, 0) and "it is planned again" in home.said
     ran = [row["stage"] for row in report.details["stages"]]
-    assert ran.count("bucket") == 2 and ran[-2:] == ["train", "decode"]
+    assert ran.count("discover") == 2 and ran[-2:] == ["train", "decode"]
+    (path,) = home.folder.rglob("stages.jsonl")
+    log = [json.loads(line) for line in path.open()]
+    assert [row["stage"] for row in log if row["failed"]] == []
     prompts = [prompt.prompt for prompt in open_configured_set(home.config(), pytest.fail).validation]
     assert "yet another colour" in prompts and "another colour" not in prompts
 
