@@ -326,6 +326,8 @@ def test_hints_are_for_keys_that_are_unknown_and_name_keys_that_exist():
     assert [key for key in HINTS if key in known] == []
     sections = r"train|model|text|latents|validation|video|cache|stages|hub|datasets\.N"
     for text in HINTS.values():
+        bare = {*re.findall(r"^here ([a-z_]+)", text), *re.findall(r"(?<![\w./])[a-z]+(?:_[a-z]+)+(?![\w])", text)}
+        assert bare - {"the", "a", "min_snr"} <= known, text
         for name in re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z]", text):
             first, *rest = name.replace("datasets.N", "datasets").split(".")
             path = (
