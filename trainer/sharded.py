@@ -79,6 +79,8 @@ def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> di
     for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"{name} in {folder} is no tensor")
+        if sum(part.sizes.numel() for part in stored.chunks) != stored.size.numel():
+            raise ValueError(f"the parts of {name} in {folder} overlap, or one is missing")
         like, dtype = owner(name), stored.properties.dtype
         if like is not None and like.shape == stored.size:
             wanted[name] = torch.empty_like(like, dtype=dtype)
