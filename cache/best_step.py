@@ -15,7 +15,7 @@ BEST_KEYS = {
 }
 NOTHING_HELD_OUT = (
     "nothing is held out, so this shows how well training samples are fitted and not how well others are; set "
-    "eval_fraction: 0.05 of a dataset, or eval: true of one"
+    "eval_fraction: 0.05 of a dataset (more where that holds out none of a few), or eval: true of one"
 )
 
 
@@ -74,14 +74,16 @@ def describe_best(folder: Path) -> dict[str, Any]:
 
 
 def best_steps(folder: Path) -> list[dict[str, Any]]:
-    """Rows of a table: the best step by the eval loss (the lowest) and by each score (the highest), and where that step
-    has no checkpoint the best of those that have one. checkpoint: its path, "" where there is none."""
+    """Rows of a table: the best step by the eval loss (the lowest; called so of training samples where none is held
+    out) and by each score (the highest), and where that step has no checkpoint the best of those that have one.
+    checkpoint: its path, "" where there is none."""
     paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
     lines = read_metrics(folder / METRICS_FILE)
-    rows = []
+    rows, name = [], loss_name(lines)
+    name = name if name == "eval loss" else f"lowest {name}"
     for steps in (None, paths):
         if (found := best_evaluation(lines, steps)) is not None:
-            rows.append(_best_row(loss_name(lines), found.step, found.eval_loss, None, paths))
+            rows.append(_best_row(name, found.step, found.eval_loss, None, paths))
     for curve in read_curves(folder):
         name = score_label(curve.name)
         for steps in (None, paths):

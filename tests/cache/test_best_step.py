@@ -53,5 +53,5 @@ def test_a_loss_on_training_samples_is_called_that(tmp_path: Path) -> None:
     (lowest,) = describe_best(tmp_path).values()
     assert describe_best(tmp_path).keys() == {"lowest_loss_on_training_samples"} and lowest["step"] == 10
     assert "eval_fraction: 0.05" in lowest["note"]
-    assert [row["measure"] for row in best_steps(tmp_path)] == ["loss on training samples"]
+    assert [row["measure"] for row in best_steps(tmp_path)] == ["lowest loss on training samples"]
     assert loss_name([*lines, evaluated(20, 0.1) | {"eval_on": "held-out samples"}]) == "eval loss"

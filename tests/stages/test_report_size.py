@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from schemas.catalogue import FAMILIES
+from schemas.config.pipeline import Config
 from stages import report
 from stages.pages.report import page as report_page
 from stages.pages.report import samples, settings, thumbnails
@@ -124,6 +126,19 @@ def test_a_clip_is_never_larger_than_it_may_be(run: FakeRun, frames: int, noise:
     assert clip is not None and len(clip.data) <= limit < path.stat().st_size
     assert thumbnails.shrink_clip(path, 300) is None
     assert thumbnails.shrink_file(path, (256, 256), 20) is None
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
+    """Of a resolved configuration, which has every option."""
+    given = {"root": "work", "model": {"family": family}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    given |= {"train": {"set": "abc", "steps": 7, "adapter": {"rank": 3}}, "stages": {"discover": {"workers": 9}}}
+    resolved = Config.model_validate(Config.model_validate(given).model_dump(mode="json", by_alias=True))
+    rows = {row["option"]: (row["value"], row["default"]) for row in settings.differing_from_defaults(resolved)}
+    required = {"root": "work", "model.family": family, "datasets.a.id": "a", "datasets.a.instance_data_dir": "a"}
+    expected = {key: (value, "required") for key, value in required.items()}
+    changed = {"train.steps": ("7", "1000"), "train.adapter.rank": ("3", "16"), "stages.discover.workers": ("9", "4")}
+    assert rows == expected | changed
 
 
 def test_long_configurations_are_cut(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

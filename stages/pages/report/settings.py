@@ -14,6 +14,7 @@ from stages.discovery.sources.urls import scrub_secrets
 MAX_SHOWN = 300  # characters of a value
 MAX_ROWS = 500  # of a table
 MAX_TEXT = 200_000  # characters of a configuration
+NOT_SET = ("train.set",)  # config.yaml has the id of the set that was found
 ABSENT = "\N{EM DASH}"
 _ITEM_KEYS = ("id", "name")  # by which the items of a list are called
 
@@ -45,12 +46,16 @@ def show(value: Any) -> str:
 
 
 def differing_from_defaults(config: Config) -> list[dict[str, str]]:
-    """A row for each option whose value is not its default."""
-    rows = [
-        {"option": escape_unprintable(key), "value": show(value), "default": show(default)}
-        for key, value, default in list_settings(config)
-        if value != default
-    ]
+    """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
+    first = {"id": "any", "instance_data_dir": "any"}
+    given = {"root": config.root, "model": {"family": config.model.family}, "datasets": [first]}
+    made = {key: value for key, value, _ in list_settings(Config.model_validate(given))}
+    rows = []
+    for key, value, default in list_settings(config):
+        if default is not PydanticUndefined:  # else required, and not the same in every configuration
+            default = made.get(key, default)
+        if value != default and key not in NOT_SET:
+            rows.append({"option": escape_unprintable(key), "value": show(value), "default": show(default)})
     return _shorten_table(rows)
 
 
