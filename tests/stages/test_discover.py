@@ -84,6 +84,25 @@ def test_a_changed_caption_is_noticed_without_reading_the_media(project) -> None
     assert (report.done, report.skipped, report.details["datasets"][0]["changed"]) == (0, 1, 0)
 
 
+@pytest.mark.parametrize("source", ["folder", "manifest"])
+def test_a_caption_of_the_same_length_and_time_is_read_again(project, source: str) -> None:
+    home = project()
+    path = home.image("one.png", caption="before").with_suffix(".txt")
+    options = ["datasets.photos.caption_strategy=textfile"]
+    if source == "manifest":
+        (home.folder / "list.csv").write_text("path\nmedia/one.png\n")
+        options.append("datasets.photos.instance_data_dir=list.csv")
+    home.run(discover.run, *options)
+    status = path.stat()
+    path.write_text("behind")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_mtime_ns, path.stat().st_size) == (status.st_mtime_ns, status.st_size)
+    report = home.run(discover.run, *options)
+    assert rows_of(home)[0]["captions"] == ["behind"]
+    assert (report.done, read(report), report.details["datasets"][0]["captions_changed"]) == (0, 1, 1)
+    assert read(home.run(discover.run, *options)) == 0
+
+
 def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.image("good.png")

@@ -65,7 +65,7 @@ class _ListingBuilder:
         if self._texts:
             texts = [found.texts.get(name.rpartition(".")[0]) for name in names]
             self._captions += [text and prefix + text[0] for text in texts]
-            self._caption_versions += [text and f"{text[1]}:{text[2]}" for text in texts]
+            self._caption_versions += [text and text[1] for text in texts]
         for row, problem in found.problems_by_row.items():
             if start <= row < stop:
                 self._problems_by_row[count + row - start] = problem

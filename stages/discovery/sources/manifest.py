@@ -29,7 +29,7 @@ from stages.discovery.sources.object_store import (
     open_filesystem,
 )
 from stages.discovery.sources.urls import display_location
-from stages.discovery.sources.walk import require_folder
+from stages.discovery.sources.walk import caption_version, require_folder
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath
 
@@ -38,8 +38,8 @@ MAX_CONNECTIONS = 16
 
 _SECRET_HASH = re.compile(r"#[0-9a-f]{12}$")
 _text = pa.string()
-#: Of a file or object, without opening it: its size and version, or why there are none.
-_STAT_SCHEMA = pa.schema([("size", pa.int64()), ("version", _text), ("problem", _text), ("advice", _text)])
+#: Of a file or object, without opening it: its size, version and version as a caption file, or why there are none.
+_STAT_SCHEMA = pa.schema([("size", pa.int64()), *((name, _text) for name in ("version", "text", "problem", "advice"))])
 
 
 class ManifestSource(CommonSource):
@@ -136,7 +136,7 @@ class ManifestSource(CommonSource):
         files = pc.binary_join_element_wise(captions.strip_extensions(paths), ".txt", "")
         signed = pc.match_substring_regex(paths, _SECRET_HASH.pattern)
         files = pc.if_else(signed, None, files)
-        versions = _versions(self._stats(files, files, pool))
+        versions = _versions(self._stats(files, files, pool), "text")
         columns["captions_at"] = pc.if_else(pc.is_valid(versions), files, None)
         columns["captions_version"] = versions
         step = pc.binary_join_element_wise("write one into ", files, "")
@@ -207,9 +207,9 @@ def _kinds_by_extension(paths: pa.Array, default: MediaKind) -> pa.Array:
     return pc.coalesce(pa.array(list(known.values()), _text).take(rows), pa.scalar(default, _text))
 
 
-def _versions(stats: pa.RecordBatch) -> pa.Array:
+def _versions(stats: pa.RecordBatch, column: str = "version") -> pa.Array:
     """The versions of caption files and companions; null if there is a problem."""
-    rows = zip(*(stats[name].to_pylist() for name in ("size", "version", "problem")), strict=True)
+    rows = zip(*(stats[name].to_pylist() for name in ("size", column, "problem")), strict=True)
     return pa.array([None if problem else f"{size}:{version}" for size, version, problem in rows], _text)
 
 
@@ -225,7 +225,7 @@ def _stat(place: str, name: str | None) -> dict[str, Any]:
             return {"problem": f"{error.reason}: {error.problem}", "advice": error.advice}
         except UnknownLocation as error:
             return {"problem": f"unreadable: {error.message}", "advice": error.next_step}
-        return {"size": info.get("size"), "version": object_version(info)}
+        return {"size": info.get("size"), "version": object_version(info), "text": object_version(info)}
     try:
         status = os.stat(place)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
@@ -235,4 +235,4 @@ def _stat(place: str, name: str | None) -> dict[str, Any]:
         return {"problem": f"unreadable: can't be read ({error.strerror})", "advice": step}
     if not stat.S_ISREG(status.st_mode):
         return {"problem": "unreadable: is not a regular file", "advice": "name a file in the table"}
-    return {"size": status.st_size, "version": str(status.st_mtime_ns)}
+    return {"size": status.st_size, "version": str(status.st_mtime_ns), "text": caption_version(status)}

@@ -29,8 +29,8 @@ _PendingFolder = tuple[str, str, bool, _ParentChain | None]
 class Found:
     """The media files in one folder, row for row: names, kinds, sizes in bytes, modification times in nanoseconds.
 
-    prefix: the folder's path below the top, "" or with a "/" at its end. texts: stem -> name, size and time of the
-    caption files. problems_by_row: problem and advice of files that can't be used; their size and time are -1.
+    prefix: the folder's path below the top, "" or with a "/" at its end. texts: stem -> name and version of the caption
+    files. problems_by_row: problem and advice of files that can't be used; their size and time are -1.
     """
 
     prefix: str
@@ -38,7 +38,7 @@ class Found:
     kinds: list[str] = field(default_factory=list)
     sizes: array = field(default_factory=lambda: array("q"))
     times: array = field(default_factory=lambda: array("q"))
-    texts: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    texts: dict[str, tuple[str, str]] = field(default_factory=dict)
     problems_by_row: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def appenders(self) -> tuple[Callable[[Any], None], ...]:
@@ -48,6 +48,13 @@ class Found:
         self.problems_by_row[len(self.names)] = problem, advice
         for add, value in zip(self.appenders(), (name, kind, -1, -1), strict=True):
             add(value)
+
+
+def caption_version(status: os.stat_result) -> str:
+    """Its modification time in nanoseconds, and where it differs the time of the last change of its content or name,
+    which no program can set back as it can the other."""
+    modified, changed = status.st_mtime_ns, status.st_ctime_ns
+    return str(modified) if modified == changed else f"{modified}:{changed}"
 
 
 def require_folder(folder: str, key: str) -> None:
@@ -118,7 +125,7 @@ def walk(
                     size, time = status.st_size, status.st_mtime_ns
                     if kind == CAPTION_KIND:
                         if ending == "txt" or stem not in found.texts:  # of "a.txt" and "a.TXT" the former
-                            found.texts[stem] = name, size, time
+                            found.texts[stem] = name, f"{size}:{caption_version(status)}"
                     elif size or stat.S_ISREG(status.st_mode):
                         add_name(name)
                         add_kind(kind)
