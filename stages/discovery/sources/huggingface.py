@@ -21,7 +21,14 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
 from stages.discovery.sources.captions import add_row_captions, normalise_paths
-from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, simplify_column, take_rows
+from stages.discovery.sources.columns import (
+    TextLookup,
+    extra_columns,
+    refuse_invalid_text,
+    require_columns,
+    simplify_column,
+    take_rows,
+)
 from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.csv_checks import check_csv_files
 from stages.discovery.sources.object_store import RemoteFile
@@ -56,6 +63,7 @@ class HuggingFaceSource(CommonSource):
         require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
         for start in range(0, len(rows), CHUNK_ROWS):
             chunk: pa.Table = rows[start : start + CHUNK_ROWS]
+            refuse_invalid_text(chunk, self._place.root, start)
             yield self._complete(self._columns(chunk, paths.slice(start, len(chunk))))
 
     def open(self, path: str) -> MediaPath:
@@ -96,7 +104,9 @@ class HuggingFaceSource(CommonSource):
         rows = load_rows(self._place)
         cells, chunks = rows.select_columns([self._media]), []
         for start in range(0, len(rows), CHUNK_ROWS):
-            column = cells[start : start + CHUNK_ROWS].column(self._media)
+            part: pa.Table = cells[start : start + CHUNK_ROWS]
+            refuse_invalid_text(part, self._place.root, start)
+            column = part.column(self._media)
             _, files = _bytes_and_files(column)
             chunks.append(pa.nulls(len(column), _text) if files is None else _item_names(files, self._place))
         names = pa.chunked_array(chunks, _text).combine_chunks()

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from schemas.errors import LatentpressError
 from stages.discovery.sources import csv_checks
-from stages.discovery.sources.columns import is_scalar, require_columns, simplify_column
+from stages.discovery.sources.columns import is_scalar, refuse_invalid_text, require_columns, simplify_column
 from stages.discovery.sources.urls import display_location, scrub_secrets
 
 TABLE_EXTENSIONS = (".csv", ".jsonl", ".parquet")
@@ -53,6 +53,7 @@ def read_table(
                 fields = parquet.schema_arrow
                 chosen = columns if columns is not None else [f.name for f in fields if not _has_bytes(f.type)]
                 table = parquet.read([name for name in fields.names if name in chosen])
+            refuse_invalid_text(table, location)
     except pa.ArrowInvalid as error:
         problem = f"{display_location(location)}: can't be read as {kind} ({_arrow_message(error)})"
         raise LatentpressError(problem, "correct it, or make the table again") from None

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
+from stages.discovery.sources.base import open_source
 from stages.discovery.sources.columns import TextLookup, caption_lists, extra_columns
 from stages.discovery.sources.table_reader import find_media_column, read_table, refuse_binary_columns
 
@@ -108,6 +110,21 @@ def test_a_broken_table_is_named_with_its_line(tmp_path: Path, name: str, data: 
     with pytest.raises(LatentpressError, match=says) as caught:
         read_table(str(tmp_path / name))
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize("source", ["manifest", "huggingface"])
+@pytest.mark.parametrize("column", ["file", "caption", "alternatives", "licence"])
+def test_text_of_parquet_that_is_not_utf8_is_named_with_its_row(tmp_path: Path, column: str, source: str) -> None:
+    texts = {name: [b"a.png", b"b.png", b"c.png", b"d.png"] for name in ("file", "caption", "alternatives", "licence")}
+    texts[column][2] = b"\xff"
+    bytes_ = {name: pa.array(values, pa.binary()) for name, values in texts.items()}
+    columns = {name: pa.Array.from_buffers(pa.string(), 4, values.buffers()) for name, values in bytes_.items()}
+    columns["alternatives"] = pa.ListArray.from_arrays([0, 1, 2, 3, 4], columns["alternatives"])
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
+    settings = {"source": source, "caption_column": ["caption", "alternatives"], "media_column": "file"}
+    place = Dataset(id="d", instance_data_dir=str(tmp_path / "t.parquet"), **settings)
+    with pytest.raises(LatentpressError, match=rf"t\.parquet, row 3: column '{column}' is not UTF-8"):
+        list(open_source(place).scan(None))
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
