@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from schemas.errors import LatentpressError
 from schemas.folder_checks import find_obstacle
+from schemas.regular_files import NOT_REGULAR
 
 TEMP_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
@@ -145,7 +146,7 @@ def file_size(path: Path) -> int:
     """Bytes of a regular file. StoreError for a pipe or a device, which could be read for ever."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise StoreError(str(path), "is no regular file", "put a whole copy of the file there, or remove it")
+        raise StoreError(str(path), NOT_REGULAR, "put a whole copy of the file there, or remove it")
     return about.st_size
 
 

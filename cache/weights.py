@@ -7,6 +7,7 @@ through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from cache.store import Store
 from schemas.cli.progress import activity
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
+from schemas.regular_files import NOT_REGULAR, open_regular
 from schemas.text_format import format_bytes, shown_path
 from schemas.weight_files import ALLOW_PATTERNS, find_weights_problem
 
@@ -127,7 +129,8 @@ def read_component_config(source: str, revision: str | None, part: str) -> dict[
 
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        return check_object(json.loads(path.read_bytes()), "the JSON")
+        with open_regular(path) as file:
+            return check_object(json.loads(file.read()), "the JSON")
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
 
@@ -155,14 +158,17 @@ def _check_components(folder: Path, parts: Sequence[str]) -> None:
 
 def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
     """(name relative to `folder`, path) of a component's files, except hidden ones, which systems leave behind."""
-    inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if path.is_file()]
-    shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts)]
+    inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if not path.is_dir()]
+    shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts) and path.exists()]
     return sorted((name.as_posix(), path) for name, path in shown)
 
 
 def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] = lambda count: None) -> str:
-    """xxh3-128 of a file's bytes; memo: where the hashes of large files are stored. advance: of bytes."""
+    """xxh3-128 of a file's bytes. WeightsError for a pipe or a device. memo: where the hashes of large files are
+    stored. advance: of bytes."""
     about, name = path.stat(), os.fspath(path.resolve())
+    if not stat.S_ISREG(about.st_mode):
+        raise WeightsError(f"{path} {NOT_REGULAR}", "replace it with a whole copy")
     key = [name, about.st_size, about.st_mtime_ns]
     if memo is None or about.st_size < MEMO_MIN_BYTES:
         return _hash_content((name, about.st_size, about.st_mtime_ns), advance)

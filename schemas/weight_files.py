@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from schemas.regular_files import open_regular
+
 WEIGHTS_SUFFIX = ".safetensors"
 #: Files of a component that are downloaded: weights, configurations, a tokenizer's files; never a pickle.
 ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
@@ -31,7 +33,8 @@ def find_weights_problem(folder: Path) -> tuple[str, str] | None:
 def _is_valid_index(path: Path) -> bool:
     """Whether it maps every weight to a safetensors file of its own folder."""
     try:
-        files = json.loads(path.read_bytes())["weight_map"].values()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with open_regular(path) as file:
+            files = json.loads(file.read())["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
     return all(isinstance(name, str) and name.endswith(WEIGHTS_SUFFIX) and Path(name).name == name for name in files)

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from cache.json_checks import printable
 from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.errors import USAGE, LatentpressError
+from schemas.regular_files import NOT_REGULAR
 from schemas.weight_files import PICKLE_SUFFIXES
 from trainer.adapter_strength import check_alpha, read_configs
 from trainer.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
@@ -135,8 +136,9 @@ def find_adapter(place: Path) -> Path:
     """The adapter file that `place` names: a file, or the folder of an adapter, a checkpoint or a run."""
     if place.is_file():
         return place
-    if not place.exists():
-        raise AdapterError(f"{place} is not there", "Name an adapter file, or the folder of an adapter or a run.")
+    if not place.is_dir():
+        what = NOT_REGULAR if place.exists() else "is not there"
+        raise AdapterError(f"{place} {what}", "Name an adapter file, or the folder of an adapter or a run.")
     for folder in (place, place / "adapter"):
         for name in FILE_NAMES.values():
             if (folder / name).is_file():

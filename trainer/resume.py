@@ -17,6 +17,7 @@ from cache.files import explained
 from cache.json_checks import check_checksum, check_count, check_list, check_object, check_text, parse_json, printable
 from cache.training_run import checkpoint_step, list_checkpoints
 from schemas.errors import DAMAGE, USAGE, LatentpressError
+from schemas.regular_files import NOT_REGULAR, NotRegular, open_regular
 
 FORMAT_VERSION = 5
 WITHOUT_MANIFEST = 4  # the version before: state.json has the checksums of the other files, and none covers itself
@@ -141,9 +142,12 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a checkpoint. ValueError says why it can't be read."""
     try:
-        return check_object(parse_json(path.read_bytes()), "the whole")
+        with open_regular(path) as file:
+            return check_object(parse_json(file.read()), "the whole")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(f"it has no {path.name}") from error
+    except NotRegular as error:
+        raise ValueError(f"{path.name} {NOT_REGULAR}") from error
     except ValueError as error:
         raise ValueError(f"{path.name} can't be read ({error})") from error
 

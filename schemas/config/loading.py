@@ -25,6 +25,7 @@ from schemas.config.pipeline import Config
 from schemas.config.prompt_library import LibraryPrompt, PromptLibraryError, read_prompts
 from schemas.config.yaml_reader import MAX_CHARACTERS, Document, KeyPath, YamlError, parse_yaml
 from schemas.errors import USAGE, LatentpressError
+from schemas.regular_files import open_regular
 
 MAX_ERRORS = 100  # that are explained: finding near misses of a key takes a millisecond
 PORTABLE_PATHS = ("instance_data_dir", "caption_file")  # those that identify a dataset
@@ -162,8 +163,8 @@ def read_text(path: Path) -> str:
     """What is in a configuration file; of one that is too long only so much that the parser says so. ConfigError where
     it can't be read."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            return file.read(MAX_CHARACTERS + 1)  # limited: it may be /dev/zero
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            return file.read(MAX_CHARACTERS + 1)
     except FileNotFoundError as error:
         step = "Copy the pipeline.yaml of the source tree and edit it, or name yours with --config."
         raise ConfigError([f"{path}: no such file"], step) from error

@@ -6,6 +6,7 @@ validation.placeholders; "<<" is a "<", and a "<" that begins no `<word>` stands
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from schemas.config.section import NAME_PATTERN
 from schemas.config.yaml_reader import MAX_CHARACTERS, Document, YamlError, parse_yaml
+from schemas.regular_files import open_regular
 
 FORMATS = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".txt": "text"}
 PLACEHOLDER = re.compile(r"<<|<([A-Za-z][A-Za-z0-9_-]*)>")
@@ -69,8 +71,8 @@ def read_prompts(path: Path, placeholders: Mapping[str, str]) -> list[LibraryPro
 
 def _read_text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # limited: it may be /dev/zero
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise PromptLibraryError([(1, f"not UTF-8 text (byte {error.start}); save it as UTF-8")]) from error
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import BinaryIO, cast
 
 import xxhash
 
+from schemas.regular_files import NOT_REGULAR, open_regular
 from stages.media.errors import MediaError, unreadable_error
 
 _HASH_BLOCK_BYTES = 1 << 22
@@ -98,7 +99,7 @@ MediaPath = str | os.PathLike[str]
 def open_media(path: MediaPath) -> BinaryIO:
     """A seekable binary reader of a file or Blob. Raises MediaError."""
     try:
-        return path.open() if isinstance(path, Blob) else open(path, "rb")
+        return path.open() if isinstance(path, Blob) else open_regular(os.fspath(path))
     except OSError as error:
         raise unreadable_error(path, error) from error
 
@@ -113,7 +114,7 @@ def media_size(path: MediaPath) -> int:
         except OSError as error:
             raise unreadable_error(path, error) from error
         if not stat.S_ISREG(status.st_mode):
-            raise MediaError("unreadable", path, "is not a regular file", "point the dataset at files")
+            raise MediaError("unreadable", path, NOT_REGULAR, "point the dataset at files")
         size = status.st_size
     if not size:
         raise MediaError("empty-file", path, "has no bytes", "copy it again or delete it")

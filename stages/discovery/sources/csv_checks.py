@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from schemas.errors import LatentpressError
+from schemas.regular_files import open_regular
 from schemas.text_format import shorten
 from stages.discovery.sources.object_store import open_filesystem
 from stages.discovery.sources.urls import display_location, scrub_secrets
@@ -31,7 +32,7 @@ def open_location(location: str) -> BinaryIO:
     """A reader of a path or URL. Raises LatentpressError without secrets."""
     try:
         if "://" not in location:
-            return open(location, "rb")
+            return open_regular(location)
         fs, path = open_filesystem(location)
         return fs.open(path, "rb")
     except LatentpressError:

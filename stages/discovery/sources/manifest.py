@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset, MediaKind
+from schemas.regular_files import NOT_REGULAR
 from stages.discovery.sources import captions, table_reader
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
@@ -234,5 +235,5 @@ def _stat(place: str, name: str | None) -> dict[str, Any]:
         step = "check its permissions and the disk, then run again"
         return {"problem": f"unreadable: can't be read ({error.strerror})", "advice": step}
     if not stat.S_ISREG(status.st_mode):
-        return {"problem": "unreadable: is not a regular file", "advice": "name a file in the table"}
+        return {"problem": f"unreadable: {NOT_REGULAR}", "advice": "name a file in the table"}
     return {"size": status.st_size, "version": str(status.st_mtime_ns), "text": caption_version(status)}

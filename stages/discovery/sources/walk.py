@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.errors import LatentpressError
+from schemas.regular_files import NOT_REGULAR
 
 CAPTION_KIND = "text"
 OUTSIDE, BACK = "link that leads outside", "link that leads back"
@@ -132,7 +133,7 @@ def walk(
                         add_size(size)
                         add_time(time)
                     else:
-                        found.add_problem(name, kind, "unreadable: is not a regular file", "point the dataset at files")
+                        found.add_problem(name, kind, f"unreadable: {NOT_REGULAR}", "point the dataset at files")
         except OSError as error:
             step = "give read permission to the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error

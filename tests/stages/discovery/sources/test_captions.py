@@ -55,7 +55,7 @@ def test_a_text_file_that_gives_no_caption(tmp_path: Path, data: bytes | None, r
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(MediaError, match="not a regular file"):
+    with pytest.raises(MediaError, match="is no regular file"):
         read_caption_file(str(tmp_path / "a.txt"))
 
 
