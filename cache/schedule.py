@@ -176,7 +176,11 @@ class BatchSchedule:
     batch_size: samples of one micro-batch. global_batch: samples of one optimizer step, all ranks together. ValueError
     where it is not a multiple of the batch size. Spans of one bucket may be anywhere in the list; empty ones are left
     out. order: `WholeOrder`, or what `cache.shard_order.order_by_shards` returns. Memory: nothing per sample.
+
+    first_step: the step with which the order begins; 0, unless a run goes on with other data than it began with.
     """
+
+    first_step = 0
 
     def __init__(
         self, spans: Sequence[Span], seed: int, batch_size: int, global_batch: int, order: MakeOrder | None = None
@@ -226,10 +230,11 @@ class BatchSchedule:
         rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
         # Of a small set one step: a few micro-batches of each of many epochs take longer.
         steps = max(1, min(_PLANNED_DRAWS // self.global_batch, int(self.steps_per_epoch) // 8))
-        key = step // steps, rank, world
+        step -= self.first_step
+        key, first = (step // steps, rank, world), step // steps * steps + self.first_step
         planned = self._planned  # read once: another thread may replace it
         if planned is None or planned[0] != key:
-            planned = self._planned = key, self.plan(key[0] * steps, (key[0] + 1) * steps, rank, world)
+            planned = self._planned = key, self.plan(first, first + steps, rank, world)
         found, count = planned[1], len(range(rank, self.micro_batches_per_step, world))
         within = np.arange(self.batch_size)
         return [
@@ -247,7 +252,7 @@ class BatchSchedule:
         """The micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, as arrays:
         a million draws take a few tenths of a second."""
         size = self.micro_batches_per_step
-        numbers = np.arange(first * size, last * size)
+        numbers = np.arange((first - self.first_step) * size, (last - self.first_step) * size)
         places = numbers % size
         own = places % world == rank
         places = places[own]
@@ -265,7 +270,7 @@ class BatchSchedule:
 
     def step_buckets(self, step: int) -> dict[str, int]:
         """Bucket -> its micro-batches in a step, of all ranks together."""
-        size = self.micro_batches_per_step
+        size, step = self.micro_batches_per_step, step - self.first_step
         which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
         return {self._draws.tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
 

@@ -58,6 +58,9 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
             continue
         if line.get("resumed"):
             found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []
+            if isinstance(line.get("set"), str):  # the data are others from here on
+                found = [earlier for earlier in found if "set" not in earlier or earlier["step"] < line["step"]]
+                found.append({"step": line["step"], "set": line["set"]})
         else:
             found.append(line)
     return found

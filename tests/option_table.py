@@ -252,6 +252,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.offload.activations": (MACHINE, "train.offload.activations=true"),
     "train.offload.to": (REFUSED, "train.offload.to=disk"),
     "train.shuffle_shards": (RUN, "train.shuffle_shards=2"),
+    "train.on_new_data": (RUN, "train.on_new_data=continue"),
     "train.reading.threads": (RUN, "train.reading.threads=3"),
     "train.reading.verify": (RUN, "train.reading.verify=first"),
     "train.local_cache.folder": (MACHINE, "train.local_cache.folder=COPY"),  # of a local root there are no copies

@@ -26,6 +26,7 @@ from trainer.adapter_header import check_family
 from trainer.initial_adapter import read_initial
 from trainer.interruption import StopRequest, StopTraining, describe_progress
 from trainer.metrics import require_trackers
+from trainer.new_data import first_step
 from trainer.output_lock import lock_output
 from trainer.progress import describe_results
 from trainer.prompt_updates import PromptUpdates
@@ -72,6 +73,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
         schedule = make_schedule(data, config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule) if main else None
+        schedule.first_step = first_step(state["data changes"]) if state else 0
         log_warnings(config, data, schedule, state, console)
         if not is_finished(config, state):
             ranks = Ranks(read_launch_variable("RANK", 0), world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
@@ -282,6 +284,8 @@ def log_warnings(
     warn_of_learning_rate(config.train, console)
     if state and state["step"] > config.train.steps:
         console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
+    if state and state["step"] >= config.train.steps and first_step(state["data changes"]) == state["step"]:
+        console.warn("the data are others than before, and train.steps are done: raise train.steps to train on them")
     for text in config.unused_features("masks", "vision"):
         console.warn(text)
     if newer := data.find_newer_plan():

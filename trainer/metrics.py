@@ -75,17 +75,23 @@ def memory_use(device: "torch.device") -> dict[str, float]:
 
 @contextmanager
 def open_metrics_log(
-    accelerator: "Accelerator", folder: Path, first: int, settings: Train, show: RecordMetrics
+    accelerator: "Accelerator",
+    folder: Path,
+    first: int,
+    settings: Train,
+    show: RecordMetrics,
+    new_set: str | None = None,
 ) -> Iterator[RecordMetrics]:
     """Record to `folder`/metrics.jsonl, to the trackers and with `show`, on the main process only.
 
     first: steps done. The file is append-only: where it has lines already, one with "resumed" marks that the next ones
-    continue from `first`. The accelerator's trackers and processes end with the context.
+    continue from `first`. new_set: on which they do, if it is a new one. The accelerator's trackers and processes end
+    with the context.
     """
     path = folder / METRICS_FILE
     if accelerator.is_main_process:
         if path.exists() and path.stat().st_size:
-            mark_resumption(path, first)
+            mark_resumption(path, {"step": first, "resumed": True} | ({"set": new_set} if new_set else {}))
         accelerator.log_with = make_trackers(folder, first, settings)
         accelerator.init_trackers("latentpress")
 
@@ -113,12 +119,12 @@ def find_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield key, value
 
 
-def mark_resumption(path: Path, first: int) -> None:
+def mark_resumption(path: Path, line: Mapping[str, Any]) -> None:
     """Add the line of a resumption, on a line of its own where a kill cut the last one off."""
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         cut_off = file.read(1) != b"\n"
-        file.write((b"\n" if cut_off else b"") + json.dumps({"step": first, "resumed": True}).encode() + b"\n")
+        file.write((b"\n" if cut_off else b"") + json.dumps(dict(line)).encode() + b"\n")
 
 
 def make_trackers(folder: Path, first: int, settings: Train) -> "list[GeneralTracker]":

@@ -45,7 +45,8 @@ SETTINGS = {
 }
 #: Of the other keys: what to do about a difference.
 HINTS = {
-    "data": "Set train.set to the set that the run was trained on to go on with it.",
+    "data": "Set train.on_new_data to continue to train on with the new data, in a new order; or train.set to the set "
+    "that the run was trained on; or begin a new run, for an adapter from this one's: train.adapter.init.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "transformer": "Set model.path, model.flavour or model.revision back.",
 }
@@ -162,6 +163,10 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
     noise = check_list(state.get("gradient noise", []), "gradient noise")
     if len(noise) not in (0, 2) or not all(isinstance(number, float) for number in noise):
         raise ValueError("gradient noise is no pair of numbers")
+    for change in check_list(state.get("data changes", []), "data changes"):
+        check_text(check_object(change, "a change of data").get("set"), "the set before a change of data")
+        if check_count(change.get("step"), "the step of a change of data") > step:
+            raise ValueError("a change of data is of a later step")
     for number in check_list(state.get("bad steps", []), "bad steps"):
         check_count(number, "a bad step")
     if type(state.get("validation due", False)) is not bool:
@@ -187,11 +192,15 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def check_signature(found: Checkpoint, signature: Mapping[str, Any]) -> None:
+def check_signature(found: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and this one. Keys that `signature` lacks
-    are not compared, so most can be compared before a model is loaded."""
+    are not compared, so most can be compared before a model is loaded. new_data: whether the data may be others."""
     saved = found.state["terms"]
     current = json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
+    if new_data:
+        current["data"] = saved.get("data")
+        if isinstance(saved.get("shuffle_shards"), dict) and isinstance(current.get("shuffle_shards"), dict):
+            current["shuffle_shards"]["rows of shards"] = saved["shuffle_shards"].get("rows of shards")
     old = isinstance(saved.get("base weights"), str)  # of a checkpoint of format version 4
     different = [k for k in sorted(current) if _comparable(k, saved.get(k), old) != _comparable(k, current[k], old)]
     if different:

@@ -26,6 +26,7 @@ from schemas.config.training import Parallel
 from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
 from trainer.adapter_header import find_adapter
+from trainer.new_data import check_new_data, list_changes
 from trainer.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
 QUANTISATION_LIBRARIES = {
@@ -209,8 +210,10 @@ def run_folder(config: Config) -> Path:
 
 
 def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:
-    """state.json of the checkpoint to continue from; None for a new run. ResumeError where the run can't be continued,
-    NoUsableCheckpoint where all checkpoints are damaged."""
+    """state.json of the checkpoint to continue from, with the changes of data up to now; None for a new run.
+
+    ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
+    """
     folder = run_folder(config)
     found, _ = newest_checkpoint(folder / "checkpoints")
     if found is None:
@@ -220,8 +223,11 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
             f"{folder} has a checkpoint at step {found.step} and train.resume is false",
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
-    check_signature(found, resume_signature(config, data, schedule))
-    return found.state
+    signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
+    check_signature(found, signature, may_change)
+    changes = list_changes(found, signature["data"]["digest"])
+    check_new_data(found, data, changes)
+    return found.state | {"data changes": changes}
 
 
 def write_config(config: Config, data: TrainSet) -> None:

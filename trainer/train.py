@@ -72,7 +72,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     log_start(run)
     with (
         progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
-        metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show) as record,
+        metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show, run.new_set) as record,
         run.watch.watching(),
     ):
         try:
@@ -126,7 +126,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
 
 def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
     """Give the run the state that a checkpoint holds."""
-    resume.check_signature(found, run.signature)
+    resume.check_signature(found, run.signature, run.config.train.on_new_data == "continue")
+    run.begin_order(found)
     average = run.average
     checkpoint.restore(found, run.trainable, run.optimizer, None if average is None else average.averages)
     if average is not None:
@@ -136,6 +137,8 @@ def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
         method.load_state(found.state.get("methods", {}).get(name, method.state()))
     run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
     run.log(f"going on from {shown_path(found.path)}, {found.step} steps done")
+    if run.new_set is not None:
+        run.log(f"on other data from here: set {run.new_set}, in a new order")
 
 
 def log_start(run: TrainState) -> None:
@@ -263,7 +266,7 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         count = min(settings.eval_samples, len(data.choose_eval_rows(settings.eval_samples)[0]))
         with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
             found = validation.compute_eval_loss(
-                predict, data, settings, batch_size, device, run.skip_frames, shown.advance
+                predict, data, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
             )
         record({"step": done, **found, "eval_weights": weights})
     config, prompts = run.updates.check(run.files) if run.updates else (run.config, data)
@@ -282,8 +285,9 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     step was broken off, and is done when the run goes on."""
     run.watch.note(f"the checkpoint of step {done}")
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
-    epoch = done * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
+    epoch = (done - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
     extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
+    extra |= {"data changes": run.data_changes} if run.data_changes else {}
     extra |= {"gradient noise": [run.gradient_noise.noise, run.gradient_noise.signal]}
     extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total, "validation due": validation_due}
     averages = None

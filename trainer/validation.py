@@ -28,6 +28,7 @@ from trainer.batch import Batch
 from trainer.checkpoint import write_tensors
 from trainer.data import collate
 from trainer.families.base import FamilyModule
+from trainer.new_data import Change
 from trainer.noise import draw_latents, seeded_noise
 from trainer.sampling import denoise, load_scheduler
 
@@ -44,6 +45,7 @@ def compute_eval_loss(
     device: torch.device,
     skip_frames: int = 0,
     advance: Callable[[], object] = lambda: None,
+    data_changes: Sequence[Change] = (),
 ) -> dict[str, Any]:
     """The metrics "eval_loss", "eval_by_sigma", "eval_by_bucket", "eval_on" and "eval_id": the mean loss over
     `eval_samples` rows of the set with their first captions, at each of `eval_sigmas` (0: data, 1: noise) and of the
@@ -52,6 +54,7 @@ def compute_eval_loss(
 
     Noise and draws from stored posteriors depend only on (seed, sample id), so checkpoints and runs of one set can be
     compared. The loss of training samples shows fitting, not generalising. advance: called after each sample.
+    data_changes: of the run, with the last of which losses that can be compared begin.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
     by_bucket: dict[str, list[float]] = {}
@@ -75,7 +78,7 @@ def compute_eval_loss(
                 losses[sigma].append(loss)
                 by_bucket.setdefault(data.bucket(row), []).append(loss)
         advance()
-    compared = hash_json([ids, seed, settings.eval_sigmas])
+    compared = hash_json([ids, seed, settings.eval_sigmas, *data_changes])
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
     found: dict[str, Any] = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma}
     found["eval_by_bucket"] = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}

@@ -108,6 +108,8 @@ class Config(Section):
                 )
             if self.stages.engine != "local":
                 yield ("cache", "rolling"), f"is for stages.engine: local, and it is {self.stages.engine}"
+            if self.train.on_new_data != "refuse":
+                yield ("train", "on_new_data"), "with cache.rolling a run has one set; set it to refuse"
         if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:
             name = self.model.family_spec.name
             yield (

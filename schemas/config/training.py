@@ -200,6 +200,9 @@ class Train(Section):
     keep_checkpoints: Steps = Field(3, description="the newest; that with the lowest eval loss is kept, too")
     keep_every: Steps | None = Field(None, description="steps; checkpoints of its multiples are kept for ever")
     resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
+    on_new_data: Literal["refuse", "continue"] = Field(
+        "refuse", description="of a run that goes on with another training set; continue: trains on, in a new order"
+    )
     log_every: Steps = Field(10, description="steps between lines, where progress is no bar; files have every step")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",), strict=False, description="beside metrics.jsonl"

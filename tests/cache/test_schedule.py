@@ -71,6 +71,19 @@ def micro_batch(plan: BatchSchedule, number: int) -> MicroBatchRows:
     return found
 
 
+@settings(max_examples=20)
+@given(spans(), st.integers(0, 40), st.integers(0, 12))
+def test_an_order_may_begin_with_a_later_step(members: list[Span], begun: int, step: int) -> None:
+    plan, moved = (BatchSchedule(members, 7, 2, 4) for _ in range(2))
+    moved.step(step)  # which must not be taken for those of the order that begins later
+    moved.first_step = begun
+    assert moved.step_buckets(begun + step) == plan.step_buckets(step)
+    for one, other in zip(moved.step(begun + step, 1, 2), plan.step(step, 1, 2), strict=True):
+        assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+    ranges = moved.plan(begun + step, begun + step + 3), plan.plan(step, step + 3)
+    assert all(np.array_equal(getattr(ranges[0], name), getattr(ranges[1], name)) for name in vars(ranges[0]))
+
+
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
 def test_shuffled_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))

@@ -22,6 +22,8 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, report
 from stages.encoding.job_reports import JobReport
 from stages.encoding.stage_registry import TEXT
+from stages.pages.report.curves import build_charts
+from stages.pages.report.plots import draw_chart
 from tests.project import Project
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -175,6 +177,14 @@ def test_scores_with_their_spread_and_the_best_steps(home: Project) -> None:
         ("CLIP score", "0", "40", "1.4", "none"),
         ("CLIP score", "40", "37", "1.4", "step-000040"),
     ]
+
+
+def test_a_step_after_which_the_data_are_others_is_marked(home: Project) -> None:
+    lines = [{"step": step, "loss": 1.0 / step, "lr": 0.1} for step in range(1, 6)] + [{"step": 3, "set": "abc"}]
+    charts = {chart.key: chart for chart in build_charts([("run", lines)])}
+    assert charts["loss"].marks == (3,) and "trained on other data after step 3: set abc." in charts["loss"].notes
+    assert charts["lr"].marks == () and charts["eval"].marks == ()
+    assert '"location":3' in draw_chart(charts["loss"], 1).item
 
 
 def test_eval_losses_of_other_samples_are_not_compared(home: Project) -> None:

@@ -4,7 +4,7 @@ import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
+from trainer.new_data import Change, first_step, list_changes
 from trainer.prompt_updates import PromptUpdates
 from trainer.rank_watch import RankWatch
+from trainer.resume import Checkpoint
 from trainer.run_files import RunFiles
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
@@ -65,6 +67,10 @@ class TrainState:
     watch: RankWatch
     files: RunFiles
     updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
+    data_changes: list[Change] = field(default_factory=list)
+    new_set: str | None = (
+        None  # on which the run goes on, where the data are others than before the step it goes on with
+    )
 
     @property
     def folder(self) -> Path:
@@ -92,6 +98,12 @@ class TrainState:
             return count
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
         return int(counts.max())
+
+    def begin_order(self, found: Checkpoint) -> None:
+        """Let the order of the samples begin where the data last changed, as the run goes on from a checkpoint."""
+        self.data_changes = list_changes(found, self.signature["data"]["digest"])
+        self.loader.schedule.first_step = begun = first_step(self.data_changes)
+        self.new_set = self.loader.data.id if self.data_changes and begun == found.step else None
 
     def log(self, message: str) -> None:
         if self.is_main:

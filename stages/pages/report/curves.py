@@ -33,7 +33,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One plot. notes: sentences below it. missing: why there are no curves, for the runs that have none."""
+    """One plot. notes: sentences below it. missing: why there are no curves, for the runs that have none. marks: steps
+    with a vertical line."""
 
     key: str
     title: str
@@ -41,6 +42,7 @@ class Chart:
     curves: tuple[Curve, ...]
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
     curves: list[Curve] = []
     notes: list[str] = []
     missing: list[str] = []
+    marks: list[int] = []
     for number, (run, lines) in enumerate(runs):
         prefix = f"{clean_name(run)}: " if len(runs) > 1 else ""
         found = _nested_curves(kind, number, lines) if kind.nested else _plain_curves(kind, number, lines)
@@ -97,6 +100,10 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
         if not kind.nested and (bad := _unmeasured_steps(kind, lines)):
             named = ", ".join(map(str, bad[:MAX_NAMED_STEPS])) + (", ..." if len(bad) > MAX_NAMED_STEPS else "")
             notes.append(f"{prefix}not finite at {len(bad)} steps: {named}.")
+        for line in lines if found and kind.unit == "loss" else ():
+            if "set" in line:
+                marks.append(line["step"])
+                notes.append(f"{prefix}trained on other data after step {line['step']}: set {clean_name(line['set'])}.")
         if kind.smooth and found:
             curves += [_named(curve, f"{prefix}each step", faint=True) for curve in found]
             curves += [
@@ -107,7 +114,9 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
             curves += [_named(curve, (f"{prefix}{curve.name}" if curve.name else prefix[:-2]) or kind.title)
                        for curve in found]  # fmt: skip
     notes = [kind.note, *notes] if kind.note and curves else notes
-    return thinned_chart(Chart(kind.key, kind.title, kind.unit, tuple(curves), tuple(notes), tuple(missing)))
+    return thinned_chart(
+        Chart(kind.key, kind.title, kind.unit, tuple(curves), tuple(notes), tuple(missing), tuple(marks))
+    )
 
 
 def thinned_chart(chart: Chart) -> Chart:

@@ -87,6 +87,7 @@ def legend_of(chart: Chart, runs: int) -> tuple[LegendEntry, ...]:
 
 def line_figure(chart: Chart, legend: Sequence[LegendEntry]) -> Any:
     from bokeh.models import BasicTickFormatter, ColumnDataSource, HoverTool
+    from bokeh.models.annotations import Span
 
     figure = empty_figure("step", chart.unit)
     figure.xaxis.formatter = BasicTickFormatter(use_scientific=False)
@@ -105,6 +106,8 @@ def line_figure(chart: Chart, legend: Sequence[LegendEntry]) -> Any:
         if not curve.faint and len(curve.steps) <= MARKED_POINTS:
             figure.scatter("step", "value", source=source, name=entry.line, size=5, color=entry.colour)
         shown.append(line)
+    for step in chart.marks:
+        figure.add_layout(Span(location=step, dimension="height", line_color="gray", line_dash="dashed"))
     figure.add_tools(HoverTool(renderers=shown, tooltips=[("", "@name"), ("step", "@step"), (chart.unit, "@value")]))
     return figure
 
