@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from cache.failure_note import KILLED, read_failure
+from cache.failure_note import FAILURE_NOTE, KILLED, read_failure
 from cache.files import explained, replacing
 from cache.json_checks import parse_json
 from schemas.config.pipeline import Config
@@ -40,11 +40,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_last_metrics(path: Path) -> list[dict[str, Any]]:
     """Those of its last TAIL_BYTES, in constant time however long the run is."""
+    return parse_metrics(_read_tail(path))
+
+
+def _read_tail(path: Path) -> bytes:
     if not path.exists():
-        return []
+        return b""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return parse_metrics(file.read())
+        return file.read()
 
 
 def parse_metrics(content: bytes) -> list[dict[str, Any]]:
@@ -180,9 +184,11 @@ class RunProgress:
 
 
 def read_progress(config: Config) -> RunProgress:
-    """That of the configuration's run. The time left is what the trainer last said, and is known of a running one."""
+    """That of the configuration's run. Of a running one speed and time left are what it has said since it was started
+    last, which is nothing while it loads."""
     folder, steps = Path(config.output) / config.train.run, config.train.steps
-    metrics = read_last_metrics(folder / METRICS_FILE)
+    content = _read_tail(folder / METRICS_FILE)
+    metrics = parse_metrics(content)
     lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))
     saved = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
     step = max([lines[-1]["step"] if lines else 0, *saved])
@@ -196,6 +202,9 @@ def read_progress(config: Config) -> RunProgress:
     else:
         state = "stopped" if lines or saved else "not started"
     last = lines[-1] if lines else {}
+    if running:
+        own = [] if _was_started_since(folder) else parse_metrics(content.rpartition(b'"resumed"')[2])
+        last = next((line for line in reversed(own) if "loss" in line), {})
     speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
     left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
@@ -204,6 +213,14 @@ def read_progress(config: Config) -> RunProgress:
         *(config.train.run, state, step, steps, smoothed_loss(losses), speed, waited, left),
         *(max(saved, default=None), shown),
     )
+
+
+def _was_started_since(folder: Path) -> bool:
+    """Whether a trainer was started after the last line of its metrics was written: it notes that first."""
+    try:
+        return (folder / FAILURE_NOTE).stat().st_mtime_ns > (folder / METRICS_FILE).stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def wandb_options(folder: Path, job: str) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
         row["jobs"] = count_states(jobs)
     if remaining and (rate := sum_rates(jobs)):
         row |= format_rate(rate, remaining)
-    elif remaining and (not jobs or any(job.state == "running" for job in jobs)):
+    elif remaining and not jobs:  # of jobs that load a model, shards of before would tell a rate that they don't have
         modified = {entry.name: entry.modified for entry in entries}
         shards = ((path.partition("/")[2], unit) for unit, path in state.done.items() if unit in state.counts)
         published = [(modified[name], state.counts[unit]) for name, unit in shards if name in modified]

@@ -71,6 +71,23 @@ def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
     assert read_progress(config).state == "finished"
 
 
+@pytest.mark.parametrize("what", ["just started", "a checkpoint read", "validated"])
+def test_a_run_that_loads_has_no_speed_of_before(config: Config, what: str) -> None:
+    folder = Path(config.output) / "run"
+    write_steps(folder, 1, 120)
+    with (folder / ".lock").open("w") as lock, noting_failure(folder, "train", KeyError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(folder / "metrics.jsonl", (0, 0))
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 120, "resumed": true}\n' * (what != "just started"))
+            file.write('{"step": 120, "eval_loss": 0.5}\n' * (what == "validated"))
+        found = read_progress(config)
+        assert (found.state, found.step) == ("running", 120)
+        assert found.samples_per_s is found.data_wait_share is found.seconds_left is None
+        write_steps(folder, 121, 121)
+        assert (read_progress(config).samples_per_s, read_progress(config).seconds_left) == (2.0, 3.0 * 279)
+
+
 def test_asking_takes_no_lock_away(tmp_path: Path) -> None:
     assert is_running(tmp_path) is False
     with (tmp_path / ".lock").open("w") as lock:

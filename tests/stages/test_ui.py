@@ -162,6 +162,13 @@ def test_a_time_left_beyond_any_calendar_is_shown(server: UiServer, home: Projec
     assert answer.status == 200 and "days, " in answer.text
 
 
+def test_what_is_done_is_run_again(server: UiServer, home: Project) -> None:
+    assert "Run again" not in server.get("/").text
+    home.run(discover.run)
+    until(lambda: "Run again: discover" in server.get("/cards").text, "status is read again")
+    assert "Start: bucket" in server.get("/cards").text
+
+
 def test_only_documents_of_the_output_are_served(server: UiServer, home: Project) -> None:
     output = home.folder / "output"
     (output / "run").mkdir(parents=True)

@@ -10,9 +10,10 @@ import pytest
 from schemas.cli.program_note import ProgramNote, TaskNote, find_process_start
 from schemas.cli.report import Report
 from schemas.errors import LatentpressError
-from stages.pages.ui.cards import Card, build_cards
+from stages.pages.ui.cards import Card, build_cards, build_run_card
 from stages.pages.ui.child_programs import ChildPrograms
 from tests.project import Project
+from tests.stages.notifications.notified_run import finish
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 
@@ -83,9 +84,10 @@ def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
     reading = TaskNote(description="encode-text", state="3/8 texts, 2 texts/s", done=3, total=8)
     for tasks in ((reading, TaskNote(description="loading", state="0:00:07", done=0)), (reading,)):
         note(cards.programs, "run", "encode-text", tasks=tasks)
-        card = cards(row("encode-text", 2, 6, items_per_second="9"))["encode-text"]
+        card = cards(row("encode-text", 2, 6, items_per_second="9", left="0:00:01"))["encode-text"]
         assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]
-    assert (card.done, card.total, card.rate) == (3, 8, ""), "of what is not yet in a shard, too"
+        assert card.rate == card.left == "", "that of jobs before"
+    assert (card.done, card.total) == (3, 8), "of what is not yet in a shard, too"
 
 
 def test_a_run_and_its_pictures(cards: Any) -> None:
@@ -100,6 +102,38 @@ def test_a_run_and_its_pictures(cards: Any) -> None:
     assert (found["decode"].done, found["decode"].total, found["decode"].state) == (1, 2, "to do")
     run.picture(10, "two", (255, 0, 0))
     assert cards()["decode"].state == "done"
+
+
+def test_run_is_done_when_every_stage_is(cards: Any) -> None:
+    """Whoever did it: here nothing was started from the page."""
+    encoded = [row(name, 6) for name in ("discover", "bucket", "encode-text", "encode-latents")]
+
+    def state(*rows: dict[str, Any], is_known: bool = True) -> str:
+        steps = [list(cards(*rows, training_set="sets/abc").values())]
+        return build_run_card(cards.programs, steps, is_known).state
+
+    run = FakeRun(cards.home, "run", "train.steps=40")
+    run.metrics(*(step_line(step) for step in range(1, 41)))
+    assert state(*encoded) == "to do"
+    finish(run)
+    assert state(*encoded) == "done", "without validation nothing is to be decoded"
+    assert state(*encoded, is_known=False) == state(*encoded[:3], row("encode-latents", 5, 1)) == "to do"
+    run.latent(40, "one")
+    assert state(*encoded) == "to do"
+
+
+def test_scored_pictures_are_counted(cards: Any) -> None:
+    run = FakeRun(cards.home, "run", "train.steps=40", "validation.scores.clip=a/b")
+    for step in (20, 40):
+        run.latent(step, "one")
+        run.picture(step, "one", (255, 0, 0))
+    states = []
+    for step in (20, 40):
+        with (run.folder / "scores.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}, "scores": {{"clip score": 0.3}}}}\n')
+        (card,) = build_cards(run.config, cards.programs, None)[-1]
+        states.append((card.name, card.done, card.total, card.state))
+    assert states == [("score", 1, 2, "to do"), ("score", 2, 2, "done")]
 
 
 def test_a_status_that_failed_leaves_the_buttons(cards: Any) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache.training_run import RunProgress, read_progress
+from cache.scores import read_lines
+from cache.training_run import RunProgress, read_progress, step_of
 from schemas.cli.program_note import ProgramNote
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
@@ -63,6 +64,14 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
         else:
             steps.append([card])
     return steps
+
+
+def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
+    """That of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
+    card = build_job_card("run", "every stage in order, skipping what is done", programs)
+    if is_known:
+        _settle(card, all(each.state == "done" for step in steps for each in step))
+    return card
 
 
 def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
@@ -121,8 +130,8 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
     """What there is, whoever made it."""
     if card.name == "train":
         return _add_training(card, read_progress(config))
-    if card.name == "decode":
-        return _add_decoded(card, Path(config.output) / config.train.run)
+    if card.name in ("decode", "score"):
+        return _add_pictures(card, config)
     if card.name == "index":
         made = status.details.get("training_set", "") if isinstance(status, Report) else ""
         card.facts += [made.partition(":")[0] if made.startswith("none yet") else made] if made else []
@@ -141,8 +150,9 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
     card.set_aside = row["set_aside"]
-    _settle(card, not remaining and (done or row["set_aside"]) > 0)
-    return None
+    if config.cache.rolling is not None:  # its shards come and go
+        return _settle(card, read_progress(config).state == "finished")
+    return _settle(card, not remaining and (done or row["set_aside"]) > 0)
 
 
 def _settle(card: Card, is_done: bool) -> None:
@@ -167,15 +177,20 @@ def _add_training(card: Card, progress: RunProgress) -> None:
         _settle(card, progress.state == "finished")
 
 
-def _add_decoded(card: Card, folder: Path) -> None:
+def _add_pictures(card: Card, config: Config) -> None:
+    """How many are decoded, or scored. A run that made none has nothing to decode or to score."""
+    folder = Path(config.output) / config.train.run
     latents = {
         path.with_suffix("").relative_to(folder / "validation") for path in folder.glob("validation/*/*.safetensors")
     }
-    pictures = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
+    found = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
+    if card.name == "score":
+        scored = {line["step"] for line in read_lines(folder)}
+        found = {path for path in found if step_of(path.parent) in scored}
     if latents:
-        done = len(latents & pictures)
+        done = len(latents & found)
         card.done, card.total, card.count = done, len(latents), f"{done} of {len(latents)} pictures and clips"
-        _settle(card, done == len(latents))
+    _settle(card, latents <= found and (bool(latents) or read_progress(config).state == "finished"))
 
 
 def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProgramNote]]]:
@@ -197,9 +212,11 @@ def _add_state(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
 
 def _add_tasks(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
     """What the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of training,
-    which is of steps."""
+    which is of steps; so do its rate and time left, of which it has none while it loads."""
     for note in [note for _, note in notes if note.tasks]:
         task = note.tasks[-1]
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
-        if card.name != "train" and task.total is not None:
-            card.done, card.total, card.rate, card.left = task.done, task.total, "", ""
+        if card.name != "train":
+            card.rate = card.left = ""
+            if task.total is not None:
+                card.done, card.total = task.done, task.total

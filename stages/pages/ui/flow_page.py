@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from schemas.errors import LatentpressError
 from stages.pages.ui.app import Form, Page, action, fragment, get, render, site_of
-from stages.pages.ui.cards import build_cards, build_job_card
+from stages.pages.ui.cards import build_cards, build_run_card
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.site import Site
@@ -31,9 +31,9 @@ def show_cards(request: Request) -> Response:
 
 def _content(site: Site) -> dict[str, Any]:
     config, status = site.config(), site.status()
-    whole = build_job_card("run", "every stage in order, skipping what is done", site.programs)
     problem = status if isinstance(status, LatentpressError) else None
     steps = build_cards(config, site.programs, status)
+    whole = build_run_card(site.programs, steps, status is not None and problem is None)
     return {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
 
 

@@ -58,6 +58,11 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
         planned.run(encode_latents.run, shard=shard)
         row, _ = rows(planned)
         assert row["remaining"] == left and not row.get("left"), "nobody works on it"
+        path = next((planned.root / "jobs" / STAGE).glob("*/*.json")).with_name(f"{0:016x}.json")
+        path.write_text(JobReport(engine="local", workers=1, shard="1/2").model_dump_json())
+        row, _ = rows(planned)
+        path.unlink()
+        assert "1 running" in row["jobs"] and not row.get("left"), "it loads its model"
     made = planned.shards("latents")
     row, jobs = rows(planned)
     assert (row["units"], row["jobs"]) == ("6 of 6", "2 ended")
