@@ -169,6 +169,37 @@ def test_what_is_done_is_run_again(server: UiServer, home: Project) -> None:
     assert "Start: bucket" in server.get("/cards").text
 
 
+def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, home: Project) -> None:
+    """By the script, which presses the button: asking for the page starts nothing."""
+
+    def is_due(name: str, button: str) -> bool:
+        return f'data-make="start-{button}"' in server.get(f"/{name}").text
+
+    assert not is_due("plan", "preview-plan") and not is_due("report", "report")
+    for program in (discover, bucket):
+        home.run(program.run)
+    until(lambda: is_due("plan", "preview-plan"), "status is read again")
+    assert not is_due("preview", "preview"), "nothing is encoded"
+    FakeRun(home).metrics(step_line(1))
+    assert is_due("report", "report")
+    record = {"job": "report", "process": 1, "process_start": "a", "host": socket.gethostname(), "log": "a.log"}
+    path = home.folder / "output/.ui/starts/report.json"
+    for code in (1, None):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record | {"began": 1.0, "exit_code": code}))
+        assert not is_due("report", "report"), "it failed, or was killed"
+    assert not (home.folder / "output/.ui/logs").exists()
+
+
+@pytest.mark.slow
+def test_a_preview_is_made_beside_nothing_else(encoded: Project) -> None:
+    encoded.config()
+    with ui_server(encoded) as server:
+        assert "data-make" in server.get("/preview").text
+        with training(FakeRun(encoded)):
+            assert "data-make" not in server.get("/preview").text
+
+
 def test_only_documents_of_the_output_are_served(server: UiServer, home: Project) -> None:
     output = home.folder / "output"
     (output / "run").mkdir(parents=True)

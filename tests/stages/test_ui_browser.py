@@ -140,7 +140,6 @@ def test_a_rehearsal(
         picture.scroll_into_view_if_needed()
         assert picture.evaluate("image => image.complete && image.naturalWidth") == 64
         page.goto(f"{url}/plan")
-        page.locator("#start-preview-plan").click()
         page.locator("iframe#document").wait_for(timeout=RUN_S * 1000)
         plan = page.frame_locator("#document")
         assert plan.locator("article img").first.evaluate("image => image.naturalWidth") > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from schemas.catalogue import FAMILIES
 from schemas.config.loading import ConfigError, load_config
 from stages.pages.ui.config_form import build_form, changed_text
 from tests.project import Project
@@ -41,6 +42,15 @@ def test_the_form_has_a_field_for_every_option_of_the_example() -> None:
     assert "webdataset" in fields["cache.format"].choices and fields["cache.format"].default == "arrow"
     assert "datasets.0.video.num_frames" in fields and "train.methods.tread.routes" not in fields
     assert all(each.about or each.name for each in fields.values())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "none of them", "[]"])
+def test_the_flavours_are_those_of_the_family(family: str) -> None:
+    own = [FAMILIES[family]] if family in FAMILIES else list(FAMILIES.values())
+    fields = {each.path: each for each in build_form(f"model: {{family: {family}, flavour: old}}").all_fields()}
+    flavour = fields["model.flavour"]
+    assert flavour.choices == [name for one in own for name in one.flavours] and flavour.value == "old"
+    assert flavour.default == (own[0].default_flavour if family in FAMILIES else "")
 
 
 def test_what_the_form_changes_is_what_the_program_reads() -> None:
@@ -187,6 +197,16 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
     text.fill(text.input_value().replace("-4", "77"))
     until(page, "document.getElementById('field:train.steps').value === '77'")
     until(page, "!document.getElementById('sound').hidden")
+    family, flavour = (page.locator(f'[id="field:model.{name}"]') for name in ("family", "flavour"))
+    before, chosen = family.input_value(), flavour.input_value()
+    other = next(name for name in FAMILIES if name != before)
+    for name, kept in ((other, [chosen]), (before, [])):  # an unknown one stays until another is chosen
+        family.select_option(name)
+        listed = ",".join(["", *FAMILIES[name].flavours, *kept])
+        until(
+            page, f"[...document.getElementById('field:model.flavour').options].map((one) => one.value) == '{listed}'"
+        )
+        assert flavour.input_value() == chosen
     page.get_by_role("button", name="Save").press("Enter")
     until(page, "document.getElementById('said').textContent.startsWith('saved to')")
     assert load_config(file_of(server)).train.steps == 77 and errors == []

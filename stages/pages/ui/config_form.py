@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from schemas.catalogue import FAMILIES
 from schemas.config.loading import json_schema
 from schemas.config.yaml_editor import CannotEdit, read_values, set_value, value_at
 from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml
 
 Schema = Mapping[str, Any]
+FLAVOUR = "model.flavour"
 
 
 @dataclass
 class Field:
     """path: dotted, such as "datasets.0.repeats". value: as the text has it, "" where it does not. choices: all valid
-    ones, of a choice. is_text: its value is a text, so that it is quoted where YAML needs it. by_hand: it stands on
-    several lines, and is edited in the text."""
+    ones, of a choice; of the flavour, those of the family that the text has, or of all. is_text: its value is a text,
+    so that it is quoted where YAML needs it. by_hand: it stands on several lines, and is edited in the text."""
 
     path: str
     name: str
@@ -58,8 +60,16 @@ def build_form(text: str) -> Group:
         written = values[path]
         each.by_hand = written is None and value_at(value, path) is not None
         each.value = "" if written is None else written
+        if each.path == FLAVOUR:
+            _name_flavours(each, value_at(value, ("model", "family")))
     _mark_set(form)
     return form
+
+
+def _name_flavours(flavour: Field, family: Any) -> None:
+    own = [spec for name, spec in FAMILIES.items() if name == family] or list(FAMILIES.values())
+    flavour.choices = [name for one in own for name in one.flavours]
+    flavour.default = own[0].default_flavour if len(own) == 1 else ""
 
 
 def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, list[str]]:

@@ -16,7 +16,7 @@ from schemas.config.loading import ConfigError, parse_config, read_text
 from schemas.config.yaml_reader import YamlError
 from schemas.errors import LatentpressError
 from stages.pages.ui.app import TEMPLATES, Page, get, read_form, render, site_of
-from stages.pages.ui.config_form import Group, build_form, changed_text
+from stages.pages.ui.config_form import FLAVOUR, Group, build_form, changed_text
 from stages.pages.ui.site import Site
 
 PATH = "/configuration"
@@ -113,9 +113,11 @@ def _answer(request: Request, given: Mapping[str, str], save: bool) -> Response:
     if "application/json" not in request.headers.get("accept", ""):
         return _render(request, text, said, tuple(problems), status)
     form = _form_of(text)
-    values = {} if form is None else {each.path: each.value for each in form.all_fields()}
-    answer = {"text": text, "errors": errors, "values": values, "problems": problems, "message": said}
-    return JSONResponse(answer | {"stamp": _stamp(text) if said else given.get("stamp", "")}, status)
+    fields_now = {} if form is None else {each.path: each for each in form.all_fields()}
+    values = {path: each.value for path, each in fields_now.items()}
+    choices = {path: fields_now[path].choices for path in (FLAVOUR,) if path in fields_now}
+    answer = {"text": text, "errors": errors, "values": values, "choices": choices, "problems": problems}
+    return JSONResponse(answer | {"message": said, "stamp": _stamp(text) if said else given.get("stamp", "")}, status)
 
 
 def _refuse(path: Path, errors: list[tuple[int, str]], stamp: str) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cache.training_run import METRICS_FILE
+from schemas.cli.report import Report
 from stages.pages.ui.app import Page, fragment, get, render, site_of
-from stages.pages.ui.cards import build_job_card
+from stages.pages.ui.cards import AT_WORK, build_cards, build_job_card
 from stages.pages.ui.documents import document_url, version
 from stages.pages.ui.site import Site
 
@@ -47,7 +49,26 @@ def _show(request: Request, job: str) -> Response:
         url=document_url(site, chosen) if chosen else "",
         made=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(chosen.stat().st_mtime)) if chosen else "",
         version=version(chosen) if chosen else "",
+        is_due=not found and _is_due(site, job),
     )
+
+
+def _is_due(site: Site, job: str) -> bool:
+    """Whether what a page shows is there, so that it can be made now; not of clips or beside other programs where an
+    autoencoder has to decode it, and not again where it was stopped or has failed."""
+    start, config = site.programs.last_start(job), site.config()
+    if site.config_error is not None or (start is not None and start.exit_code != 0):
+        return False
+    if job == "report":
+        return (site.output / config.train.run / METRICS_FILE).exists()
+    status = site.status()
+    if not isinstance(status, Report):
+        return False
+    done = {row["stage"]: row["done"] for row in status.details["stages"]}
+    if job == "preview-plan":
+        return done.get("bucket", 0) > 0
+    at_work = any(card.state in AT_WORK for step in build_cards(config, site.programs, status) for card in step)
+    return done.get("encode-latents", 0) > 0 and not (at_work or config.model.family_spec.video)
 
 
 def _show_card(request: Request, job: str) -> Response:

@@ -46,6 +46,10 @@ async function send(verb) {
   if (text.value !== told.text) text.value = told.text;
   form.elements.base.value = told.text;
   form.elements.stamp.value = told.stamp;
+  for (const [path, choices] of Object.entries(told.choices)) { // which depend on other fields
+    const field = form.elements[`field:${path}`];
+    field?.replaceChildren(field.options[0], ...choices.map((one) => new Option(one)));
+  }
   for (const [path, value] of Object.entries(told.values)) {
     const field = form.elements[`field:${path}`];
     if (!field || field.value === value) continue;

@@ -112,6 +112,7 @@ if (log) {
 // A document that was made again is shown again; one that is there for the first time with the whole page.
 const shown = document.getElementById("document");
 if (shown) {
+  document.getElementById(shown.dataset.make)?.click(); // by its button, as nothing may change on GET
   repeat(2, async () => {
     const answer = await ask(shown.dataset.check);
     if (!answer.ok) return;
