@@ -77,7 +77,7 @@ def run(
         check_writable(folder)
         done, handler = report.done, StopHandler()
         with handler.stop_on_signals():
-            _decode_files(config, options, console, folder, todo, preview, report)
+            _decode_files(config, options, console, folder, todo, preview, report, handler)
         report.remaining = len(todo) - len(report.failed) - (report.done - done)
         if handler.reason:
             report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
@@ -159,6 +159,7 @@ def _decode_files(
     todo: Sequence[Path],
     preview: bool,
     report: Report,
+    stop_handler: StopHandler,
 ) -> None:
     """Decode `todo`; counts and failures are added to the report."""
     with garbage_collection_paused():
@@ -180,6 +181,7 @@ def _decode_files(
         open_trackers(folder, config.train.trackers, console) as trackers,
     ):
         for file in todo:
+            stop_handler.check()
             written = file.stat().st_mtime_ns
             if (latent_CTHW := _read_valid(file, config, report)) is None:
                 continue

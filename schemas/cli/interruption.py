@@ -49,13 +49,17 @@ def child_environment() -> dict[str, str]:
 
 def end_with_parent() -> None:
     """Of a program that another one, such as `run`, started with `child_environment`: once that is gone, as after
-    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would go on alone, in the way of the next `run`."""
+    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would go on alone, in the way of the next `run`. A signal
+    may come while the main thread is about to wait, and go unnoticed: it is repeated while a handler takes it."""
     parent = int(os.environ.pop(PARENT_VARIABLE, 0))
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
+        while callable(signal.getsignal(signal.SIGTERM)):
+            time.sleep(PARENT_POLL_S)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     if parent:
         threading.Thread(target=watch, daemon=True, name="watch-parent").start()
@@ -64,7 +68,8 @@ def end_with_parent() -> None:
 class StopHandler:
     """Calls `stop` at the first SIGINT or SIGTERM, or `max_time` seconds from now. Without `stop` it raises
     KeyboardInterrupt: the body of `stop_on_signals` ends after its context managers have cleaned up, and a second
-    Ctrl-C ends the program.
+    Ctrl-C ends the program. Python drops an exception that is raised while an object is deleted, and some libraries
+    drop one in a callback: a long body calls `check` in its loop.
 
     reason: what stopped the work; "" where nothing did.
     """
@@ -77,6 +82,11 @@ class StopHandler:
     def seconds_left(self) -> float:
         """Of `max_time`; infinity without one."""
         return math.inf if self._end is None else self._end - time.monotonic()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where a stop was asked for."""
+        if self.reason:
+            raise KeyboardInterrupt
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:

@@ -172,7 +172,8 @@ class EncodingStage:
             )
             shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
             taken = stealing.take_units(remaining, state.units, options.partition, resources.worker_count, shards)
-            queue = TimedUnits(taken if steal else iter(remaining), resources.worker_count, stop_handler.seconds_left)
+            given = taken if steal else iter(remaining)
+            queue = TimedUnits(given, resources.worker_count, stop_handler.seconds_left, stop_handler.check)
 
             def stopped_by() -> str:
                 return stop_handler.reason or queue.reason
@@ -250,7 +251,7 @@ class EncodingStage:
             resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
             written_as = config.model_copy(update={"cache": config.cache.model_copy(update={"format": rolling.format})})
             job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
-            queue = TimedUnits(iter(rolling), resources.worker_count, stop_handler.seconds_left)
+            queue = TimedUnits(iter(rolling), resources.worker_count, stop_handler.seconds_left, stop_handler.check)
 
             def stopped_by() -> str:
                 return stop_handler.reason or queue.reason

@@ -11,7 +11,7 @@ from cache.plans import Unit
 class TimedUnits(Iterator[Unit | None]):
     """A job's units in order. It ends where the next unit would take longer than `seconds_left()`, by the rate at which
     members were done so far; so workers end between units, and what they began is done. Until a rate is known units are
-    given out. `operator.length_hint` is that of `units`, until it ends.
+    given out. `operator.length_hint` is that of `units`, until it ends. check: called at each unit and advance.
 
     ended_early: whether it ended for want of time; reason: why, "" where it did not.
     """
@@ -21,10 +21,11 @@ class TimedUnits(Iterator[Unit | None]):
         units: Iterator[Unit | None],
         workers: int,
         seconds_left: Callable[[], float],
+        check: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._units, self._workers = units, workers
-        self._seconds_left, self._clock = seconds_left, clock
+        self._seconds_left, self._clock, self._check = seconds_left, clock, check
         self._given = self._in_work = 0  # members; units
         self._done = 0
         self._first: tuple[float, int] | None = None  # time and count when the first members were done
@@ -38,6 +39,7 @@ class TimedUnits(Iterator[Unit | None]):
         return 0 if self.ended_early else length_hint(self._units)
 
     def __next__(self) -> Unit | None:
+        self._check()
         if self.ended_early:
             raise StopIteration
         unit = next(self._units)
@@ -52,6 +54,7 @@ class TimedUnits(Iterator[Unit | None]):
 
     def advance(self, members: int) -> None:
         """Members were done; or, where a unit is done again, are to be done once more."""
+        self._check()
         self._done += members
         self._first = self._first or (self._clock(), self._done)
 

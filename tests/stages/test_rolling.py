@@ -1,6 +1,9 @@
 """Encoding stages with cache.rolling, alone: what was set aside. tests/torture/test_rolling.py has them beside
 training."""
 
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +13,9 @@ from cache.shard_io import open_reader
 from cache.store import Store
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.vae import flux
+from tests.background import until
 from tests.project import Project
+from tests.torture.test_rolling import LIMIT_GB, PROGRAMS, make, programs, start
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +54,17 @@ def test_what_was_set_aside_is_tried_again_on_request(
     with open_reader(Store(home.root), f"latents/{changed[0]}") as shard:
         assert aside["item"] in shard.meta.ids and not shard.meta.set_aside
     assert mended.done == len(shard.meta.ids)
+
+
+def test_everything_ends_once_run_is_killed(project: Callable[..., Project]) -> None:
+    home = make(project, max_gb=LIMIT_GB)
+    run = start(home, "run", stdout=subprocess.DEVNULL)
+    until(lambda: programs(run.pid).keys() >= PROGRAMS and home.shards("latents"), "training")
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    try:
+        until(lambda: not programs(run.pid), "the end of what it had started")
+    finally:
+        for process in programs(run.pid).values():
+            os.kill(process, signal.SIGKILL)
+        run.communicate()

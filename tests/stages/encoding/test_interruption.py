@@ -71,6 +71,27 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
     assert planned.shards("latents") == whole
 
 
+class Dropping:
+    """Python drops what is raised while an object is deleted."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_is_dropped_is_heard_at_the_next_batch(planned, monkeypatch) -> None:
+    encode = LatentsWorker.encode
+
+    def interrupted(self, names, batch, limit):
+        Dropping()
+        return encode(self, names, batch, limit)
+
+    monkeypatch.setattr(LatentsWorker, "encode", interrupted)
+    report = planned.run(encode_latents.run)
+    assert report.details["stopped"].startswith("by SIGTERM") and report.remaining == 8
+    assert leftovers(planned.root) == []
+
+
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
     """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""

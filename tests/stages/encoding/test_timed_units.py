@@ -19,7 +19,7 @@ class Work:
 
     def __init__(self, units: list[Unit], limit: float, workers: int = 1) -> None:
         self.now, self.limit = 0.0, limit
-        self.queue = TimedUnits(iter(units), workers, lambda: limit - self.now, lambda: self.now)
+        self.queue = TimedUnits(iter(units), workers, lambda: limit - self.now, clock=lambda: self.now)
 
     def do(self, unit: Unit, seconds: float = 1.0) -> None:
         for _ in unit.members:
