@@ -7,29 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.catalogue import FAMILIES
+from schemas.families.kandinsky5 import NABLA, PRO
 
-_NABLA = {
-    "attention_type": "nabla", "attention_causal": False, "attention_local": False, "attention_glob": False,
-    "attention_window": 3, "attention_P": 0.9, "attention_wT": 11, "attention_wW": 3, "attention_wH": 3,
-    "attention_add_sta": True, "attention_method": "topcdf",
-}  # fmt: skip
 _KANDINSKY = {"in_visual_dim": 16, "out_visual_dim": 16, "patch_size": (1, 2, 2), "attention_type": "regular"}
 _KANDINSKY_TINY = _KANDINSKY | {
     "in_text_dim": 64, "in_text_dim2": 32, "time_dim": 64, "model_dim": 96, "ff_dim": 256,
     "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 12, 12),
 }  # fmt: skip
-_KANDINSKY_TRUE = _KANDINSKY | {"in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "num_text_blocks": 2}
-_FLUX_VAE = {
-    "latent_channels": 16, "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4, "use_quant_conv": False, "use_post_quant_conv": False,
-    "scaling_factor": 0.3611, "shift_factor": 0.1159,
-}  # fmt: skip
+_IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES = (
+    FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana")
+)
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
-_DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
-_DC_AE = {
-    "latent_channels": 32, "encoder_block_types": _DC_BLOCKS, "decoder_block_types": _DC_BLOCKS,
-    "downsample_block_type": "Conv", "upsample_block_type": "interpolate", "scaling_factor": 0.41407,
-}  # fmt: skip
 _DC_TINY = {
     f"{side}_{key}": value
     for side in ("encoder", "decoder")
@@ -50,9 +38,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "num_layers": 3, "num_cross_attention_heads": 3, "cross_attention_head_dim": 32,
             "cross_attention_dim": 96, "caption_channels": 64, "sample_size": 32,
         },
-        "flux_vae": _FLUX_VAE | _TINY_VAE,
+        "flux_vae": {**_IMAGE_SHAPES["vae"], **_TINY_VAE},
         "hunyuan_vae": _TINY_VAE,
-        "dc_ae": _DC_AE | _DC_TINY | {"attention_head_dim": 8},
+        "dc_ae": {**_SANA_SHAPES["vae"], **_DC_TINY, "attention_head_dim": 8},
         "qwen": {
             "text_config": {
                 "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -85,29 +73,15 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
-        "image": _KANDINSKY_TRUE | {
-            "model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48),
-        },
-        "video": _KANDINSKY_TRUE | {
-            "model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 32, "axes_dims": (16, 24, 24),
-            "visual_cond": True,
-        },
-        "sana": {},
-        "flux_vae": _FLUX_VAE | {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
-        "hunyuan_vae": {},
-        "dc_ae": _DC_AE,
-        "qwen": {
-            "text_config": {
-                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-                "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_window_layers": 28,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-            },
-            "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584, "tokens_per_second": 2},
-        },
-        "clip": {
-            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-            "projection_dim": 768, "vocab_size": 49408,
-        },
+        "image": dict(_IMAGE_SHAPES["transformer"]),
+        "video": dict(_VIDEO_SHAPES["transformer"]),
+        "sana": dict(_SANA_SHAPES["transformer"]),
+        "flux_vae": dict(_IMAGE_SHAPES["vae"]),
+        "hunyuan_vae": dict(_VIDEO_SHAPES["vae"]),
+        "dc_ae": dict(_SANA_SHAPES["vae"]),
+        "qwen": dict(_IMAGE_SHAPES["text_encoder"]),
+        "clip": dict(_IMAGE_SHAPES["text_encoder_2"]),
+        "gemma": dict(_SANA_SHAPES["text_encoder"]),
         "clip_model": {  # ViT-L/14
             "projection_dim": 768,
             "text_config": {
@@ -119,7 +93,6 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
                 "image_size": 224, "patch_size": 14,
             },
         },
-        "gemma": {"vocab_size": 256000},
         "dinov2": {
             "hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24, "image_size": 518,
             "use_swiglu_ffn": True, "patch_size": 14,
@@ -128,12 +101,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 for _parts in SHAPES.values():
     _parts["qwen49"] = _parts["qwen"]
-SHAPES["pro"] = SHAPES["true"] | {
-    "video": _KANDINSKY_TRUE | {
-        "time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4, "num_visual_blocks": 60,
-        "axes_dims": (32, 48, 48), "visual_cond": True,
-    },
-}  # fmt: skip
+SHAPES["pro"] = SHAPES["true"] | {"video": {**_VIDEO_SHAPES["transformer"], **PRO}}
 
 # part -> (library, model class, config class or None where the class takes the keys itself)
 CLASSES = {
@@ -180,7 +148,7 @@ KINDS = {
     ),
     "kandinsky5-video-t2v": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-i2v": CheckpointKind(_K5_VIDEO["i2v"], _VIDEO, {}, {"shift": 5.0}),
-    "kandinsky5-video-t2v-nabla": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, _NABLA, {"shift": 5.0}),
+    "kandinsky5-video-t2v-nabla": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, NABLA, {"shift": 5.0}),
     "sana": CheckpointKind(FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),

@@ -105,6 +105,7 @@ class Flavour:
 
     shift: training default of s in sigma = s u / (1 + (s - 1) u). sizes: published (width, height) in pixels of its
     training. sparse: it uses the family's sparse attention. in_window: it was trained inside the family's scale window.
+    shape: of its transformer's config, what differs from the family's.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Flavour:
     sizes: tuple[tuple[int, int], ...] = ()
     sparse: bool = False
     in_window: bool = False
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class Family:
     layers: key of the transformer's config, whose value is the number of blocks that compute visual tokens. convolves:
     these blocks convolve over the grid of tokens. tile: side of the tiles of `latents.tiling`, and the distance between
     their beginnings (pixels). own_sizes: what keeps its pipelines from taking a size of their own near that which is
-    asked for: their attribute `resolutions`, or the argument `use_resolution_binning`.
+    asked for: their attribute `resolutions`, or the argument `use_resolution_binning`. shapes: sub-folder -> its
+    published config, of which only the keys that differ from the defaults of its class, for predictions without a
+    download.
     """
 
     name: str
@@ -178,6 +182,12 @@ class Family:
     preview_autoencoder: Literal["AutoencoderTiny"] | None = None
     tile: tuple[int, int] = (512, 384)
     own_sizes: Literal["resolutions", "use_resolution_binning"] | None = None
+    shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
+        """Of a component's config, the keys that differ from the defaults of its class."""
+        own = {**self.transformer_config[flavour.task], **flavour.shape} if part in self.components else {}
+        return {**self.shapes[part], **own}
 
     def condition_frames(self, task: Task) -> int:
         """Latent frames of the task's condition; 0 where it has none."""

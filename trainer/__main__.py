@@ -4,9 +4,11 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
-from cache import compatibility, weights
+import typer
+
+from cache import compatibility
 from cache.damage import DamageError, rebuild_advice
 from cache.failure_note import noting_failure
 from cache.local_cache import Ranks, supply_from_copies
@@ -23,6 +25,7 @@ from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
 from trainer.adapter_header import check_family
+from trainer.dry_run import report_card, report_dry_run
 from trainer.initial_adapter import read_initial
 from trainer.interruption import StopRequest, StopTraining, describe_progress
 from trainer.metrics import require_trackers
@@ -35,10 +38,12 @@ from trainer.run_state import (
     RunError,
     RunFinished,
     check_base_precision,
+    check_layers,
     check_methods,
     check_parallel,
     find_resume_state,
     is_finished,
+    read_shape,
     result_folder,
     run_folder,
     train_precision,
@@ -49,13 +54,34 @@ from trainer.run_state import (
 MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a factor of one
 
 
-def run(config: Config, options: Options, console: Console, *, max_time: MaxTimeOption = None) -> Report:
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    max_time: MaxTimeOption = None,
+    card: Annotated[
+        float | None,
+        typer.Option(
+            "--card",
+            metavar="GIB",
+            min=0.1,
+            max=10_000,
+            help="With --dry-run: whether encode-text, encode-latents and train fit a card with so much memory, from "
+            "the configuration alone.",
+        ),
+    ] = None,
+) -> Report:
     if options.partition.total > 1:
         raise RunError(
             "training is one job and can't be divided with --shard",
             "For several GPUs: torchrun --standalone --nproc-per-node N --no-python latentpress train",
         )
     world, main = read_launch_variable("WORLD_SIZE", 1), read_launch_variable("RANK", 0) == 0
+    if card is not None:
+        if not options.dry_run:
+            raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
+        return report_card(config, card, world)
     if not main:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 reports)
         console = Console(stdout=nowhere, stderr=nowhere)
@@ -80,7 +106,7 @@ def run(config: Config, options: Options, console: Console, *, max_time: MaxTime
             steps = range(state["step"] if state else 0, config.train.steps)
             supply_from_copies(config.train, data, schedule, steps, ranks, console.warn)
         if options.dry_run:
-            _report_dry_run(report, config, options, console, schedule, state, world)
+            report_dry_run(report, config, options, console, schedule, state, world)
             return report
         if is_finished(config, state) and world == 1:
             return report_finished(report, config)
@@ -127,24 +153,6 @@ def _report_damage(report: Report, damage: DamageError) -> Report:
     return report
 
 
-def _report_dry_run(
-    report: Report,
-    config: Config,
-    options: Options,
-    console: Console,
-    schedule: BatchSchedule,
-    state: Mapping[str, Any] | None,
-    world: int,
-) -> None:
-    """The steps that remain, the memory they would take, and whether the attention backend works."""
-    report.skipped = min(state["step"], config.train.steps) if state else 0
-    report.remaining = config.train.steps - report.skipped
-    device = options.device or config.train.device
-    report.details |= predict_memory(config, schedule, world, device, console)
-    if "memory" in report.details:  # the transformer's config.json was there
-        report.details["attention"] = try_attention(config, device, console)
-
-
 def follow_prompts(config: Config, data: TrainSet, options: Options, console: Console) -> PromptUpdates | None:
     """None where the set was named, or rolls: its prompts are those of the run."""
     if config.train.set != "current" or config.cache.rolling is not None or not config.datasets:
@@ -175,17 +183,6 @@ def read_launch_variable(name: str, alone: int) -> int:
     return int(text)
 
 
-def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
-    """RunError where a method names blocks that a transformer with this config.json does not have."""
-    count = shape.get(config.model.family_spec.layers)
-    if not isinstance(count, int):
-        return
-    for name, method in config.train.methods.used.items():
-        for key, problem in method.layer_problems(count):
-            place = ".".join(map(str, ("train.methods", name, *key)))
-            raise RunError(f"{place}: {problem}", f"{config.model.source} has {count} blocks; correct {place}.")
-
-
 def require_initial_adapter(config: Config) -> None:
     """AdapterError where `train.adapter.init` can't be started from, as far as its header tells."""
     if adapter := read_initial(config.train.adapter):
@@ -213,62 +210,6 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         "precision": train_precision(config),
         "base_precision": config.train.base_precision,
     }
-
-
-def predict_memory(
-    config: Config, schedule: BatchSchedule, ranks: int, device: str, console: Console
-) -> dict[str, Any]:
-    """Details: the memory of a step of the largest bucket with texts of the greatest length, by part; a warning where
-    it is more than the card has. Only the transformer's config.json is read; torch is imported, to compute with shapes.
-    """
-    config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
-    try:
-        compatibility.check_transformer(config.model)
-        shape = read_shape(config)
-    except weights.WeightsError as error:  # such as a repository that can't be reached; training would end here
-        console.warn(f"the memory is not predicted: {error}")
-        return {}
-    check_layers(config, shape)
-    with garbage_collection_paused(), activity("loading torch", at_once=True):
-        from trainer.memory_advice import explain_fit, find_card
-        from trainer.memory_estimate import MemoryEstimate, estimate_memory
-        from trainer.setup.load import explain_checkpoint_errors
-
-    length = config.text.max_length or config.model.template.max_length
-
-    def predict(config: Config) -> MemoryEstimate:
-        return estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)
-
-    with explain_checkpoint_errors(config):
-        found = predict(config)
-    if (card := find_card(device)) and (warning := explain_fit(config, ranks, card, found, predict)):
-        console.warn(warning)
-    where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
-    sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}
-    rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
-    return {"memory_of_bucket": found.bucket, "memory": rows}
-
-
-def try_attention(config: Config, device: str, console: Console) -> list[dict[str, Any]]:
-    """For a dry run: options, the attention backends that they name, and whether these can be used on the device; a
-    warning where not."""
-    with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
-        from trainer.attention import describe_backends
-        from trainer.families.base import module_of
-        from trainer.setup.wrap import find_device
-
-    try:
-        found = find_device(device)
-    except RunError as error:
-        console.warn(f"attention backends are not tried: {error}")
-        return []
-    return describe_backends(config, module_of(config.model.family_spec), found, console)
-
-
-def read_shape(config: Config) -> dict[str, Any]:
-    """config.json of the transformer."""
-    model = config.model
-    return weights.read_component_config(model.source, model.revision, model.family_spec.components[0])
 
 
 def log_warnings(

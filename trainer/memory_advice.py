@@ -1,12 +1,13 @@
 """What makes a run fit the card that is there, by the same prediction."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from schemas.config.pipeline import Config
+from schemas.config.section import Section
 from schemas.config.training import Train
 from trainer.memory_estimate import MemoryEstimate
 
@@ -34,30 +35,46 @@ def explain_fit(
     name, size = card
     if found.device + RESERVED <= size:
         return None
-    shown, need, settings = [], found.device, config.train
-    for change, values in list_changes(settings, ranks).items():
-        try:
-            changed = change_settings(settings, values)
-        except ValidationError:  # such as block offload of full rank
-            continue
-        if changed.model_dump() == settings.model_dump():
-            continue
-        smaller = predict(config.model_copy(update={"train": changed})).device
-        if smaller >= need:
-            continue
-        need, settings = smaller, changed
-        shown.append(f"{change} ({gib(need + RESERVED)})")
-        if need + RESERVED <= size:
-            break
+    train = [(label, {"train": values}) for label, values in list_changes(config.train, ranks).items()]
+    shown, need = try_changes(config, train, found.device, size - RESERVED, lambda changed: predict(changed).device)
     said = (
         f"the run would need {gib(found.device + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, and "
         f"{name} has {gib(size)}."
     )
     if shown:
-        said += f" It would need less with {', and with '.join(shown)}."
+        said += f" {list_smaller(shown)}"
     if need + RESERVED > size:
         said += " A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
     return said
+
+
+def try_changes(
+    config: Config,
+    changes: Iterable[tuple[str, dict[str, Any]]],
+    need: int,
+    limit: int,
+    predict: Callable[[Config], int],
+) -> tuple[list[str], int]:
+    """(the changes that each need fewer bytes than those before, with what they need; the least need). They add up, and
+    the last one is the first within `limit`. changes: (label, section of the configuration -> keys)."""
+    shown = []
+    for label, sections in changes:
+        try:
+            values = {name: change_settings(getattr(config, name), keys) for name, keys in sections.items()}
+        except ValidationError:  # such as block offload of full rank
+            continue
+        changed = config.model_copy(update=values)
+        if changed == config or (smaller := predict(changed)) >= need:
+            continue
+        need, config = smaller, changed
+        shown.append(f"{label} ({gib(need + RESERVED)})")
+        if need <= limit:
+            break
+    return shown, need
+
+
+def list_smaller(shown: Sequence[str]) -> str:
+    return f"It would need less with {', and with '.join(shown)}."
 
 
 def list_changes(settings: Train, ranks: int) -> dict[str, dict[str, Any]]:
@@ -78,12 +95,12 @@ def list_changes(settings: Train, ranks: int) -> dict[str, dict[str, Any]]:
     return changes
 
 
-def change_settings(settings: Train, values: Mapping[str, Any]) -> Train:
+def change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
     """`settings` with `values`, in which a section has the keys that change. ValidationError where they don't fit."""
     given = settings.model_dump(by_alias=True)
     for key, value in values.items():
         given[key] = {**given[key], **value} if isinstance(value, dict) else value
-    return Train.model_validate(given)
+    return type(settings).model_validate(given)
 
 
 def gib(size: int) -> str:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from cache import weights
 from cache.exported_set import source_fingerprints
 from cache.files import replacing
 from cache.json_checks import check_object, parse_json
@@ -94,6 +95,23 @@ def check_methods(config: Config, data: TrainSet) -> None:
         for reason in method.find_conflicts(config.train):
             what, _, step = reason.partition("; ")
             raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
+
+
+def read_shape(config: Config) -> dict[str, Any]:
+    """config.json of the transformer."""
+    model = config.model
+    return weights.read_component_config(model.source, model.revision, model.family_spec.components[0])
+
+
+def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
+    """RunError where a method names blocks that a transformer with this config.json does not have."""
+    count = shape.get(config.model.family_spec.layers)
+    if not isinstance(count, int):
+        return
+    for name, method in config.train.methods.used.items():
+        for key, problem in method.layer_problems(count):
+            place = ".".join(map(str, ("train.methods", name, *key)))
+            raise RunError(f"{place}: {problem}", f"{config.model.source} has {count} blocks; correct {place}.")
 
 
 def initial_adapter_checksum(config: Config) -> str | None:

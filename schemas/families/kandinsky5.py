@@ -43,6 +43,38 @@ _VIDEO = Template(
     cleaner=FOLDED,
 )
 
+_TRANSFORMER = {
+    "in_visual_dim": 16, "out_visual_dim": 16, "patch_size": (1, 2, 2), "attention_type": "regular",
+    "in_text_dim": 3584, "in_text_dim2": 768, "time_dim": 512, "num_text_blocks": 2,
+}  # fmt: skip
+PRO = {
+    "time_dim": 1024, "model_dim": 4096, "ff_dim": 16384, "num_text_blocks": 4, "num_visual_blocks": 60,
+    "axes_dims": (32, 48, 48),
+}  # fmt: skip
+NABLA = {
+    "attention_type": "nabla", "attention_causal": False, "attention_local": False, "attention_glob": False,
+    "attention_window": 3, "attention_P": 0.9, "attention_wT": 11, "attention_wW": 3, "attention_wH": 3,
+    "attention_add_sta": True, "attention_method": "topcdf",
+}  # fmt: skip
+_QWEN = {  # Qwen2.5-VL-7B
+    "text_config": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_window_layers": 28,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584, "tokens_per_second": 2},
+}  # fmt: skip
+_CLIP = {  # the text model of ViT-L/14
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "projection_dim": 768, "vocab_size": 49408,
+}  # fmt: skip
+_FLUX_VAE = {
+    "latent_channels": 16, "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4, "use_quant_conv": False, "use_post_quant_conv": False,
+    "scaling_factor": 0.3611, "shift_factor": 0.1159, "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+}  # fmt: skip
+
 _HD_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
 _LITE_VIDEO_SIZES = ((512, 512), (512, 768), (768, 512))
 
@@ -56,7 +88,8 @@ def _flavours(task: Task, names: dict[str, str]) -> dict[str, Flavour]:
         sizes = _LITE_VIDEO_SIZES if video and lite else _HD_SIZES
         sparse = video and ("10s" in repo or not lite)
         repository = f"kandinskylab/Kandinsky-5.0-{repo}-Diffusers"
-        flavours[name] = Flavour(name, repository, task, sizes=sizes, sparse=sparse, in_window=video and lite)
+        shape = (NABLA if sparse else {}) | ({} if lite else PRO)
+        flavours[name] = Flavour(name, repository, task, 1.0, sizes, sparse, video and lite, shape)
     return flavours
 
 
@@ -87,7 +120,12 @@ _IMAGE = Family(
     resolution=1024,
     text_width=3584,
     text_components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    model_classes={"transformer": "Kandinsky5Transformer3DModel", "text_encoder": "qwen2_5_vl", "vae": "AutoencoderKL"},
+    model_classes={
+        "transformer": "Kandinsky5Transformer3DModel",
+        "text_encoder": "qwen2_5_vl",
+        "text_encoder_2": "clip_text_model",
+        "vae": "AutoencoderKL",
+    },
     transformer_config={
         "t2i": {"in_visual_dim": 16, "visual_cond": False},
         "i2i": {"in_visual_dim": 16, "visual_cond": True},
@@ -103,6 +141,13 @@ _IMAGE = Family(
     steps=50,
     templates={"t2i": _T2I, "i2i": _I2I},
     conditions={"i2i": Condition("source")},
+    shapes={
+        "transformer": _TRANSFORMER
+        | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
+        "text_encoder": _QWEN,
+        "text_encoder_2": _CLIP,
+        "vae": _FLUX_VAE,
+    },
 )
 #: The text encoder, the transformer's module and what follows from them are the image family's.
 _VIDEO_FAMILY = replace(
@@ -133,6 +178,12 @@ _VIDEO_FAMILY = replace(
     "deformed, walking backwards",
     templates={"t2v": _VIDEO, "i2v": _VIDEO},
     conditions={"i2v": Condition("first-frame")},
+    shapes={
+        **_IMAGE.shapes,
+        "transformer": _TRANSFORMER
+        | {"model_dim": 1792, "ff_dim": 7168, "num_visual_blocks": 32, "axes_dims": (16, 24, 24), "visual_cond": True},
+        "vae": {},
+    },
 )
 
 FAMILIES = {family.name: family for family in (_IMAGE, _VIDEO_FAMILY)}

@@ -28,14 +28,30 @@ _TEMPLATE = Template(
     negative_uses_template=False,
 )
 
+_DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+_DC_AE = {
+    "latent_channels": 32, "encoder_block_types": _DC_BLOCKS, "decoder_block_types": _DC_BLOCKS,
+    "downsample_block_type": "Conv", "upsample_block_type": "interpolate", "scaling_factor": 0.41407,
+}  # fmt: skip
+_600M = {
+    "num_layers": 28, "num_attention_heads": 36, "num_cross_attention_heads": 16, "cross_attention_head_dim": 72,
+    "cross_attention_dim": 1152,
+}  # fmt: skip
+
 _FLAVOURS = (
     Flavour("sana-1.6b-1024px", "terminusresearch/sana-1.6b-1024px", "t2i", 3.0),
     Flavour("sana1.5-1.6b-1024px", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", "t2i", 3.0),
-    Flavour("sana1.5-4.8b-1024px", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", "t2i", 3.0),
+    Flavour(
+        "sana1.5-4.8b-1024px",
+        "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+        "t2i",
+        3.0,
+        shape={"num_layers": 60},
+    ),
     Flavour("sana-1600m-1024px-bf16", "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", "t2i", 3.0),
     Flavour("sana-1600m-2kpx-bf16", "Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers", "t2i", 3.0),
-    Flavour("sana-600m-1024px", "Efficient-Large-Model/Sana_600M_1024px_diffusers", "t2i", 4.0),
-    Flavour("sana-600m-512px", "Efficient-Large-Model/Sana_600M_512px_diffusers", "t2i", 4.0),
+    Flavour("sana-600m-1024px", "Efficient-Large-Model/Sana_600M_1024px_diffusers", "t2i", 4.0, shape=_600M),
+    Flavour("sana-600m-512px", "Efficient-Large-Model/Sana_600M_512px_diffusers", "t2i", 4.0, shape=_600M),
 )
 
 FAMILIES = {
@@ -69,5 +85,6 @@ FAMILIES = {
         steps=20,
         posterior=False,
         templates={"t2i": _TEMPLATE},
+        shapes={"transformer": {}, "text_encoder": {"vocab_size": 256000}, "vae": _DC_AE},  # Gemma 2 2B
     ),
 }

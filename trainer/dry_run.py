@@ -1,0 +1,90 @@
+"""`train --dry-run`: the steps that remain, the memory that they take, and whether the attention backend works."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cache import compatibility, weights
+from cache.schedule import BatchSchedule
+from schemas.cli.console import Console, Options, Report
+from schemas.cli.progress import activity
+from schemas.config.pipeline import Config
+from schemas.import_time import garbage_collection_paused
+from trainer.run_state import RunError, check_layers, read_shape
+
+
+def report_dry_run(
+    report: Report,
+    config: Config,
+    options: Options,
+    console: Console,
+    schedule: BatchSchedule,
+    state: Mapping[str, Any] | None,
+    world: int,
+) -> None:
+    """The steps that remain, the memory they would take, and whether the attention backend works."""
+    report.skipped = min(state["step"], config.train.steps) if state else 0
+    report.remaining = config.train.steps - report.skipped
+    device = options.device or config.train.device
+    report.details |= predict_memory(config, schedule, world, device, console)
+    if "memory" in report.details:  # the transformer's config.json was there
+        report.details["attention"] = try_attention(config, device, console)
+
+
+def predict_memory(
+    config: Config, schedule: BatchSchedule, ranks: int, device: str, console: Console
+) -> dict[str, Any]:
+    """Details: the memory of a step of the largest bucket with texts of the greatest length, by part; a warning where
+    it is more than the card has. Only the transformer's config.json is read; torch is imported, to compute with shapes.
+    """
+    config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
+    try:
+        compatibility.check_transformer(config.model)
+        shape = read_shape(config)
+    except weights.WeightsError as error:  # such as a repository that can't be reached; training would end here
+        console.warn(f"the memory is not predicted: {error}")
+        return {}
+    check_layers(config, shape)
+    with garbage_collection_paused(), activity("loading torch", at_once=True):
+        from trainer.memory_advice import explain_fit, find_card
+        from trainer.memory_estimate import MemoryEstimate, estimate_memory
+        from trainer.setup.load import explain_checkpoint_errors
+
+    length = config.text.max_length or config.model.template.max_length
+
+    def predict(config: Config) -> MemoryEstimate:
+        return estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)
+
+    with explain_checkpoint_errors(config):
+        found = predict(config)
+    if (card := find_card(device)) and (warning := explain_fit(config, ranks, card, found, predict)):
+        console.warn(warning)
+    where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
+    sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}
+    rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
+    return {"memory_of_bucket": found.bucket, "memory": rows}
+
+
+def try_attention(config: Config, device: str, console: Console) -> list[dict[str, Any]]:
+    """For a dry run: options, the attention backends that they name, and whether these can be used on the device; a
+    warning where not."""
+    with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
+        from trainer.attention import describe_backends
+        from trainer.families.base import module_of
+        from trainer.setup.wrap import find_device
+
+    try:
+        found = find_device(device)
+    except RunError as error:
+        console.warn(f"attention backends are not tried: {error}")
+        return []
+    return describe_backends(config, module_of(config.model.family_spec), found, console)
+
+
+def report_card(config: Config, card: float, ranks: int) -> Report:
+    """`trainer.card_fit.check_card`, with the errors of a model's config.json in words."""
+    with garbage_collection_paused(), activity("loading torch", at_once=True):
+        from trainer.card_fit import check_card
+        from trainer.setup.load import explain_checkpoint_errors
+
+    with explain_checkpoint_errors(config):
+        return check_card(config, card, ranks)
