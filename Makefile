@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help venv test test-fast torture lint gpu demo clean
 
 help:
-	@echo "make demo [FLAVOUR=...]   the whole pipeline on real media with tiny models; no FLAVOUR: all five"
+	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all five"
 	@echo "make test                 the whole test suite (PYTEST_ARGS=... are added)"
 	@echo "make test-fast            the same without the tests marked slow, for every change on the way"
 	@echo "make torture              kills, full disks, damage and hostile files in their long form (some tens of minutes)"

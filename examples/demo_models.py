@@ -1,8 +1,7 @@
 """Builds the demo's checkpoints: those of tiny_models, with an autoencoder that was trained on the demo's media and a
 transformer that learns fast.
 
-    python -m examples.demo_models --autoencoder flux_vae --media demo/media --out demo/models/flux_vae
-    python -m examples.demo_models --kind sana --autoencoder-folder demo/models/dc_ae --out demo/models/sana
+    python -m examples.demo_models --autoencoder dc_ae --media demo/media --out demo/models sana
 
 A random autoencoder shows texture whatever the transformer has learned; one minute on one core makes photographs that
 are blurred and can be recognised. Its matrices are trained with Muon (Keller Jordan 2024): eight photographs were back
@@ -51,7 +50,7 @@ RECIPES = {
         ("videos",), (96, 64, 5), (96, 64, 5), 2, 50, {"block_out_channels": (8, 16, 64, 64)}, small_steps=320
     ),
     "dc_ae": Recipe(
-        ("images",), (128, 128, 1), (128, 128, 1), 2, 450,
+        ("images",), (128, 128, 1), (128, 128, 1), 2, 240,
         {"encoder_block_out_channels": _DC_CHANNELS, "decoder_block_out_channels": _DC_CHANNELS},
     ),
 }  # fmt: skip
@@ -304,25 +303,21 @@ def build_checkpoint(kind: str, autoencoder: Path, out: Path) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--autoencoder", choices=RECIPES, help="train this one")
-    what.add_argument("--kind", choices=[kind for kind in KINDS if "transformer" in KINDS[kind].components])
-    parser.add_argument("--media", type=Path, help="of examples/demo_media.py, to train on")
-    parser.add_argument("--autoencoder-folder", type=Path, help="the trained autoencoder of a checkpoint")
-    parser.add_argument("--out", type=Path, required=True)
+    kinds = [kind for kind in KINDS if "transformer" in KINDS[kind].components]
+    parser.add_argument("kinds", nargs="+", choices=kinds, help="checkpoints to build")
+    parser.add_argument("--autoencoder", choices=RECIPES, required=True, help="theirs, trained unless it is there")
+    parser.add_argument("--media", type=Path, required=True, help="of examples/demo_media.py, to train it on")
+    parser.add_argument("--out", type=Path, required=True, help="has a folder for each")
     arguments = parser.parse_args(argv)
     from schemas.cli.library_messages import silence_libraries
 
     silence_libraries()
     torch.set_num_threads(1)
-    if arguments.autoencoder:
-        if arguments.media is None:
-            parser.error("--autoencoder needs --media")
-        train_autoencoder(arguments.autoencoder, arguments.media, arguments.out, lambda text: print(text, flush=True))
-    elif arguments.autoencoder_folder is None:
-        parser.error("--kind needs --autoencoder-folder")
-    else:
-        build_checkpoint(arguments.kind, arguments.autoencoder_folder, arguments.out)
+    folder = arguments.out / arguments.autoencoder
+    if not (folder / "config.json").exists():
+        train_autoencoder(arguments.autoencoder, arguments.media, folder, lambda text: print(text, flush=True))
+    for kind in arguments.kinds:
+        build_checkpoint(kind, folder, arguments.out / kind)
 
 
 if __name__ == "__main__":

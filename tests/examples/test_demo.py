@@ -63,6 +63,14 @@ def test_each_caption_gives_back_its_photograph(
     assert sum(one.nearest == one.name for one in before) < len(before), "an untrained transformer can't do it"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [([], [demo.QUICKEST]), (["t2i", "t2i"], ["t2i"]), (["all"], [*demo.FLAVOURS]), (["t2i", "all"], [*demo.FLAVOURS])],
+)
+def test_one_flavour_is_shown_unless_others_are_named(tmp_path: Path, given: list[str], shown: list[str]) -> None:
+    assert demo.choose([*given, "--out", str(tmp_path)]) == (shown, tmp_path)
+
+
 def test_models_of_other_code_or_media_are_made_again(tmp_path: Path) -> None:
     def make() -> Path:
         (tmp_path / "t2i/work").mkdir(parents=True, exist_ok=True)
