@@ -172,8 +172,13 @@ def _make(
 ) -> torch.optim.Optimizer:
     given = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"}, exclude_none=True)
     arguments = {**find_optimizer(settings.name).arguments, **given, **settings.arguments}
+    groups = list(groups)
+    # Some of optimi's take Triton's kernels wherever it is installed, as it is beside torch for CUDA.
+    takes_triton = "triton" in inspect.signature(found.__init__).parameters
+    if takes_triton and groups[0]["params"][0].device.type == "cpu" and arguments.setdefault("triton", False):
+        raise ValueError("Triton has no kernels for a CPU: leave the argument triton out")
     with redirect_stdout(io.StringIO()):  # prodigyopt prints
-        optimizer: Any = found(list(groups), **arguments)
+        optimizer: Any = found(groups, **arguments)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     if averages_weights(optimizer):

@@ -76,9 +76,9 @@ def _why_not_read(site: Site, file: Path) -> str:
     places += [Path(site.root)] if "://" not in site.root else []
     try:
         there = file.resolve()
-        if any(there.is_relative_to(place.resolve()) for place in places):
+        if not there.is_symlink() and any(there.is_relative_to(place.resolve()) for place in places):
             return ""
-    except (OSError, RuntimeError):  # links in a circle
+    except (OSError, RuntimeError):  # links in a circle, of which Python 3.13 returns one instead
         pass
     inside = "root, output and the configuration's folder"
     return f"is outside of {inside}, where this page reads nothing; put it there, or correct the file in an editor"

@@ -125,7 +125,7 @@ def test_an_unknown_placeholder_is_named_with_prompt_and_line(load) -> None:
         ("p.yaml", "a cat", "p.yaml:1: expected names with their prompts"),
         ("p.yaml", "", "p.yaml:1: it has no prompt"),
         ("p.txt", "# nothing\n", "p.txt:1: it has no prompt"),
-        ("p.json", '{"one": "a",\n}', "p.json:2: not valid JSON: "),
+        ("p.json", '{"one": "a"\n,}', "p.json:2: not valid JSON: "),
         ("p.yaml", "one: [", "p.yaml:1: not valid YAML: "),
         ("p.csv", "one", "p.csv:1: 'p.csv' ends with none of .yaml, .yml, .json, .txt"),
     ],
