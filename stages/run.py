@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -20,10 +21,11 @@ from cache.damage import ENCODE_PROGRAMS
 from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.files import check_writable
 from cache.stage_log import append_stage
-from cache.training_run import METRICS_FILE
+from cache.training_run import METRICS_FILE, WATCHER_LOGS
 from cache.trainset import SetNotFound
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
+from schemas.cli.program_note import noted
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
@@ -70,11 +72,12 @@ def run(
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
     folder = Path(config.output) / config.train.run
     aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
+    note = nullcontext() if aside else noted("run", folder / WATCHER_LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     watchers = Watchers(config, options, console, stop_handler)
-    with stop_handler.stop_on_signals(), watchers:
+    with stop_handler.stop_on_signals(), note, watchers:
         if not aside:
             check_writable(folder)
             clear_failure(folder)
@@ -120,8 +123,7 @@ def _run_stages(
     watchers: Watchers,
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
-    rows: list[dict] = []
-    report.details["stages"] = rows
+    rows: list[dict] = report.details.setdefault("stages", [])
     queue, left = deque(order), MOST_PLANS
     while queue:
         stage, started = queue.popleft(), time.monotonic()
@@ -145,7 +147,7 @@ def _run_stages(
             continue
         if not options.dry_run and (failed or document["done"]):
             row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
-            append_stage(Path(config.output) / config.train.run, row | {"done": document.get("done", 0)})
+            append_stage(Path(config.output, config.train.run), row | {"done": document.get("done", 0)})
         if failed:
             raise StageFailed(stage, code, document)
         rows.append(
@@ -209,7 +211,7 @@ def _find_report(
 ) -> str:
     """The run's page, made again if anything was done; "" where there is none. Where `run` was stopped, it is made
     within STOPPED_S, or stays as it was."""
-    page = Path(config.output) / config.train.run / "report.html"
+    page = Path(config.output, config.train.run, "report.html")
     if report.done or report.remaining or not page.exists():
         if not stop_handler.reason:
             _make_report(options, console, processes)
@@ -251,10 +253,9 @@ def _stage_order(config: Config, options: Options) -> list[StageName]:
         return order
     encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
     rest = [stage for stage in order if stage not in encoding]
-    if not options.dry_run or "train" not in rest:
+    if not options.dry_run:
         return rest
-    place = rest.index("train")
-    return [*rest[:place], *encoding, *rest[place:]]
+    return [each for stage in rest for each in ((*encoding, stage) if stage == "train" else (stage,))]
 
 
 def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) -> None:
@@ -264,10 +265,10 @@ def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) ->
             if stage in followers.failed and ("error" in document or code != OK):
                 raise StageFailed(stage, code, document)
         documents = [document for _, document in results if "error" not in document]
-        done = sum(document["done"] for document in documents)
+        done, last = sum(document["done"] for document in documents), documents[-1] if documents else {}
+        set_aside = last.get("set_aside", [])
         rows.append({"stage": stage, "seconds": "", "done": done, "skipped": 0, "remaining": 0})
-        set_aside = documents[-1]["set_aside"] if documents else []
-        rows[-1]["set_aside"] = len(set_aside) + (documents[-1]["more_set_aside"] if documents else 0)
+        rows[-1]["set_aside"] = len(set_aside) + last.get("more_set_aside", 0)
         report.set_aside += set_aside
 
 

@@ -20,10 +20,11 @@ from cache.plans import Plan
 from cache.rolling_files import RollingFiles
 from cache.shard_io import ReaderPool
 from cache.store import Store
-from cache.training_run import read_progress
+from cache.training_run import WATCHER_LOGS, read_progress
 from cache.trainset import SetError
 from cache.weights import WeightsError
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.program_note import read_notes
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
@@ -42,6 +43,9 @@ LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damage
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
 RECENT_S = 3600.0  # shards published before do not count in a rate
 MAX_COUNTED_SHARDS = 32  # in a rate
+ENDED = ("ended", "stopped")  # jobs that are shown with --all only
+MIXED = "MIXED"
+NOTHING_RUNS = "nothing is at work now: no run, training or job"
 MIN_PAUSE_FACTOR = 4  # building a report may take at most this fraction of the time: 1/4
 
 TableRow = dict[str, Any]
@@ -53,7 +57,7 @@ def run(
     console: Console,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh, with rates, until everything is done; Ctrl-C quits.")
+        bool, typer.Option("--watch", help="Refresh, with rates, until all is done and no run goes on; Ctrl-C quits.")
     ] = False,
     every: Annotated[
         float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two refreshes of --watch.")
@@ -62,20 +66,25 @@ def run(
         bool,
         typer.Option("--rejects", help="Show what was set aside, by reason, with the remedy, and nothing else."),
     ] = False,
-    every_reject: Annotated[bool, typer.Option("--all", help="With --rejects: every item of each reason.")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Ended jobs and library versions, too; with --rejects every item of each reason."),
+    ] = False,
     csv_file: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="Like --rejects; writes a line for each item, too.")
     ] = None,
 ) -> Report:
     refuse_partition(options, "status")
-    if rejects_too or every_reject or csv_file is not None:
-        return report_rejects(config, options.dry_run, every_reject, csv_file)
+    if rejects_too or csv_file is not None:
+        return report_rejects(config, options.dry_run, everything, csv_file)
+    everything = everything or options.json
     if watch and not options.dry_run:
-        return refresh_until_done(lambda: build_report(config, options), console, every)
-    return build_report(config, options)
+        return refresh_until_done(lambda: build_report(config, options, everything), console, every)
+    return build_report(config, options, everything)
 
 
-def build_report(config: Config, options: Options) -> Report:
+def build_report(config: Config, options: Options, everything: bool = True) -> Report:
+    """everything: ended jobs, library versions and the bytes under the root, too."""
     store = Store(config.root)
     listed = {top: store.list_files(top) for top in LISTED_FOLDERS}
     report = Report(program="status", dry_run=options.dry_run)
@@ -87,6 +96,11 @@ def build_report(config: Config, options: Options) -> Report:
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(config).row()]}
+    if any(
+        note.program == "run" and note.is_running
+        for note in read_notes(Path(config.output) / config.train.run / WATCHER_LOGS)
+    ):
+        report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
         plan = current_plan(store, config)
@@ -123,12 +137,17 @@ def build_report(config: Config, options: Options) -> Report:
     for column in ("units", "jobs", "items_per_second", "left"):
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
+    if not everything:
+        jobs = {stage: [job for job in found if job.state not in ENDED] for stage, found in jobs.items()}
     report.details |= list_jobs(jobs) if options.json else describe_jobs(jobs)
     report.details["training_set"] = _describe_training_set(store, config, plan)
-    report.details["made_with"] = _library_versions(store, states, listed)
-    report.details["under_root_mib"] = {
-        top: _mib(entries) for top, entries in listed.items() if entries or top in LISTED_FOLDERS[:4]
-    }
+    versions = _library_versions(store, states, listed)
+    if shown := [row for row in versions if everything or MIXED in row["libraries"]]:
+        report.details["made_with"] = shown
+    if everything:
+        report.details["under_root_mib"] = {
+            top: _mib(entries) for top, entries in listed.items() if entries or top in LISTED_FOLDERS[:4]
+        }
     output = Path(config.output)
     folders = list(output.iterdir()) if output.is_dir() else []
     runs = sorted(path.name for path in folders if any((path / name).exists() for name in RUN_FILES))
@@ -238,7 +257,7 @@ def _library_versions(
                 damaged.append(f"{path} can't be read: latentpress verify")
         mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
         same = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
-        parts = [f"MIXED: {', '.join(mixed)}"] if mixed else []
+        parts = [f"{MIXED}: {', '.join(mixed)}"] if mixed else []
         parts += [", ".join(same)] if same else []
         parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])
         rows.append({"stage": stage.name, "libraries": "; ".join(parts) or "none yet"})
@@ -259,8 +278,8 @@ def _mib(entries: Sequence[Entry]) -> float:
 
 
 def refresh_until_done(build_report: Callable[[], Report], console: Console, every: float) -> Report:
-    """Show a new report every `every` seconds until nothing remains, less often where building one takes long. Ctrl-C
-    ends with exit code 0."""
+    """Show a new report every `every` seconds until nothing remains and no `run` or training goes on, less often where
+    building one takes long. Ctrl-C ends with exit code 0."""
     report = Report(program="status")
     try:
         with console.live_display() as show:
@@ -280,8 +299,13 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                     lines[f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}"] = (
                         f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}{speed}"
                     )
+                running = any(row["state"] == "running" for row in training) or report.details.get("run_goes_on", False)
+                if not running and "running" not in "".join(
+                    row.get("jobs", "") for row in report.details.get("stages", ())
+                ):
+                    lines[NOTHING_RUNS] = NOTHING_RUNS
                 show(lines, report.summary())
-                if not report.remaining and not any(row["state"] == "running" for row in training):
+                if not report.remaining and not running:
                     return report
                 took = time.monotonic() - started
                 time.sleep(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))

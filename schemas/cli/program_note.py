@@ -1,4 +1,5 @@
-"""What a program says of itself in a small file while it runs, where $LATENTPRESS_NOTES names a folder for it.
+"""What a program says of itself in a small file while it runs, where $LATENTPRESS_NOTES names a folder for it, and
+`run` in its folder, too, so that `status` knows of it.
 
 `latentpress ui` sets the variable for the programs that it starts, and they pass it on to those that they start. So a
 page that is opened later still knows what runs, how far it is, and how it ended. A note that can't be written stops
@@ -111,10 +112,11 @@ def _note_task(task: Progress) -> TaskNote:
 
 
 @contextmanager
-def noted(program: str) -> Iterator[NoteWriter | None]:
+def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter | None]:
     """A context around a program: its note is there from the beginning, and says afterwards how it ended, unless the
-    process was killed. The body tells the exit code by `update(exit_code=...)`; an exception counts as 1."""
-    folder = os.environ.get(NOTES_VARIABLE)
+    process was killed. The body tells the exit code by `update(exit_code=...)`; an exception counts as 1. folder: else
+    that of the variable."""
+    folder = folder or os.environ.get(NOTES_VARIABLE)
     if not folder:
         yield None
         return
@@ -125,6 +127,7 @@ def noted(program: str) -> Iterator[NoteWriter | None]:
     except BaseException:
         writer.update(tasks=(), exit_code=1)
         raise
+    writer.update(tasks=(), exit_code=0)
 
 
 def read_notes(folder: Path) -> list[ProgramNote]:

@@ -5,13 +5,16 @@ import io
 import itertools
 import shutil
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from rich.cells import cell_len
 
-from schemas.cli.console import Console, Report
+from schemas.cli.console import Console, Options, Report
+from schemas.cli.program_note import NoteWriter
+from schemas.config.pipeline import Config
 from stages import bucket, discover, encode_latents, encode_text, index, status
 from stages.discovery.missing_media import spread_evenly
 
@@ -30,7 +33,7 @@ def encode_three(home) -> None:
 
 def made_with(home: Any) -> dict[str, str]:
     """stage -> what made its shards."""
-    return {row["stage"]: row["libraries"] for row in home.run(status.run).details["made_with"]}
+    return {row["stage"]: row["libraries"] for row in home.run(status.run, everything=True).details["made_with"]}
 
 
 @pytest.mark.slow
@@ -130,6 +133,7 @@ def test_watching_prints_a_line_for_each_change_and_ends_when_nothing_remains() 
     assert report.exit_code == 0
     assert out.getvalue().splitlines() == [
         "encode-text: 0 texts done, 9 remaining, 3 texts/s, 0:00:01 left",
+        status.NOTHING_RUNS,
         "encode-text: 5 texts done, 4 remaining, 3 texts/s, 0:00:01 left",
         "encode-text: 9 texts done, 0 remaining, 3 texts/s, 0:00:01 left",
     ]
@@ -147,7 +151,33 @@ def test_watching_goes_on_while_training_runs() -> None:
     assert out.getvalue().splitlines() == [
         "train: running, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
         "train: finished, step 5 of 9, loss 1, 2 samples/s, 0:00:09 left",
+        status.NOTHING_RUNS,
     ]
+
+
+def test_watching_goes_on_between_the_stages_of_a_run(encoded, monkeypatch) -> None:
+    """Nothing remains to be encoded, and training has not begun: as long as `run` is at work."""
+    seen = []
+
+    def look(config: Config, options: Options, everything: bool) -> Report:
+        report = real(config, options, everything)
+        seen.append(report.details.get("run_goes_on", False))
+        if len(seen) == 3:
+            note.update(exit_code=0)
+        return report
+
+    real = status.build_report
+    monkeypatch.setattr(status, "build_report", look)
+    note = NoteWriter(Path(encoded.config().output) / "run" / "logs", "run")
+    note.update()
+    assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0
+    assert seen == [True, True, True, False]
+
+
+def test_what_is_rarely_wanted_is_shown_on_request(encoded) -> None:
+    short, whole = (encoded.run(status.run, everything=wanted).details for wanted in (False, True))
+    assert short.keys() < whole.keys() and {"made_with", "under_root_mib"} <= whole.keys() - short.keys()
+    assert encoded.run(status.run, json=True).details.keys() >= whole.keys()
 
 
 def test_ctrl_c_ends_watching_well() -> None:
