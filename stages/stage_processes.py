@@ -1,13 +1,14 @@
 """Programs that another one runs as processes of their own, one after another, and reads the reports of."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 
 from schemas.cli.console import Options
-from schemas.cli.interruption import child_environment
+from schemas.cli.interruption import child_environment, signals_blocked
 from schemas.cli.starting import hide_line, show_ending, show_starting
 from schemas.errors import INCOMPLETE, LatentpressError
 
@@ -35,7 +36,9 @@ class StageProcesses:
         if self._stopped:
             return INCOMPLETE, {}
         alone = threading.current_thread() is threading.main_thread()  # of several one would erase another's line
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as self._process:
+        with signals_blocked(signal.SIGINT):  # until it handles them
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+        with process as self._process:
             if alone:
                 show_starting(stage)
             if self._stopped:  # since it was checked above

@@ -21,7 +21,7 @@ from cache.compatibility import check_preview_autoencoder
 from cache.training_run import WATCHER_LOGS, is_running, may_be_running, read_progress
 from cache.training_wait import describe_wait
 from schemas.cli.console import Console, Options
-from schemas.cli.interruption import StopHandler
+from schemas.cli.interruption import StopHandler, signals_blocked
 from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
@@ -115,15 +115,11 @@ class Watchers:
         command = [sys.executable, "-P", "-m", module, *self._options.argv(), "--watch"]
         log = self._log(watcher)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
-            # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
-            # SIGTERM is blocked until `Watch` handles it: told to finish while it imports, it polls once all the same.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            try:
-                environment = {**os.environ, BESIDE: str(os.getpid())}
-                process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
+        # SIGTERM is blocked until `Watch` handles it: told to finish while it imports, it polls once all the same.
+        with log.open("wb") as file, signals_blocked(signal.SIGTERM):
+            environment = {**os.environ, BESIDE: str(os.getpid())}
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         with suppress(OSError):  # it has ended
             niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
             os.setpriority(os.PRIO_PROCESS, process.pid, niceness)

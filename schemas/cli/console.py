@@ -27,7 +27,7 @@ from typing import Annotated, Any, TextIO, get_args
 
 import typer
 
-from schemas.cli.interruption import end_with_parent
+from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
 from schemas.cli.library_messages import silence_libraries
 from schemas.cli.options import (
     NOT_PARTITIONED,
@@ -255,7 +255,8 @@ def make_app(
         **own: Any,
     ) -> None:
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
-        raise typer.Exit(run_program(name, run, options, own, extra=extra))
+        with interrupted_by_sigterm():
+            raise typer.Exit(run_program(name, run, options, own, extra=extra))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):
@@ -293,12 +294,12 @@ def _run_program(
 ) -> int:
     from schemas.config.loading import load_config
 
-    end_with_parent()
     console = Console(json=options.json, complete=options.add_given_options, note=note)
     show_activities(console)
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")
     try:
+        end_with_parent()
         show_starting(name)
         try:
             config = load_config(options.config, options.overrides)

@@ -47,6 +47,41 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
 
 
+@contextmanager
+def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Processes that are started in the body, and those that they start, have these signals blocked."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """In the body SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that what is open is closed; after either it is
+    ignored. A process that SIGTERM kills leaves semaphores behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = threading.current_thread() is threading.main_thread() and before[signal.SIGTERM] is signal.SIG_DFL
+    try:
+        for number, handler in before.items():
+            if wanted and handler is not signal.SIG_IGN:
+                signal.signal(number, _interrupt)
+        yield
+    finally:
+        for number, handler in before.items() if wanted else ():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, _ignore)
+    raise KeyboardInterrupt
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """In place of SIG_IGN, of which Python prints an error where a signal has just come."""
+
+
 def end_with_parent() -> None:
     """Of a program that another one, such as `run`, started with `child_environment`: once that is gone, as after
     SIGKILL, this one ends as it does by SIGTERM. Otherwise it would go on alone, in the way of the next `run`. A signal
@@ -62,6 +97,8 @@ def end_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     if parent:
+        # Blocked while this program's modules were imported; the parent, which Ctrl-C reaches, too, sends SIGTERM.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         threading.Thread(target=watch, daemon=True, name="watch-parent").start()
 
 
@@ -108,8 +145,9 @@ class StopHandler:
                 raise
         finally:
             timer.cancel()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, handler in before.items():  # of several SIGTERM a later one must not disturb the report
+                is_late = self.reason and number == signal.SIGTERM and handler is _interrupt
+                signal.signal(number, _ignore if is_late else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name

@@ -17,11 +17,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from cache.plans import Unit
+from schemas.cli.interruption import signals_blocked
 from schemas.cli.progress import activity, announce, announce_by
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
@@ -144,7 +146,9 @@ class _WorkerPool:
         number = min({*range(self._job.resources.worker_count)} - {*self._numbers.values()})
         job = replace(self._job, process_index=number)
         process = self._context.Process(target=_worker_main, args=(self._load, job, theirs))
-        process.start()
+        resource_tracker.ensure_running()  # it would unblock signals
+        with signals_blocked(signal.SIGINT):  # Ctrl-C reaches every process; the program decides
+            process.start()
         theirs.close()
         self._processes[ours], self._given[ours], self._numbers[ours] = process, [], number
         return ours
@@ -200,7 +204,6 @@ class _WorkerPool:
 
 def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
     """In a worker process: load the model, then run units until the pipe closes. Unfinished units are dropped."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the program decides
     signal.signal(signal.SIGTERM, _exit_once)
     units: SimpleQueue[Unit] = SimpleQueue()
     sending = threading.Lock()  # announcements come from other threads, too

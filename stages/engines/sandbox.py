@@ -25,16 +25,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, islice, pairwise
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
+from schemas.cli.interruption import signals_blocked
 from stages.media.errors import MediaError
 
 T = TypeVar("T")
@@ -94,8 +96,12 @@ class SandboxPool(Generic[T, R]):
         context = multiprocessing.get_context("forkserver")
         libraries = [name for name in SOURCE_LIBRARIES if name in sys.modules]
         context.set_forkserver_preload([*PRELOADED_MODULES, *libraries, getattr(make, "func", make).__module__])
+        resource_tracker.ensure_running()  # it would unblock signals
+        with signals_blocked(signal.SIGINT):  # Ctrl-C reaches the whole group; the program ends its processes
+            forkserver.ensure_running()
         self._workers, self._timeout, self._memory_mib = workers, timeout_s, memory_mib
         self._task_size = 1  # of the next task
+        self._started = False
         _remove_stale_folders()
         parents = (None, SHARED_MEMORY_FOLDER if os.access(SHARED_MEMORY_FOLDER, os.W_OK) else None)
         prefix = f"{FOLDER_PREFIX}{os.getpid()}-"
@@ -147,6 +153,10 @@ class SandboxPool(Generic[T, R]):
     def _begin(self, items: Sequence[T]) -> Future:
         # pebble's timeout is later than the alarm's, for a process that is stopped and can't be woken.
         timeout = self._timeout * len(items) + KILL_GRACE_S
+        if not self._started:
+            with ThreadPoolExecutor(1) as starter:  # an interrupt must not leave a process half started
+                starter.submit(lambda: self._pool.active).result()
+            self._started = True
         task = self._pool.schedule(_run_task, args=(list(items),), timeout=timeout)
         self._tasks.add(task)
         return task
@@ -226,7 +236,6 @@ def _init_process(
     Path(disk, f"{os.getpid()}{READY_SUFFIX}").touch()
     os.dup2(2, 1)  # standard output is for the program's report
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the program ends its processes
 
 
 @cache

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ import cache.files
 import cache.store
 import cache.wds
 from schemas.cli.interruption import StopHandler
-from schemas.errors import INCOMPLETE
+from schemas.errors import INCOMPLETE, INTERRUPTED
 from stages import bucket, discover, encode_latents, run
 from stages.encoding import member_reader
 from stages.encoding.vae.worker import LatentsWorker
+from tests.background import until
 from tests.processes import ForkedProgram
 
 
@@ -186,6 +188,38 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs)
         while True:  # those that only ever wait for a parent see its end a little later
             os.killpg(started.pid, 0)
             time.sleep(0.01)
+
+
+def commands(session: int) -> str:
+    """The command lines of a session's processes."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(process.name)) == session:
+                found.append((process / "cmdline").read_text())
+    return " ".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
+@pytest.mark.parametrize(("program", "code"), [("discover", INTERRUPTED), ("run", INCOMPLETE)])
+def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(project, program, code) -> None:
+    """It reaches every process of the terminal's group; what `run` has started gets its SIGTERM, too."""
+    home = project()
+    for number in range(50):
+        home.image(f"{number}.png", seed=number)
+    home.config()
+    command = [sys.executable, "-m", "stages.cli", program, "--config", str(home.folder / "pipeline.yaml")]
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    until(
+        lambda: started.poll() is not None or "multiprocessing.forkserver" in commands(started.pid),
+        "a server of readers",
+    )
+    os.killpg(started.pid, signal.SIGINT)
+    said, _ = started.communicate()  # also of processes that end after it
+    assert started.returncode == code and "Traceback" not in said and "leaked" not in said, said
 
 
 @pytest.mark.slow
