@@ -24,7 +24,6 @@ from schemas.text_format import format_duration
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
 WANDB_ID = "wandb-id.txt"
 TENSORBOARD = "tensorboard"
-WATCHER_LOGS = "logs"  # folder of a run, with a file for each program that `run` starts beside training
 SILENT_S = 1800.0  # after which a trainer that wrote nothing, and whose lock can't be seen, counts as killed
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
 TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps

@@ -77,7 +77,7 @@ def run(
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     watchers = Watchers(config, options, console, stop_handler)
-    with stop_handler.stop_on_signals(), note, watchers:
+    with console.keep_log(None if aside else folder), stop_handler.stop_on_signals(), note, watchers:
         if not aside:
             check_writable(folder)
             clear_failure(folder)

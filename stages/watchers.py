@@ -18,10 +18,11 @@ from pathlib import Path
 from types import TracebackType
 
 from cache.compatibility import check_preview_autoencoder
-from cache.training_run import WATCHER_LOGS, is_running, may_be_running, read_progress
+from cache.training_run import is_running, may_be_running, read_progress
 from cache.training_wait import describe_wait
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler, signals_blocked
+from schemas.cli.kept_log import LOG_VARIABLE, LOGS
 from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
@@ -118,7 +119,8 @@ class Watchers:
         # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
         # SIGTERM is blocked until `Watch` handles it: told to finish while it imports, it polls once all the same.
         with log.open("wb") as file, signals_blocked(signal.SIGTERM):
-            environment = {**os.environ, BESIDE: str(os.getpid())}
+            environment = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
+            environment[BESIDE] = str(os.getpid())
             process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         with suppress(OSError):  # it has ended
             niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
@@ -127,7 +129,7 @@ class Watchers:
         return process
 
     def _log(self, watcher: Watcher) -> Path:
-        return self._folder / WATCHER_LOGS / f"{watcher.program}.log"
+        return self._folder / LOGS / f"{watcher.program}.log"
 
     def finish(self, stage: StageName | None = None) -> None:
         """Tell the watchers whose `until` is `stage` to finish (None: all), and wait until they have ended. Those that

@@ -114,6 +114,7 @@ def run(
         with (
             stop.on_signals(config, main),
             lock_output(run_folder(config), console) if main else nullcontext(),
+            console.keep_log(run_folder(config) if main else None),
             noting_failure(run_folder(config), "train", RunFinished) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)

@@ -18,16 +18,17 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, TextIO, get_args
+from typing import Annotated, Any, TextIO, cast, get_args
 
 import typer
 
 from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
+from schemas.cli.kept_log import KeptLog, LastingStream
 from schemas.cli.library_messages import silence_libraries
 from schemas.cli.options import (
     NOT_PARTITIONED,
@@ -44,6 +45,7 @@ from schemas.cli.options import (
 from schemas.cli.program_note import NoteWriter, noted
 from schemas.cli.progress import (
     PROGRESS_INTERVAL_S,
+    STILL_S,
     Display,
     LineDisplay,
     NoDisplay,
@@ -89,7 +91,8 @@ class Console:
     """A program's output: the report to `stdout`, everything else to `stderr`.
 
     On a terminal progress is a bar; elsewhere a line at most every `interval` seconds, and one at the end. complete:
-    adds this program's options to the commands in a warning. note: says what is shown to others, too.
+    adds this program's options to the commands in a warning. note: says what is shown to others, too. kept: see
+    `keep_log`.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Console:
         interval: float = PROGRESS_INTERVAL_S,
         complete: Callable[[str], str] = str,
         note: NoteWriter | None = None,
+        kept: KeptLog | None = None,
     ) -> None:
         from rich.console import Console as RichConsole
 
@@ -110,12 +114,22 @@ class Console:
         for stream in (sys.stdout, sys.stderr):  # characters that the terminal's encoding lacks are escaped
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        self._rich = RichConsole(file=stderr or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        lasting = cast(TextIO, LastingStream(stderr or sys.stderr))
+        self._rich = RichConsole(file=lasting, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
-        self._clock, self._complete, self._note = clock, complete, note
+        self._clock, self._complete, self._note, self._kept = clock, complete, note, kept
         self._display: Display = LineDisplay(self.log, clock, interval)
+        self._kept_display: Display = NoDisplay()
         if self._on_terminal:
             self._display = TerminalDisplay(self._rich)
+            if kept is not None:
+                self._kept_display = LineDisplay(kept.add, clock, STILL_S)
+
+    def keep_log(self, run_folder: Path | None) -> AbstractContextManager[None]:
+        """See `KeptLog.begin`. None: nothing changes."""
+        if run_folder is None or self._kept is None:
+            return nullcontext()
+        return self._kept.begin(run_folder, self.warn)
 
     def log(self, message: str) -> None:
         self._print(message)
@@ -129,6 +143,8 @@ class Console:
     def _print(self, message: str, style: str | None = None) -> None:
         """On a terminal folded to its width; elsewhere a message stays a line, which other programs look for."""
         lines = _escape_lines(message).split("\n")
+        if self._kept is not None:
+            self._kept.add("\n".join(lines))
         if self._on_terminal:
             lines = [part for line in lines for part in fold_message(line, self._rich.width)]
         self._rich.print("\n".join(lines), style=style)
@@ -161,6 +177,7 @@ class Console:
     def _showing(self, task: Progress, keep: bool, at_once: bool = False) -> Iterator[None]:
         display = self._display
         display.begin(task, at_once, keep)
+        self._kept_display.begin(task, at_once, keep)
         if self._note is not None:
             self._note.begin(task)
         try:
@@ -168,6 +185,7 @@ class Console:
         finally:
             if self._note is not None:
                 self._note.end(task)
+            self._kept_display.end(task, keep)
             display.end(task, keep)
 
     @contextmanager
@@ -202,7 +220,13 @@ class Console:
 
     def print_report(self, report: Report) -> int:
         """Print the report; returns the exit code."""
-        print(report.json() if self.json else report.summary(self._complete), file=self.stdout, flush=True)
+        text = report.json() if self.json else report.summary(self._complete)
+        stream: Any = self.stdout
+        if self._kept is not None and self._kept.path is not None:
+            stream = LastingStream(self.stdout)
+            if not self.json:
+                self._kept.add(_escape_lines(text))
+        print(text, file=stream, flush=True)
         return report.exit_code
 
     def print_error(self, name: str, error: LatentpressError) -> int:
@@ -294,7 +318,7 @@ def _run_program(
 ) -> int:
     from schemas.config.loading import load_config
 
-    console = Console(json=options.json, complete=options.add_given_options, note=note)
+    console = Console(json=options.json, complete=options.add_given_options, note=note, kept=KeptLog(name))
     show_activities(console)
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")

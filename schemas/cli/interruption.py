@@ -58,6 +58,20 @@ def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
+def hangup_ignored() -> Iterator[None]:
+    """In the body the end of the terminal or the connection does not end this process, nor those that it starts."""
+    before = signal.getsignal(signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
     """In the body SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that what is open is closed; after either it is
     ignored. A process that SIGTERM kills leaves semaphores behind."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from cache.best_step import BEST_KEYS
 from cache.files import TEMP_SUFFIX, is_temporary
-from cache.training_run import CHECKPOINTS, WATCHER_LOGS, is_running
+from cache.training_run import CHECKPOINTS, is_running
+from schemas.cli.kept_log import LOGS
 
 ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a picture, clip or page any more
 
@@ -27,7 +28,7 @@ def put_results_last(details: dict[str, Any]) -> dict[str, Any]:
 
 def find_folders(run_folder: Path) -> dict[str, str]:
     """Those of a run that no stage reports."""
-    folders = {"checkpoints": run_folder / CHECKPOINTS, "logs": run_folder / WATCHER_LOGS}
+    folders = {"checkpoints": run_folder / CHECKPOINTS, "logs": run_folder / LOGS}
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir() and any(folder.iterdir())}
 
 

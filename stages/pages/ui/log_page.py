@@ -8,7 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache.training_run import WATCHER_LOGS, is_running
+from cache.training_run import is_running
+from schemas.cli.kept_log import LOGS
 from schemas.text_format import escape_unprintable, shorten
 from stages.pages.ui.app import Page, get, render, site_of
 from stages.pages.ui.jobs import JOBS
@@ -64,14 +65,14 @@ def _has_ended(request: Request) -> bool:
 
 
 def _list_watchers(site: Site) -> list[str]:
-    return sorted(path.stem for path in (site.output / site.config().train.run / WATCHER_LOGS).glob("*.log"))
+    return sorted(path.stem for path in (site.output / site.config().train.run / LOGS).glob("*.log"))
 
 
 def _logs(request: Request) -> list[Path]:
     """The newest first. None that a link leads out of the output's folder."""
     site, name = site_of(request), request.path_params["job"]
     if name.startswith(BESIDE) and (watcher := name.removeprefix(BESIDE)) in _list_watchers(site):
-        found = [site.output / site.config().train.run / WATCHER_LOGS / f"{watcher}.log"]
+        found = [site.output / site.config().train.run / LOGS / f"{watcher}.log"]
     elif name in JOBS:
         found = site.programs.logs(name)
     else:
