@@ -1,7 +1,6 @@
 """run: every stage in order, each in its own process, so that only one model is loaded at a time.
 
-Each stage skips what is done, so a second run ends in seconds. The first stage that fails ends the run. While it trains
-its watchers run beside it (`stages/watchers.py`), and at its end `report` makes the run's page.
+Each skips what is done; the first that fails ends the run. stages/watchers.py run beside training, `report` at the end.
 """
 
 import threading
@@ -21,10 +20,11 @@ from cache.damage import ENCODE_PROGRAMS
 from cache.failure_note import clear_failure, read_failure, record_failure
 from cache.files import check_writable
 from cache.stage_log import append_stage
-from cache.training_run import METRICS_FILE, WATCHER_LOGS
+from cache.training_run import METRICS_FILE
 from cache.trainset import SetNotFound
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
+from schemas.cli.kept_log import LOGS
 from schemas.cli.program_note import noted
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
@@ -72,7 +72,7 @@ def run(
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
     folder = Path(config.output) / config.train.run
     aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
-    note = nullcontext() if aside else noted("run", folder / WATCHER_LOGS)
+    note = nullcontext() if aside else noted("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = _Followers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)

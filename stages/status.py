@@ -20,10 +20,11 @@ from cache.plans import Plan
 from cache.rolling_files import RollingFiles
 from cache.shard_io import ReaderPool
 from cache.store import Store
-from cache.training_run import WATCHER_LOGS, read_progress
+from cache.training_run import read_progress
 from cache.trainset import SetError
 from cache.weights import WeightsError
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.kept_log import LOGS
 from schemas.cli.program_note import read_notes
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
@@ -97,8 +98,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(config).row()]}
     if any(
-        note.program == "run" and note.is_running
-        for note in read_notes(Path(config.output) / config.train.run / WATCHER_LOGS)
+        note.program == "run" and note.is_running for note in read_notes(Path(config.output) / config.train.run / LOGS)
     ):
         report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []

@@ -88,8 +88,8 @@ def test_from_pictures_to_an_adapter_and_the_second_time_nothing(
     assert {f"colour number {number}" for number in range(4)} <= cut
     where_the_results_are(home, first)
 
-    def times() -> dict[Path, int]:  # but for what `run` says of itself while it runs
-        files = (path for path in home.folder.rglob("*") if path.is_file() and path.name != "run.json")
+    def times() -> dict[Path, int]:  # but of what `run` says
+        files = (path for path in home.folder.rglob("*") if path.is_file() and "logs" not in path.parts)
         return {path: path.stat().st_mtime_ns for path in files}
 
     before = times()
