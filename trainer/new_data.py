@@ -1,8 +1,8 @@
 """Going on with a run on another training set (`train.on_new_data: continue`).
 
 Weights, optimizer and moving average stay, steps and the rate's schedule count on, and the order of the samples begins
-anew. state.json has the changes, oldest first: [{"step": first step on the next set (from 0), "set": id of the set
-before}].
+anew. state.json has the changes, oldest first, each {"step": first step on the next set (from 0), "set": id of the set
+before}, and the `held_out_digest` that was compared with these sets.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from cache import plans
 from cache.damage import DamageError
 from cache.exported_set import source_fingerprints
 from cache.trainset import TrainSet
+from schemas.identity import hash_bytes
 from trainer.resume import NEW_RUN_HINT, Checkpoint, ResumeError
 
 MOST_NAMED = 3  # samples
@@ -34,15 +35,29 @@ def first_step(changes: Sequence[Change]) -> int:
     return changes[-1]["step"] if changes else 0
 
 
+def recorded_changes(changes: Sequence[Change], data: TrainSet) -> dict[str, Any]:
+    """Of state.json, for `check_new_data` when the run goes on."""
+    return {"data changes": [*changes], "held out compared": held_out_digest(data)} if changes else {}
+
+
+def held_out_digest(data: TrainSet) -> str:
+    return hash_bytes(*(name.encode() for name in _held_out(data).to_pylist()))
+
+
+def _held_out(data: TrainSet) -> pa.Array:
+    return data.tables["index"].column("sample_id").slice(len(data)).combine_chunks()
+
+
 def check_new_data(found: Checkpoint, data: TrainSet, changes: Sequence[Change]) -> None:
     """ResumeError where the data were made by other encoders than those before, or where they hold out what the run was
     trained on, also at another resolution; and where a set before is not there, so that this is not known."""
+    compared = found.state.get("held out compared") == held_out_digest(data)
+    if not changes or (compared and changes == found.state.get("data changes")):
+        return
     trained = []
     for change in changes:
         before = _open(data, change["set"])
         if before is None:
-            if change in found.state.get("data changes", []):
-                continue  # which was compared when that change was made
             raise ResumeError(
                 f"{found.path} was trained on set {change['set']}, which is not there, so whether set {data.id} was "
                 "made by the same encoders and holds out other samples is not known",
@@ -56,8 +71,8 @@ def check_new_data(found: Checkpoint, data: TrainSet, changes: Sequence[Change])
                 f"Set the model and the sections text and latents back. {NEW_RUN_HINT}",
             )
         trained.append(before.tables["index"].column("sample_id").slice(0, len(before)).combine_chunks())
-    held_out = data.tables["index"].column("sample_id").slice(len(data)).combine_chunks()
-    if not trained or not len(held_out):
+    held_out = _held_out(data)
+    if not len(held_out):
         return
     samples = [plans.read_plan_table(data.store, name, "samples") for name in plans.list_plans(data.store)]
     known = pa.concat_tables([table.select(["sample_id", "media_id"]) for table in samples]) if samples else None

@@ -29,6 +29,7 @@ from trainer.failure_messages import explain_failures
 from trainer.families.base import components
 from trainer.interruption import StopRequest, StopTraining, StopValidation
 from trainer.methods.base import MethodStep
+from trainer.new_data import recorded_changes
 from trainer.prompt_updates import PromptUpdates
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
@@ -286,9 +287,8 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     run.watch.note(f"the checkpoint of step {done}")
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
     epoch = (done - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
-    extra: dict[str, Any] = {"epoch": epoch, "random": {"seed": schedule.seed, "step": done}}
-    extra |= {"data changes": run.data_changes} if run.data_changes else {}
-    extra |= {"gradient noise": [run.gradient_noise.noise, run.gradient_noise.signal]}
+    extra = recorded_changes(run.data_changes, run.loader.data) | {"random": {"seed": schedule.seed, "step": done}}
+    extra |= {"epoch": epoch, "gradient noise": [run.gradient_noise.noise, run.gradient_noise.signal]}
     extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total, "validation due": validation_due}
     averages = None
     if run.average is not None:

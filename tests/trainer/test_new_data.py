@@ -146,6 +146,9 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         train(longer)
         store.remove("sets/set1/set.json")
         assert train(make_config("t2i", steps=4, on_new_data="continue"))["done"] == 1
+        change(store, "sets/set2/index.arrow", lambda rows: rows[-1].update(sample_id="set1-sample3"))
+        with pytest.raises(ResumeError, match="was trained on set set1, which is not there"):
+            train(make_config("t2i", steps=5, on_new_data="continue"))
         return
     with pytest.raises(ResumeError, match=said[case]):
         train(longer)
