@@ -30,6 +30,7 @@ import typer
 from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
 from schemas.cli.kept_log import KeptLog, LastingStream
 from schemas.cli.library_messages import silence_libraries
+from schemas.cli.limits import limits_explained
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -329,7 +330,8 @@ def _run_program(
             config = load_config(options.config, options.overrides)
         finally:
             hide_line()
-        report = run(config, options, console, **own)
+        with limits_explained(name, options.dry_run):
+            report = run(config, options, console, **own)
         complete = options.add_given_options
         steps = [complete(step) for step in report.next_steps]
         details = {key: complete(it) if isinstance(it, str) else it for key, it in report.details.items()}
