@@ -189,3 +189,16 @@ def test_an_absolute_entry_of_pythonpath_stays(place: Place) -> None:
         PYTHONPATH=f"{os.pathsep}{place.media}",
     )
     assert str(place.media) in found and f"'{place.work}'" not in found
+
+
+def test_what_a_program_starts_has_a_clean_path(place: Place) -> None:
+    """As docs/configuration.md says, whatever Python itself has imported by then."""
+    start = "import subprocess; subprocess.run([sys.executable, '-c', 'import sys; print(sys.path)'])"
+    found = place.run(
+        *(sys.executable, "-c", "import sys; sys.argv = ['latentpress', '--version']; import stages.cli; "
+          f"stages.cli.main(); {start}"),
+        PYTHONPATH=os.pathsep.join(["", ".", "here", str(place.media)]),
+    )  # fmt: skip
+    path = found.strip().splitlines()[-1]
+    assert f"'{place.media}'" in path
+    assert not any(f"'{entry}'" in path for entry in ("", ".", "here", place.work, place.work / "here"))
