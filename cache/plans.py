@@ -8,6 +8,7 @@ million samples is read and compared without a Python object for each.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -178,9 +179,32 @@ class Plan:
 
 
 def list_plans(store: Store) -> list[str]:
-    """Published generations, oldest first."""
+    """Published generations, oldest first. Those that a listing does not show yet are found by the files of the next
+    numbers, which are read themselves."""
     listed = (name for name in store.list_names("plans") if is_project_file(f"plans/{name}"))
-    return sorted(name.split("/")[0] for name in listed if name.endswith("/plan.json"))
+    found = {name.split("/")[0] for name in listed if name.endswith("/plan.json")}
+    number = int(max(found, default="0").partition("-")[0])
+    with suppress(FileNotFoundError):  # at the first number that nobody has taken
+        while number := number + 1:
+            with suppress(DamageError):
+                name = _read_number(store, number)["plan"]
+                if store.exists(f"plans/{name}/plan.json"):
+                    found.add(name)
+    return sorted(found)
+
+
+def _number_file(number: int) -> str:
+    return f"plans/{number:06d}.json"
+
+
+def _read_number(store: Store, number: int) -> dict[str, Any]:
+    """The file that says whose a number is: {"plan": generation, "record": its plan.json}. It stays when the plan is
+    removed."""
+    taken = store.read_json(_number_file(number))
+    with as_damage(store.path(_number_file(number)), "its values can't be right"):
+        if not is_project_file(f"plans/{check_text(taken.get('plan'), 'plan')}/plan.json"):
+            raise ValueError("plan is no name of a plan")
+    return taken
 
 
 def _filter_kind(units: pa.Table, kind: str) -> pa.Table:
@@ -302,16 +326,14 @@ def _publish_as(
     PlanOutdated where it is another plan's."""
     for what, table in tables.items():
         create_new(store, f"plans/{name}/{what}.arrow", partial(arrow_ipc.write_table, table.combine_chunks()))
-    rel, mine = f"plans/{number:06d}.json", {"plan": name, "record": dict(record)}
-    taken: dict[str, Any] = (
-        mine if create_new(store, rel, lambda file: file.write(format_record(mine))) else store.read_json(rel)
-    )
+    rel, mine = _number_file(number), {"plan": name, "record": dict(record)}
+    made = create_new(store, rel, lambda file: file.write(format_record(mine)))
+    taken: dict[str, Any] = mine if made else _read_number(store, number)
     other = taken["plan"]
-    published = {name for name in store.list_names("plans") if name.startswith(f"{other}/")}
-    removed = not {f"{other}/{what}.arrow" for what in PLAN_TABLES} <= published
-    if not removed and f"{other}/plan.json" not in published:  # also of another process, which was killed in between
+    removed = not all(store.exists(f"plans/{other}/{what}.arrow") for what in PLAN_TABLES)
+    if not removed and not store.exists(f"plans/{other}/plan.json"):  # also of a process that was killed in between
         store.publish_json(f"plans/{other}/plan.json", taken["record"])
-    won = store.read_json(rel)["plan"] == name
+    won = _read_number(store, number)["plan"] == name
     if not won:
         for what in PLAN_TABLES:
             store.remove(f"plans/{name}/{what}.arrow")

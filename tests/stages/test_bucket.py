@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -380,3 +381,30 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     assert f"{features} without train.methods.crepa" in said
     home.run(encode_latents.run, dry_run=True)
     assert "masks are encoded, but" in home.said and "regularisation" not in home.said
+
+
+def test_plans_that_a_listing_does_not_show_yet_are_found(project, monkeypatch) -> None:
+    """As of a store whose listings lag: by the files of their numbers. A plan that was removed hides no later one."""
+    home, shown = project(), []
+    real = Store.list_names
+
+    def lagging(store: Store, prefix: str = "", expected: Collection[str] = ()) -> list[str]:
+        return list(shown) if prefix == "plans" else real(store, prefix, expected)
+
+    monkeypatch.setattr(Store, "list_names", lagging)
+    made = []
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+        home.run(discover.run)
+        home.run(bucket.run)
+        assert len(plans.list_plans(Store(home.root))) == number + 1, "planned on top of what is not shown"
+        made.append(plans.list_plans(Store(home.root))[-1])
+        newest = current_plan(Store(home.root), home.config())
+        assert newest.name == made[-1] and newest.name.startswith(f"{number + 1:06d}-")
+        assert len({row["path"] for row in newest.active.to_pylist()}) == number + 1
+    (home.root / "plans" / made[1] / "plan.json").unlink()
+    assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
+    shown += [f"{made[0]}/plan.json"]
+    assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
+    (home.root / "plans" / "000002.json").write_text("{}")
+    assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
