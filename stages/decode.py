@@ -18,12 +18,11 @@ import typer
 
 from cache.compatibility import check_preview_autoencoder
 from cache.files import check_folder, check_writable, explained, replacing
-from cache.training_run import METRICS_FILE, is_running, read_last_metrics, spread, step_of
+from cache.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
-from schemas.config.validation_samples import validation_samples
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage_options import UsageError
@@ -34,7 +33,6 @@ from stages.stage_processes import StageProcesses
 from stages.trackers import open_trackers
 from stages.watchers import Watch, is_watcher
 
-SHEET_ROWS, SHEET_COLUMNS = 64, 16  # of a contact sheet, which has some 70 million pixels then
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
 
@@ -85,7 +83,10 @@ def run(
     sheet = folder / "samples" / "contact-sheet.png"
     if todo or not sheet.exists():
         with explained(str(sheet)):
-            write_contact_sheet(config, folder, files, sheet)
+            from stages.pages.validation_sheet import write_sheet
+
+            pictures = [(file.parent.name, file.stem, output_path(folder, config, file)) for file in files]
+            write_sheet(config, pictures, sheet)
     report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
 
@@ -288,47 +289,6 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
         for frame in frames_THWC:
             container.mux(stream.encode(colour.to_yuv420p(converter, frame, tags)))
         container.mux(stream.encode())
-
-
-def write_contact_sheet(config: Config, folder: Path, files: list[Path], path: Path) -> None:
-    """A table of pictures: a row for each validation sample, in the order of the configuration, a column for each step;
-    at most SHEET_ROWS and SHEET_COLUMNS, these spread evenly. Videos show their middle frame."""
-    from PIL import Image, ImageDraw
-
-    steps = spread(sorted({file.parent.name for file in files}), SHEET_COLUMNS)
-    samples = validation_samples(config.validation, config.model.family_spec)
-    order = {sample.name: number for number, sample in enumerate(samples)}
-    names = sorted({file.stem for file in files}, key=lambda name: (order.get(name, len(order)), name))[:SHEET_ROWS]
-    pictures, marks = {}, dict[Path, str]()
-    for file in files:
-        if file.stem not in names or file.parent.name not in steps:
-            continue
-        picture = output_path(folder, config, file)
-        if not picture.exists():
-            continue
-        if picture.suffix == ".png":
-            image = Image.open(picture).convert("RGB")
-            marks[file] = ", preview" if is_preview(picture) else ""
-        else:
-            from stages.media.video import probe_video, read_frames
-
-            middle = probe_video(picture).duration / 2
-            image = Image.fromarray(next(iter(read_frames(picture, [middle]))))
-        image.thumbnail((256, 256), Image.Resampling.LANCZOS)
-        pictures[file] = image
-    cell, label = max([160, *(side for image in pictures.values() for side in image.size)]), 20
-    sheet = Image.new("RGB", (len(steps) * cell, len(names) * (cell + label)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, name in enumerate(names):
-        for column, step in enumerate(steps):
-            x, y = column * cell, row * (cell + label)
-            file = folder / "validation" / step / f"{name}.safetensors"
-            draw.text((x + 4, y + 4), f"{name}  {step}{marks.get(file, '')}", fill="black")
-            if file in pictures:
-                image = pictures[file]
-                sheet.paste(image, (x + (cell - image.width) // 2, y + label + (cell - image.height) // 2))
-    with replacing(path) as temporary:
-        sheet.save(temporary, format="PNG")
 
 
 app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"], extra="encode")

@@ -45,8 +45,8 @@ class SheetBlock:
 
     def write(self, text: str, colour: str = TEXT_COLOUR) -> None:
         """Add a line below, or as much of its beginning as fits into the block with an ellipsis."""
-        text = _drawable(text)
-        width_of = _font(text).getlength
+        text = drawable(text)
+        width_of = font_for(text).getlength
         if width_of(text) > self.width:
             length = bisect(range(1, len(text) + 1), self.width, key=lambda count: width_of(text[:count] + ELLIPSIS))
             text = text[:length] + ELLIPSIS
@@ -82,7 +82,7 @@ def draw_sheets(results: Sequence[SampleResult], rows: Sequence[TableRow]) -> It
             for left, top, image in block.pictures:
                 sheet.paste(image, (x + left, y + top))
             for top, text, colour in block.lines:
-                pen.text((x, y + top), text, fill=colour, font=_font(text))
+                pen.text((x, y + top), text, fill=colour, font=font_for(text))
         buffer = io.BytesIO()
         sheet.save(buffer, "PNG")
         yield buffer.getvalue()
@@ -140,12 +140,12 @@ def _installed_font() -> Any:
     return None
 
 
-def _font(text: str) -> Any:
+def font_for(text: str) -> Any:
     """Pillow's own font, which has little but ASCII, or for other text an installed one. What it lacks is a box."""
     return _own_font() if text.replace(ELLIPSIS, "").isascii() else _installed_font() or _own_font()
 
 
-def _drawable(text: str) -> str:
+def drawable(text: str) -> str:
     """Printable, and without accents where no font has them: e for é."""
     text = escape_unprintable(text)
     if text.isascii() or _installed_font():

@@ -17,6 +17,8 @@ from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base
 from stages.media.video import probe_video
+from stages.pages.contact_sheet import font_for
+from stages.pages.validation_sheet import wrap, write_sheet
 
 COLOURS = (
     (200, 40, 90),
@@ -124,10 +126,13 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
     assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
     sheet = np.asarray(Image.open(home.folder / "output/run/samples/contact-sheet.png")).astype(int)
     small = Image.fromarray(wanted)
-    small.thumbnail((256, 256), Image.Resampling.LANCZOS)
-    left, top = (sheet.shape[1] - small.width) // 2, 20 + (sheet.shape[0] - 20 - small.height) // 2
-    shown = sheet[top : top + small.height, left : left + small.width]
-    assert 10 * np.log10(255**2 / np.square(shown - np.asarray(small)).mean()) > 38
+    small.thumbnail((126, 126), Image.Resampling.LANCZOS)
+    width, height = 2 * small.width + 4, 2 * small.height + 4  # four frames
+    left, top = (sheet.shape[1] - width) // 2, 4 + 2 * 18 + 4
+    assert sheet.shape[0] == top + height + 4
+    for x, y in ((0, 0), (small.width + 4, 0), (0, small.height + 4), (small.width + 4, small.height + 4)):
+        shown = sheet[top + y : top + y + small.height, left + x : left + x + small.width]
+        assert 10 * np.log10(255**2 / np.square(shown - np.asarray(small)).mean()) > 34
 
 
 @pytest.mark.slow
@@ -283,7 +288,32 @@ def test_a_contact_sheet_has_a_limit_and_the_order_of_the_configuration(project,
     first = decode.output_path(tmp_path, config, files[0])
     first.parent.mkdir(parents=True)
     Image.new("RGB", (64, 64), "red").save(first)
-    decode.write_contact_sheet(config, tmp_path, files, tmp_path / "sheet.png")
+    pictures = [(file.parent.name, file.stem, decode.output_path(tmp_path, config, file)) for file in files]
+    write_sheet(config, pictures, tmp_path / "sheet.png")
     sheet = Image.open(tmp_path / "sheet.png")
-    assert sheet.size == (16 * 160, 64 * 180)
-    assert sheet.getpixel((80, 100)) == (255, 0, 0), "first row, first step"
+    assert sheet.size == (16 * 160, 64 * (2 * 18 + 3 * 4) + 64 + 63 * 32)
+    assert sheet.getpixel((80, 4 + 2 * 18 + 4 + 32)) == (255, 0, 0), "first row, first step"
+
+
+def test_a_prompt_takes_three_lines_at_most_and_any_letters() -> None:
+    assert wrap("a cat", 200) == ["a cat"]
+    long = wrap("a photograph of a cat " * 20, 200)
+    assert len(long) == 3 and long[2].endswith("…") and " ".join(long).startswith("a photograph of a cat")
+    assert all(font_for(line).getlength(line) <= 200 for line in long)
+    assert len(wrap("w" * 200, 200)) == 3 and "".join(wrap("w" * 30, 200)) == "w" * 30
+    for text in ("кошка на столе", "猫" * 300, "\u202eabc", "قطة", "😀", ""):
+        assert 1 <= len(wrap(text, 160)) <= 3
+
+
+@pytest.mark.slow
+def test_a_clip_is_shown_by_four_frames(project, tmp_path) -> None:
+    config = project("kandinsky5-video-t2v").config()
+    shades = np.stack([np.full((64, 96, 3), 20 + 25 * number, np.uint8) for number in range(9)])
+    decode.write_output(tmp_path / "clip.mp4", shades, 12)
+    write_sheet(config, [("step-000001", "clip", tmp_path / "clip.mp4")], tmp_path / "sheet.png")
+    sheet = Image.open(tmp_path / "sheet.png").convert("L")
+    top = 4 + 2 * 18 + 4
+    left = (sheet.width - (2 * 96 + 4)) // 2
+    middles = [sheet.getpixel((left + x, top + y)) for y in (32, 100) for x in (48, 148)]
+    assert middles[0] < middles[1] < middles[2] < middles[3]
+    assert middles[0] == pytest.approx(20, abs=6) and middles[3] == pytest.approx(220, abs=6)
