@@ -75,6 +75,12 @@ def contents(folder: Path, *parts: str) -> dict[str, Json]:
             found[rel]["json"] = json.dumps(json.loads(data), sort_keys=True)
         elif path.suffix == ".arrow" and rel.split("/")[0] in ("media", "plans", "sets", "rejects"):
             rows = pa.ipc.open_file(pa.py_buffer(data)).read_all().to_pylist()
+            if rel.startswith("media/"):  # it has the time of change of each caption file, which is that of this test
+                del found[rel]["sha256"]
+                for row in rows:
+                    row["captions_version"] = row["captions_version"] and ":".join(
+                        row["captions_version"].split(":")[:2]
+                    )
             found[rel]["rows"] = [json.dumps({k: v for k, v in row.items() if v is not None}) for row in rows]
     return found
 

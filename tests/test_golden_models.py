@@ -102,7 +102,11 @@ def test_training(planned: Home, tiny: Callable[[str], Path]) -> None:
     made["weights"] = {file: len(names) for file, names in made["weights"].items()}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = [{key: line[key] for key in ("step", "loss", "eval_loss") if key in line} for line in lines]
-    files = {path.relative_to(run).as_posix(): tensors_in(path) for path in run.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(run).as_posix(): tensors_in(path)
+        for path in run.rglob("*")
+        if path.is_file() and path.suffix != ".log"
+    }
     files = {path: names for path, names in files.items() if not path.startswith("tensorboard/")}
     compare(f"trained {planned.name}", {"state": made, "metrics": numbers, "files": files})
 

@@ -45,8 +45,9 @@ SETTINGS = {
 }
 #: Of the other keys: what to do about a difference.
 HINTS = {
-    "data": "Set train.on_new_data to continue to train on with the new data, in a new order; or train.set to the set "
-    "that the run was trained on; or begin a new run, for an adapter from this one's: train.adapter.init.",
+    "data": "Set train.set to the set that the run was trained on to go on with it; or train.on_new_data to continue, "
+    "to train on with the new data in a new order; or begin a new run, for an adapter from this one's: "
+    "train.adapter.init.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "transformer": "Set model.path, model.flavour or model.revision back.",
 }

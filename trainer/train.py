@@ -344,7 +344,5 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
         result["eval_by_sigma"] = [
             {"sigma": float(sigma), "first": curves[0].get(sigma), "last": loss} for sigma, loss in curves[1].items()
         ]
-    result["non_finite_steps"] = run.bad_steps.total
-    result |= progress.describe_results(run.folder, run.config.train.trackers)
-    result["weights"] = name_weights(run.optimizer, run.average)
-    return result
+    result |= {"non_finite_steps": run.bad_steps.total, "weights": name_weights(run.optimizer, run.average)}
+    return result | progress.describe_results(run.folder, run.config.train.trackers)
