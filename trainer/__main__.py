@@ -4,9 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from cache import compatibility
 from cache.damage import DamageError, rebuild_advice
@@ -25,7 +23,7 @@ from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
 from trainer.adapter_header import check_family
-from trainer.dry_run import report_card, report_dry_run
+from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.initial_adapter import read_initial
 from trainer.interruption import StopRequest, StopTraining, describe_progress
 from trainer.metrics import require_trackers
@@ -60,17 +58,7 @@ def run(
     console: Console,
     *,
     max_time: MaxTimeOption = None,
-    card: Annotated[
-        float | None,
-        typer.Option(
-            "--card",
-            metavar="GIB",
-            min=0.1,
-            max=10_000,
-            help="With --dry-run: whether encode-text, encode-latents and train fit a card with so much memory, from "
-            "the configuration alone.",
-        ),
-    ] = None,
+    card: CardOption = None,
 ) -> Report:
     if options.partition.total > 1:
         raise RunError(
@@ -79,9 +67,7 @@ def run(
         )
     world, main = read_launch_variable("WORLD_SIZE", 1), read_launch_variable("RANK", 0) == 0
     if card is not None:
-        if not options.dry_run:
-            raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
-        return report_card(config, card, world)
+        return report_card(config, options, card, world)
     if not main:
         console.stdout = nowhere = open(os.devnull, "w")  # noqa: SIM115 (only rank 0 reports)
         console = Console(stdout=nowhere, stderr=nowhere)
@@ -136,8 +122,13 @@ def run(
         return _report_damage(report, damage)
     finally:
         ending.close()
-    report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.set_aside = describe_set_aside(data)
+    return _report_training(report, config, summary, stop)
+
+
+def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
+    """What was done, and where no result is saved what remains."""
+    report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
     if "saved" not in summary:
         report.remaining = max(1, config.train.steps - report.done - report.skipped)  # the result is missing, at least

@@ -1,7 +1,9 @@
 """`train --dry-run`: the steps that remain, the memory that they take, and whether the attention backend works."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from cache import compatibility, weights
 from cache.schedule import BatchSchedule
@@ -10,6 +12,18 @@ from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.import_time import garbage_collection_paused
 from trainer.run_state import RunError, check_layers, read_shape
+
+CardOption = Annotated[
+    float | None,
+    typer.Option(
+        "--card",
+        metavar="GIB",
+        min=0.1,
+        max=10_000,
+        help="With --dry-run: whether encode-text, encode-latents and train fit a card with so much memory, from the "
+        "configuration alone.",
+    ),
+]
 
 
 def report_dry_run(
@@ -80,8 +94,10 @@ def try_attention(config: Config, device: str, console: Console) -> list[dict[st
     return describe_backends(config, module_of(config.model.family_spec), found, console)
 
 
-def report_card(config: Config, card: float, ranks: int) -> Report:
+def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:
     """`trainer.card_fit.check_card`, with the errors of a model's config.json in words."""
+    if not options.dry_run:
+        raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
     with garbage_collection_paused(), activity("loading torch", at_once=True):
         from trainer.card_fit import check_card
         from trainer.setup.load import explain_checkpoint_errors
