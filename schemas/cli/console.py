@@ -56,7 +56,7 @@ from schemas.cli.progress import (
 )
 from schemas.cli.report import Report
 from schemas.cli.starting import hide_line, show_starting
-from schemas.cli.tables import fold_message
+from schemas.cli.tables import fold_message, report_width
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
 
@@ -221,7 +221,7 @@ class Console:
 
     def print_report(self, report: Report) -> int:
         """Print the report; returns the exit code."""
-        text = report.json() if self.json else report.summary(self._complete)
+        text = report.json() if self.json else report.summary(self._complete, report_width(self.stdout))
         stream: Any = self.stdout
         if self._kept is not None and self._kept.path is not None:
             stream = LastingStream(self.stdout)

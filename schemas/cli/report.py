@@ -55,8 +55,8 @@ class Report:
     def json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
-    def summary(self, complete: Callable[[str], str] = str) -> str:
-        """Text for people. complete: adds the given options to a command."""
+    def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
+        """Text for people, in lines of `width` columns. complete: adds the given options to a command."""
         set_aside = len(self.set_aside) + self.more_set_aside
         counts = {"to do" if self.dry_run else "remaining": self.remaining, "set aside": set_aside}
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
@@ -64,16 +64,16 @@ class Report:
         words += [f"{count} {what}" for what, count in counts.items() if count]
         lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
         for key, value in self.details.items():
-            lines += _format_detail(key, value)
+            lines += _format_detail(key, value, width)
         full = complete(REJECTS_COMMAND) if self.rejects else ""
-        lines += _format_items("Set aside", self.set_aside, full, self.more_set_aside)
-        lines += _format_items("Truncated", self.truncated)
-        lines += _format_items("Failed", self.failed) + _format_items("Damaged", self.damage)
+        lines += _format_items("Set aside", self.set_aside, width, full, self.more_set_aside)
+        lines += _format_items("Truncated", self.truncated, width)
+        lines += _format_items("Failed", self.failed, width) + _format_items("Damaged", self.damage, width)
         lines += ["Next:", *(f"  {step}" for step in self.next_steps)] if self.next_steps else []
         return "\n".join(lines)
 
 
-def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
+def _format_detail(key: str, value: Any, width: int) -> list[str]:
     """Lines of at most `width` columns, as far as their words are shorter."""
     name, inside = heading(key), width - 2
     if isinstance(value, Mapping):
@@ -104,7 +104,9 @@ def _format_detail(key: str, value: Any, width: int = WIDTH) -> list[str]:
     ]
 
 
-def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = "", unlisted: int = 0) -> list[str]:
+def _format_items(
+    title: str, items: Sequence[Mapping[str, Any]], width: int, full: str = "", unlisted: int = 0
+) -> list[str]:
     if not items:
         return []
     lines, listed = [f"{title}:"], items[:MAX_LISTED]
@@ -115,7 +117,7 @@ def _format_items(title: str, items: Sequence[Mapping[str, Any]], full: str = ""
         if times[what] > 1 and str(item.get("item")).endswith(f"/{what}"):  # a file of several datasets
             what = item["item"]
         why = ": ".join(str(text) for text in (item.get("reason"), message) if text)
-        folded = fold(escape_unprintable(f"{what}  {why}".rstrip()), WIDTH - 4, whole_paths=True)
+        folded = fold(escape_unprintable(f"{what}  {why}".rstrip()), width - 4, whole_paths=True)
         lines += [f"  {'  ' * (number > 0)}{line}" for number, line in enumerate(folded)]
     if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any
 
 from rich.cells import cell_len, chop_cells
 
 from schemas.text_format import escape_unprintable
 
-WIDTH = 100  # columns of a report
+WIDTH = 100  # columns of a report, where no terminal says otherwise
+NARROWEST, WIDEST = 40, 140  # of a terminal's columns that are used
 SHORT_CELL = 12  # columns of a text in a table; shorter ones are not folded
 LONGEST_WORD = 16  # columns of a word in a table that is not divided
 _GAP = "  "
@@ -19,6 +21,13 @@ _WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard
 def heading(key: str) -> str:
     """A key as a person reads it: `latents_mib` is "latents MiB"."""
     return " ".join(_WORDS.get(word, word) for word in key.split("_"))
+
+
+def report_width(stream: Any) -> int:
+    """Columns of a report that is printed to `stream`."""
+    if not stream.isatty():
+        return WIDTH
+    return max(NARROWEST, min(WIDEST, get_terminal_size((WIDTH, 24)).columns))
 
 
 def fold(text: str, width: int, *, whole_paths: bool = False) -> list[str]:
