@@ -28,7 +28,7 @@ DELAY_S = 1.0  # what takes less is not shown
 STILL_S = 30.0  # without a terminal: between lines of something that does not move
 MOST_STILL_S = 960.0  # without a terminal: the same of what has no count, of which each pause is twice as long
 TICK_S = 0.25  # between two checks of the clock
-BAR_WIDTH, NARROWEST_BAR = 20, 8  # a text that has no room beside the narrower one is shown below it
+BAR_WIDTH, NARROWEST_BAR = 20, 8  # what has no room beside the narrower one is shown below it
 MARGIN = 4  # columns that stay free beside a full line, for the terminal's "^C"; a further line would not be erased
 
 Clock = Callable[[], float]
@@ -189,14 +189,15 @@ class TerminalDisplay:
             if task.total is None:
                 add(Text(f"{said}, {state}" if state else said))
                 continue
-            room = width - cell_len(said) - cell_len(state) - 2
-            size = min(BAR_WIDTH, room) if room >= NARROWEST_BAR else BAR_WIDTH
+            room, below = width - cell_len(said) - 2, list[str]()
+            while state and room - cell_len(state) < NARROWEST_BAR:  # its last words have a line of their own
+                state, _, last = state.rpartition("  ")
+                below.insert(0, last)
+            size = min(BAR_WIDTH, room - cell_len(state)) if state else BAR_WIDTH
             bar = ProgressBar(total=max(task.total, 1e-9), completed=min(task.done, task.total), width=size)
-            if room >= NARROWEST_BAR:
-                add(Text(said), bar, Text(state))
-            else:
-                add(Text(said), bar)
-                add(Text(state))
+            add(Text(said), bar, *([Text(state)] if state else []))
+            if below:
+                add(Text("  ".join(below)))
         return Constrain(Group(*rows), width)
 
 

@@ -1,4 +1,4 @@
-"""Tables and long lines for people, within a width. Pure."""
+"""Tables and long lines for people, within a width."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ class RejectsReport(Report):
 
     shown: int | None = EXAMPLES
 
-    def summary(self, complete: Callable[[str], str] = str) -> str:
+    def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
         found = [SetAside(**row) for row in self.details["rejects"]]
         groups = group_by_reason(found)
         if not groups:
@@ -32,7 +32,7 @@ class RejectsReport(Report):
         reasons = f"{len(groups)} reason{'s' if len(groups) > 1 else ''}"
         lines = [f"status: {len(found):,} items set aside, for {reasons}"]
         for group in groups:
-            lines += ["", *_describe_group(group, self.shown)]
+            lines += ["", *_describe_group(group, self.shown, width)]
         if "csv" in self.details:
             lines += ["", f"all of them as CSV: {self.details['csv']}"]
         return "\n".join([*lines, "", "Next:", *(f"  {step}" for step in self.next_steps)])
@@ -69,21 +69,21 @@ def report_rejects(config: Config, dry_run: bool, every: bool, csv_file: Path | 
     return report
 
 
-def _describe_group(group: RejectGroup, shown: int | None) -> Iterator[str]:
+def _describe_group(group: RejectGroup, shown: int | None, width: int) -> Iterator[str]:
     count = f"{len(group.items):,} item{'s' if len(group.items) > 1 else ''}"
     yield f"{group.stage}: {group.reason}, {count}"
     remedies = list(group.remedies.items())[:MAX_REMEDIES]
     for remedy, items in remedies:
         of = f" ({items:,} of them)" if len(remedies) > 1 else ""
-        yield from _indent(f"{escape_unprintable(remedy)}{of}", "  -> ", "     ")
+        yield from _indent(f"{escape_unprintable(remedy)}{of}", "  -> ", "     ", width)
     for item in group.items[:shown]:
         name = escape_unprintable(item.path or item.item)
         place = f"{item.dataset}/" if item.dataset and not name.startswith("/") else ""
-        yield from _indent(f"{place}{name}: {escape_unprintable(item.message)}", "  ", "    ")
+        yield from _indent(f"{place}{name}: {escape_unprintable(item.message)}", "  ", "    ", width)
     if more := len(group.items) - len(group.items[:shown]):
         yield f"  ... and {more:,} more: --all shows them, --csv FILE writes them"
 
 
-def _indent(text: str, first: str, others: str) -> Iterator[str]:
-    for number, line in enumerate(fold(text, WIDTH - len(first))):
+def _indent(text: str, first: str, others: str, width: int) -> Iterator[str]:
+    for number, line in enumerate(fold(text, width - len(first), whole_paths=True)):
         yield (others if number else first) + line

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from schemas.cli.console import Console, Report
 from schemas.cli.report import MOST_COLUMNS
 from tests.schemas.cli.programs import Clock, Terminal, call
+from trainer.progress import format_step
 
 
 def test_standard_output_has_one_json_document_and_nothing_else(here):
@@ -88,6 +90,36 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     assert "4/4 units, 2 units/s" in text
     assert "beside it" in text
     assert "after" not in text
+
+
+def test_a_terminal_of_80_columns_gets_the_training_line_in_two(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    numbers = {"step": 20, "lr": 0.0001, "samples_per_s": 2.1, "data_wait_share": 0.0, "seconds_left": 723}
+    stderr = Terminal()
+    with Console(stderr=stderr).bar(1000, "train") as show:
+        assert show is not None
+        show(20, format_step(numbers, [0.8123], 1000))
+    first, second = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stderr.getvalue()).rstrip().splitlines()[-2:]
+    assert first == f"train {18 * '━'} step 20/1000  loss 0.8123  lr 0.0001  2.1 samples/s"
+    assert second.rstrip() == "waiting for data 0 %  0:12:03 left"
+
+
+def test_a_report_has_the_width_of_its_terminal(monkeypatch):
+    """Elsewhere, as in a pipe or a log, it has 100 columns."""
+    columns = ("samples per pass", "latents MiB", "stretched", "cut off max", "cut off mean")
+    rows = [{"bucket": "448x320@1", "orientation": "landscape", **{column: 2.123 for column in columns}}]
+    why = "is 451x300, smaller than its bucket 448x320; lower resolution, set allow_upscale: true, or remove it"
+    aside = [{"item": "a", "path": "a/long/path/of/an/item.png", "reason": "needs-upscale", "message": why}]
+    report = Report("probe", set_aside=aside, details={"buckets": rows, "note": "words of a note. " * 9})
+    for width, columns in ((60, "60"), (80, "80"), (120, "120"), (100, "")):
+        monkeypatch.setenv("COLUMNS", columns or "40")
+        stdout = Terminal() if columns else io.StringIO()
+        Console(stdout=stdout).print_report(report)
+        lines = stdout.getvalue().splitlines()
+        assert width - 20 < max(map(len, lines)) <= width
+        assert set(why.split()) <= set(" ".join(lines).split())  # no word is divided
 
 
 def test_messages_are_printed_as_they_are():
