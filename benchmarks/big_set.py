@@ -32,15 +32,15 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import MIB, make_parser, print_header, print_row
-from cache.exporter import publish_set
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.shard_order import make_schedule
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.draws import make_schedule
+from cache.sets.exporter import publish_set
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.config.training import Train
 from schemas.import_time import leave_out_pandas
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
-from trainer.run_state import data_signature
+from trainer.run.run_state import data_signature
 
 FAMILY, TASK, SET_ID = "kandinsky5-image", "t2i", "0123456789abcdef"
 BUCKETS = sorted(f"{1024 + 64 * step}x{1024 - 64 * step}@1" for step in range(-4, 4))

@@ -10,7 +10,7 @@ The collection is made up, of 200 photographs of 24 megapixels, one in three upr
 import numpy as np
 
 from benchmarks.common import make_parser, print_header, print_row
-from cache.schedule import BatchSchedule, Span
+from cache.order.schedule import BatchSchedule, Span
 from schemas.geometry import choose_buckets, cover_crop, cropped_share, resolution_buckets, workable_step
 
 COMMON_SHAPES = {3 / 2: 80, 4 / 3: 50, 16 / 9: 20, 1.0: 10, 5 / 4: 6}  # width / height: photographs

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cache import shard_io
-from cache.shard import ShardMeta, ShardRow
-from cache.store import Store
-from cache.tensors import Array
+from cache.shards import shard_io
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 

@@ -28,9 +28,9 @@ import xxhash
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
 from benchmarks.tensor_formats import SHARDS, Samples, make_samples
-from cache.row_reader import RowReader
-from trainer.host_memory import HostMemory
+from cache.sets.row_reader import RowReader
 from trainer.reading import Chosen, read_batches
+from trainer.run.host_memory import HostMemory
 
 CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
 BARE_COPY, BARE_HASH = "bare copy", "bare copy + xxh3"

@@ -34,7 +34,7 @@ from PIL import Image
 
 from benchmarks import common
 from benchmarks.common import MIB, print_header, print_row, run_silently, time_call, write_config
-from cache.store import Store
+from cache.store.store import Store
 from stages import discover
 from stages.discovery import item_reader
 from stages.discovery.media_table import media_table_path

@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.common import medians, print_header, print_row, run_silently, time_call, write_config
 from benchmarks.discover import make_jpeg, make_video, unique_jpeg, unique_video, write_item
-from cache.store import Store
+from cache.store.store import Store
 from examples import tiny_models
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket

@@ -15,7 +15,7 @@ from benchmarks.common import make_parser
 from examples.tiny_shapes import KINDS, SHAPES
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
-from trainer.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 MARKS = re.compile("(<!-- benchmarks.memory_table -->\n).*(<!-- end -->\n)", re.DOTALL)

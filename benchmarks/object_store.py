@@ -25,8 +25,8 @@ from xml.sax.saxutils import escape
 
 from benchmarks.common import make_parser, print_header, print_row, run_silently
 from benchmarks.planning import make_project
-from cache import plans
-from cache.store import Store
+from cache.sets import plans
+from cache.store.store import Store
 from schemas.config.loading import load_config
 
 PAGE = 1000

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import make_parser, print_header, print_row, run_silently, time_call, write_config
-from cache.store import Store
+from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from schemas.tables import MEDIA_SCHEMA

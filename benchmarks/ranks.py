@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
 from benchmarks.training import UNCOUNTED, make_project
-from cache.training_run import METRICS_FILE, read_metrics
+from cache.runs.training_run import METRICS_FILE, read_metrics
 
 FULL = ["train.adapter.type=full", "train.optimizer.lr=1e-5"]
 STRATEGIES = (None, "ddp", "fsdp2")  # None: two runs of one process

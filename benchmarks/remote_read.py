@@ -33,16 +33,16 @@ from xml.sax.saxutils import escape
 import pyarrow as pa
 
 from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_header, print_row, write_shard
-from cache.fitting_order import FittingOrder
-from cache.local_cache import Ranks, supply_from_copies
-from cache.set_lookup import open_set
-from cache.shard import ShardMeta
-from cache.shard_order import make_schedule
-from cache.store import Store
+from cache.sets.draws import make_schedule
+from cache.sets.set_lookup import open_set
+from cache.shards.shard import ShardMeta
+from cache.store.store import Store
+from cache.supply.fitting_order import FittingOrder
+from cache.supply.local_cache import Ranks, supply_from_copies
 from schemas.config.training import Train
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.data import BatchLoader
-from trainer.metrics import StepTimer
+from trainer.run.metrics import StepTimer
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
 TOKENS, WIDTH = 135, 3584

@@ -31,7 +31,7 @@ from schemas.geometry import Bucket
 from stages.encoding.vae.base import MemoryOptions
 from trainer import flow
 from trainer.families.base import module_of
-from trainer.memory_estimate import make_batch
+from trainer.memory.estimate import make_batch
 from trainer.setup.attach import make_trainable
 from trainer.setup.wrap import Denoiser
 

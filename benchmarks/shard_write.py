@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import MIB, make_rows, medians, print_header, print_row, time_call
-from cache import shard
-from cache.files import replace
-from cache.shard import ShardMeta, ShardRow
-from cache.store import Store
-from cache.tensors import Array
+from cache.shards import shard
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensors import Array
+from cache.store.files import replace
+from cache.store.store import Store
 
 WIDTH, POOLED = 3584, 768  # of Qwen2.5-VL-7B and CLIP-L
 LONGEST = 250

@@ -24,7 +24,7 @@ from benchmarks.methods import FAMILY_TASKS, make_shape_parser, make_step, make_
 from schemas.catalogue import FAMILIES
 from schemas.config.training import Optimizer, Train
 from trainer.families.base import FamilyModule, module_of
-from trainer.memory_meter import MemoryMeter
+from trainer.memory.meter import MemoryMeter
 from trainer.setup.optimizers import make_optimizer
 
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-fused", "optimi-adamw")

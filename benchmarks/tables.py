@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.common import MIB, make_parser, medians, time_call
-from cache import arrow_ipc, table_checks
-from cache.store import Store
+from cache.sets import table_checks
+from cache.store import arrow_ipc
+from cache.store.store import Store
 from schemas.tables import INDEX_SCHEMA
 
 INDEX_PATH = "sets/0123456789abcdef/index.arrow"

@@ -13,11 +13,11 @@ import pyarrow as pa
 import torch
 
 from benchmarks.common import MIB, write_shard
-from cache.shard import ShardMeta, ShardRow
-from cache.shard_io import open_reader
-from cache.store import Store
-from cache.tensors import Array
-from cache.trainset import TrainSet
+from cache.sets.trainset import TrainSet
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.shard_io import open_reader
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 
 SHARDS = 2  # of each kind

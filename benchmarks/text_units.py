@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from benchmarks.common import make_parser, print_header, print_row
 from benchmarks.planning import WORDS, make_media_table
-from cache.schedule import BatchSchedule, Ints, Span
-from cache.set_columns import IntColumn
-from cache.shard_order import order_by_shards
+from cache.order.schedule import BatchSchedule, Ints, Span
+from cache.order.set_columns import IntColumn
+from cache.order.shard_order import order_by_shards
 from schemas.config.pipeline import Config
 from schemas.tables import MEDIA_SCHEMA
 from stages.encoding.text.prefix_cache import PASS_OVERHEAD_TOKENS, split_by_length

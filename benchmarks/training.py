@@ -148,8 +148,8 @@ def compare_steps(folder: Path, options: argparse.Namespace) -> list[tuple[float
     """Of every step but the last, which saves a checkpoint."""
     import torch
 
-    from cache.schedule import BatchSchedule
-    from cache.set_lookup import open_configured_set
+    from cache.order.schedule import BatchSchedule
+    from cache.sets.set_lookup import open_configured_set
     from schemas.cli.console import Console
     from schemas.config.loading import load_config
     from trainer.setup.prepare import prepare_training

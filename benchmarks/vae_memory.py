@@ -24,7 +24,7 @@ from benchmarks.common import make_parser, print_header, print_row, time_call
 from examples.tiny_models import make_model, make_untrained
 from schemas.catalogue import FAMILIES
 from stages.encoding.vae.base import MemoryOptions
-from trainer.memory_meter import MemoryMeter
+from trainer.memory.meter import MemoryMeter
 
 GIB = 2**30
 MODEL_NAMES = {"flux": "flux_vae", "hunyuan_video": "hunyuan_vae", "dc_ae": "dc_ae"}

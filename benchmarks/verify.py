@@ -25,10 +25,10 @@ import xxhash
 from benchmarks import common
 from benchmarks.common import MIB, medians, print_header, print_row, run_silently, time_call
 from benchmarks.planning import make_project
-from cache import shard
-from cache.shard import ShardMeta, ShardRow
-from cache.store import Store
-from cache.tensors import Array
+from cache.shards import shard
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.loading import load_config
 from stages import bucket, verify

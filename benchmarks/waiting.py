@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.buckets import STRIDE, photograph_sizes
 from benchmarks.common import make_parser, print_header, print_row
-from cache.schedule import BatchSchedule, Span
+from cache.order.schedule import BatchSchedule, Span
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
 
 EPOCHS = 1

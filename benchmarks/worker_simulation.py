@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache.object_store import PART_BYTES
+from cache.store.object_store import PART_BYTES
 from schemas.cli.options import Partition
 from stages.encoding.stealing import LISTING_FACTOR, LISTING_S, Claims
 

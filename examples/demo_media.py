@@ -23,7 +23,7 @@ from pathlib import Path
 
 from PIL import Image, ImageEnhance, ImageOps
 
-from cache.files import replacing
+from cache.store.files import replacing
 
 # file in skimage/data -> caption
 IMAGES = {

@@ -25,7 +25,7 @@ from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from trainer.run_state import result_folder
+from trainer.run.run_state import result_folder
 
 
 def main(argv: Sequence[str] | None = None) -> None:

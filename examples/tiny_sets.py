@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from cache import set_lookup
-from cache.compatibility import bucket_side_multiple
-from cache.shard import ShardMeta, ShardRow
-from cache.shard_io import open_writer
-from cache.store import Store
-from cache.tensors import Array
+from cache.models.compatibility import bucket_side_multiple
+from cache.sets import set_lookup
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.shard_io import open_writer
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.recipe import build_recipe
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION

@@ -1,8 +1,8 @@
 """Every setting that determines a plan, texts, latents and vision features. Reads no file.
 
 The stages name plans and caches by these settings, `index` writes them into set.json, and the trainer computes them
-from its own configuration to find its set. Settings that change no bytes are not here. `cache/weights.py` identifies
-the encoders' weights, which have to be read.
+from its own configuration to find its set. Settings that change no bytes are not here. `cache/models/weights.py`
+identifies the encoders' weights, which have to be read.
 """
 
 from dataclasses import asdict
@@ -47,7 +47,7 @@ Settings = dict[str, Any]
 
 
 def build_recipe(config: Config, side_multiple: int) -> Settings:
-    """All settings, as set.json has them. side_multiple: `cache.weights.side_multiple` of the model."""
+    """All settings, as set.json has them. side_multiple: `cache.models.weights.side_multiple` of the model."""
     recipe = {
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,

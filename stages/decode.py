@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from cache.compatibility import check_preview_autoencoder
-from cache.files import check_folder, check_writable, explained, replacing
-from cache.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
+from cache.models.compatibility import check_preview_autoencoder
+from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
+from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import activity
@@ -26,12 +26,12 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage_options import UsageError
+from stages.engines.stage_processes import StageProcesses
+from stages.follow.trackers import open_trackers
+from stages.follow.watchers import Watch, is_watcher
 from stages.maintenance.run_results import remove_unfinished
 from stages.media.preview_mark import is_preview, preview_mark
 from stages.pages import training_samples
-from stages.stage_processes import StageProcesses
-from stages.trackers import open_trackers
-from stages.watchers import Watch, is_watcher
 
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache import rejects
-from cache.store import Store
+from cache.sets import rejects
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.report import printable
 from schemas.config.datasets import Dataset

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from cache.exporter import MIB, Exporter
-from cache.local_cache import supply_whole_set
-from cache.rolling_files import RollingError
-from cache.rolling_set import RollingSet
-from cache.set_lookup import open_configured_set
-from cache.shard import SUFFIXES
-from cache.store import Store
+from cache.sets.exporter import MIB, Exporter
+from cache.sets.rolling_set import RollingSet
+from cache.sets.set_lookup import open_configured_set
+from cache.shards.shard import SUFFIXES
+from cache.store.store import Store
+from cache.supply.local_cache import supply_whole_set
+from cache.supply.rolling_files import RollingError
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from stages.encoding.stage import refuse_partition

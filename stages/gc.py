@@ -3,7 +3,8 @@
 In use is what the given configurations need; the newest training set of each family and task, and those that a
 configuration names or that a run trained on recently; and whatever was written within --keep-days, since another
 configuration may share the root. Unfinished work stays, too: a set, plan or media table of the last hour, temporary
-files, and the folders that a stage writes to. Files outside this project's layout (cache/layout.py) are never touched.
+files, and the folders that a stage writes to. Files outside this project's layout (cache/store/layout.py) are never
+touched.
 
 Killed at any moment, it leaves a sound root: of a set or plan the file that makes it exist is removed first, of a tar
 the tar before its sidecar, and the rest is still unused.
@@ -18,13 +19,13 @@ from typing import Annotated, Any
 
 import typer
 
-from cache import shard
-from cache.damage import ENCODE_PROGRAMS, DamageError
-from cache.files import Entry, StoreError
-from cache.json_checks import printable
-from cache.layout import is_project_file
-from cache.set_lookup import CONFIG_POINTER_PATTERN
-from cache.store import STALE, Store
+from cache.sets.set_lookup import CONFIG_POINTER_PATTERN
+from cache.shards import shard
+from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.files import Entry, StoreError
+from cache.store.json_checks import printable
+from cache.store.layout import is_project_file
+from cache.store.store import STALE, Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config

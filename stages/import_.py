@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from cache.exported_set import SAMPLES_KIND, ExportedSet
-from cache.exporter import MIB
-from cache.importer import Importer
-from cache.local_cache import supply_whole_set
-from cache.set_lookup import find_set
-from cache.store import Store
-from cache.trainset import SetError
+from cache.sets.exported_set import SAMPLES_KIND, ExportedSet
+from cache.sets.exporter import MIB
+from cache.sets.importer import Importer
+from cache.sets.set_lookup import find_set
+from cache.sets.trainset import SetError
+from cache.store.store import Store
+from cache.supply.local_cache import supply_whole_set
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from stages.encoding.stage import refuse_partition

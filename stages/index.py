@@ -13,16 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache import set_lookup
-from cache.compatibility import bucket_side_multiple
-from cache.damage import ENCODE_PROGRAMS, DamageError
-from cache.plans import Plan
-from cache.rolling import check_room
-from cache.rolling_set import RollingSet
-from cache.set_files import read_set_table
-from cache.shard_io import ReaderPool
-from cache.step_shards import ReadingOrder
-from cache.store import Store
+from cache.models.compatibility import bucket_side_multiple
+from cache.sets import set_lookup
+from cache.sets.plans import Plan
+from cache.sets.rolling_set import RollingSet
+from cache.sets.set_files import read_set_table
+from cache.shards.shard_io import ReaderPool
+from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.store import Store
+from cache.supply.rolling import check_room
+from cache.supply.step_shards import ReadingOrder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config

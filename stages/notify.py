@@ -11,17 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.training_run import read_progress
+from cache.runs.training_run import read_progress
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
 from stages.encoding.stage import refuse_partition
-from stages.notifications.bodies import make_body
-from stages.notifications.outbox import Outbox, only_one
-from stages.notifications.run_events import find_events
-from stages.notifications.senders import TOLD_S, Senders
-from stages.watchers import WATCH_S, Watch
+from stages.follow.bodies import make_body
+from stages.follow.outbox import Outbox, only_one
+from stages.follow.run_events import find_events
+from stages.follow.senders import TOLD_S, Senders
+from stages.follow.watchers import WATCH_S, Watch
 
 
 def run(

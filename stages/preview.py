@@ -12,8 +12,8 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
-from cache.files import check_folder, explained, replacing
-from cache.store import Store
+from cache.store.files import check_folder, explained, replacing
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config

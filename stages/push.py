@@ -11,17 +11,17 @@ from typing import Annotated
 
 import typer
 
-from cache.files import replacing
-from cache.json_checks import check_count, check_object, parse_json, printable
-from cache.training_run import RESULT_NOTE
+from cache.runs.training_run import RESULT_NOTE
+from cache.store.files import replacing
+from cache.store.json_checks import check_count, check_object, parse_json, printable
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
 from schemas.errors import USAGE, LatentpressError
 from stages.encoding.stage import refuse_partition
-from stages.hub.card import CARD, base_model, gather_facts, write_card
-from stages.hub.upload import HubError, count_bytes, digest_files, result_files, upload
+from stages.follow.card import CARD, base_model, gather_facts, write_card
+from stages.follow.upload import HubError, count_bytes, digest_files, result_files, upload
 
 CARD_FOLDER, PUSHED_FILE = "hub", "pushed.json"
 

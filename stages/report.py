@@ -14,16 +14,16 @@ from typing import Annotated
 
 import typer
 
-from cache.files import check_folder, explained, is_unfinished, replacing
-from cache.scores import SCORES_FILE
-from cache.training_run import METRICS_FILE
+from cache.runs.scores import SCORES_FILE
+from cache.runs.training_run import METRICS_FILE
+from cache.store.files import check_folder, explained, is_unfinished, replacing
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from stages.encoding.stage import refuse_partition
-from stages.watchers import BESIDE, Watch
+from stages.follow.watchers import BESIDE, Watch
 
 PAGE = "report.html"
 PAUSE_FACTOR = 10  # between two pages with --watch, times what the last one took

@@ -1,6 +1,7 @@
 """run: every stage in order, each in its own process, so that only one model is loaded at a time.
 
-Each skips what is done; the first that fails ends the run. stages/watchers.py run beside training, `report` at the end.
+Each skips what is done; the first that fails ends the run. stages/follow/watchers.py run beside training, `report` at
+the end.
 """
 
 import threading
@@ -15,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.best_step import BEST_KEYS
-from cache.damage import ENCODE_PROGRAMS
-from cache.failure_note import clear_failure, read_failure, record_failure
-from cache.files import check_writable
-from cache.stage_log import append_stage
-from cache.training_run import METRICS_FILE
-from cache.trainset import SetNotFound
+from cache.runs.best_step import BEST_KEYS
+from cache.runs.failure_note import clear_failure, read_failure, record_failure
+from cache.runs.stage_log import append_stage
+from cache.runs.training_run import METRICS_FILE
+from cache.sets.trainset import SetNotFound
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.files import check_writable
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
@@ -33,10 +34,10 @@ from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
+from stages.engines.stage_processes import StageFailed, StageProcesses
+from stages.follow.watchers import Watchers, check_models
 from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
 from stages.planning.plan_lookup import NoPlan
-from stages.stage_processes import StageFailed, StageProcesses
-from stages.watchers import Watchers, check_models
 
 #: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
 MADE_BY = {OtherSettings.__name__: "discover", NoPlan.__name__: "bucket", SetNotFound.__name__: "index"}

@@ -14,19 +14,19 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.best_step import best_steps
-from cache.files import check_folder
-from cache.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples, score_label
-from cache.training_run import METRICS_FILE, read_last_metrics
+from cache.runs.best_step import best_steps
+from cache.runs.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples, score_label
+from cache.runs.training_run import METRICS_FILE, read_last_metrics
+from cache.store.files import check_folder
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage import refuse_partition
+from stages.follow.measures import LoadedMeasure, Measure, plan_measures
+from stages.follow.scored_samples import Sample, StepSamples, find_samples, read_sample
+from stages.follow.trackers import Tracker, open_trackers
+from stages.follow.watchers import Watch
 from stages.media.errors import MediaError, unreadable_error
-from stages.scoring.measures import LoadedMeasure, Measure, plan_measures
-from stages.scoring.samples import Sample, StepSamples, find_samples, read_sample
-from stages.trackers import Tracker, open_trackers
-from stages.watchers import Watch
 
 
 def run(

@@ -13,16 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache import rejects, set_lookup
-from cache.damage import ENCODE_PROGRAMS, DamageError
-from cache.files import Entry
-from cache.plans import Plan
-from cache.rolling_files import RollingFiles
-from cache.shard_io import ReaderPool
-from cache.store import Store
-from cache.training_run import read_progress
-from cache.trainset import SetError
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
+from cache.runs.training_run import read_progress
+from cache.sets import rejects, set_lookup
+from cache.sets.plans import Plan
+from cache.sets.trainset import SetError
+from cache.shards.shard_io import ReaderPool
+from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.files import Entry
+from cache.store.store import Store
+from cache.supply.rolling_files import RollingFiles
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
 from schemas.cli.program_note import read_notes

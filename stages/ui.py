@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cache.files import check_folder
+from cache.store.files import check_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

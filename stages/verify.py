@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from cache import shard
-from cache.damage import SHARD_PROGRAMS, DamageError, rebuild_program
-from cache.files import StoreError
-from cache.rolling_files import RollingFiles
-from cache.store import STALE, Store
+from cache.shards import shard
+from cache.store.damage import SHARD_PROGRAMS, DamageError, rebuild_program
+from cache.store.files import StoreError
+from cache.store.store import STALE, Store
+from cache.supply.rolling_files import RollingFiles
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pytest
 from typer import Typer
 
-from cache.shard import ShardMeta, ShardRow
-from cache.shard_io import open_writer
-from cache.store import Store
-from cache.tensors import Array
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.shard_io import open_writer
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text
 
 RECORDED = Path(__file__).with_name("golden.json")

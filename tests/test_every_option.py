@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from cache.trainset import SetNotFound
+from cache.sets.trainset import SetNotFound
 from schemas.config.error_messages import is_section, section_fields
 from schemas.config.loading import ConfigError
 from schemas.config.pipeline import Config
@@ -21,9 +21,9 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
 from tests.option_table import REFUSED, RUN, TABLE, Kind
 from tests.project import Project
-from trainer import memory_estimate
 from trainer.__main__ import run as train
-from trainer.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.memory import estimate as memory_estimate
+from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 SOURCES = Path(__file__).resolve().parent.parent
 ITEMS = {"datasets": "clips", "prompts": "one", "groups": "0", "routes": "0", "webhooks": "0"}

@@ -9,20 +9,20 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import find_set, open_configured_set, open_set
-from cache.shard import ShardRow
-from cache.shard_io import open_reader
-from cache.store import Store
-from cache.tensors import Array
-from cache.trainset import SetNotFound, TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import find_set, open_configured_set, open_set
+from cache.sets.trainset import SetNotFound, TrainSet
+from cache.shards.shard import ShardRow
+from cache.shards.shard_io import open_reader
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, import_, index
 from stages.encoding.text.worker import TextWorker
 from stages.encoding.vae.worker import LatentsWorker
 from trainer.batch import Batch
 from trainer.data import BatchLoader, to_tensor
-from trainer.run_state import data_signature
+from trainer.run.run_state import data_signature
 
 STAGES = (discover, bucket, encode_text, encode_latents, index)
 

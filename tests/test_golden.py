@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.shard import RejectedMember, ShardMeta, ShardRow, TruncatedText
-from cache.shard_io import open_writer
-from cache.store import Store
+from cache.shards.shard import RejectedMember, ShardMeta, ShardRow, TruncatedText
+from cache.shards.shard_io import open_writer
+from cache.store.store import Store
 from stages import encode_latents, encode_text, encode_vision, export, import_, index
 from tests.golden import FLAVOURS, PROVENANCE, Home, Json, array, compare, contents, hashes, put_shards
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from cache.training_run import read_metrics
+from cache.runs.training_run import read_metrics
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, index
 from tests.conftest import LONG
 from tests.project import SETTINGS, Project

@@ -101,8 +101,8 @@ def run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def rows(root: Path, kind: str) -> list[dict[str, np.ndarray]]:
     """The tensors of every row of a kind."""
-    from cache.shard_io import open_reader
-    from cache.store import Store
+    from cache.shards.shard_io import open_reader
+    from cache.store.store import Store
 
     store, found = Store(str(root)), []
     for path in sorted(root.glob(f"{kind}/*/*.arrow")):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cache.set_lookup import open_configured_set
+from cache.sets.set_lookup import open_configured_set
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from stages import bucket, discover, encode_latents, encode_text, index
-from trainer.run_state import data_signature
+from trainer.run.run_state import data_signature
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.weights import WeightsError, hash_file, read_object
+from cache.models.weights import WeightsError, hash_file, read_object
 from schemas.config.datasets import Dataset
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.prompt_library import PromptLibraryError, read_prompts
@@ -17,8 +17,8 @@ from stages.discovery.sources.base import open_source
 from stages.media.errors import MediaError
 from stages.media.files import open_media
 from stages.media.probe import probe_media
-from trainer.adapter_header import AdapterError, find_adapter
-from trainer.resume import read_checkpoint
+from trainer.adapters.header import AdapterError, find_adapter
+from trainer.run.resume import read_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from cache import compatibility
-from cache.damage import DamageError, rebuild_advice
-from cache.failure_note import noting_failure
-from cache.local_cache import Ranks, supply_from_copies
-from cache.schedule import BatchSchedule, small_bucket_advice
-from cache.set_lookup import open_configured_set
-from cache.shard_order import make_schedule
-from cache.trainset import TrainSet
+from cache.models import compatibility
+from cache.order.schedule import BatchSchedule, small_bucket_advice
+from cache.runs.failure_note import noting_failure
+from cache.sets.draws import make_schedule
+from cache.sets.set_lookup import open_configured_set
+from cache.sets.trainset import TrainSet
+from cache.store.damage import DamageError, rebuild_advice
+from cache.supply.local_cache import Ranks, supply_from_copies
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption
 from schemas.cli.progress import activity, show_activities
@@ -22,17 +22,17 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
-from trainer.adapter_header import check_family
+from trainer.adapters.header import check_family
+from trainer.adapters.initial import read_initial
 from trainer.dry_run import CardOption, report_card, report_dry_run
-from trainer.initial_adapter import read_initial
-from trainer.interruption import StopRequest, StopTraining, describe_progress
-from trainer.metrics import require_trackers
-from trainer.new_data import first_step
-from trainer.output_lock import lock_output
-from trainer.progress import describe_results
-from trainer.prompt_updates import PromptUpdates
 from trainer.rolling import describe_set_aside, follow_encoding
-from trainer.run_state import (
+from trainer.run.interruption import StopRequest, StopTraining, describe_progress
+from trainer.run.metrics import require_trackers
+from trainer.run.new_data import first_step
+from trainer.run.output_lock import lock_output
+from trainer.run.progress import describe_results
+from trainer.run.prompt_updates import PromptUpdates
+from trainer.run.run_state import (
     RunError,
     RunFinished,
     check_base_precision,

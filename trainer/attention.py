@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
-from cache.weights import config_errors, read_component_config
+from cache.models.weights import config_errors, read_component_config
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer.families.base import FamilyModule, components
-from trainer.run_state import RunError, train_precision
+from trainer.run.run_state import RunError, train_precision
 
 NATIVE = "native"
 TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS = 2, 200, 2  # tokens: no multiple of the tiles that kernels have

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.captions import choose_captions, draw_caption_dropout
-from cache.damage import DamageError
-from cache.row_reader import RowReader
-from cache.schedule import BatchSchedule, Ints, MicroBatchRows
-from cache.shard_needs import needed_shards
-from cache.tensors import Array
-from cache.trainset import Sample, SetError, TrainSet
+from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
+from cache.sets.draws import choose_captions, draw_caption_dropout
+from cache.sets.row_reader import RowReader
+from cache.sets.trainset import Sample, SetError, TrainSet
+from cache.shards.tensors import Array
+from cache.store.damage import DamageError
+from cache.supply.shard_needs import needed_shards
 from schemas.catalogue import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
 from trainer.batch import Batch, pad_text, stack
-from trainer.host_memory import HostMemory
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 from trainer.reading import Chosen, read_batches
+from trainer.run.host_memory import HostMemory
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")

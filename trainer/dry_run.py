@@ -5,13 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from cache import compatibility, weights
-from cache.schedule import BatchSchedule
+from cache.models import compatibility, weights
+from cache.order.schedule import BatchSchedule
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.import_time import garbage_collection_paused
-from trainer.run_state import RunError, check_layers, read_shape
+from trainer.run.run_state import RunError, check_layers, read_shape
 
 CardOption = Annotated[
     float | None,
@@ -59,8 +59,8 @@ def predict_memory(
         return {}
     check_layers(config, shape)
     with garbage_collection_paused(), activity("loading torch", at_once=True):
-        from trainer.memory_advice import explain_fit, find_card
-        from trainer.memory_estimate import MemoryEstimate, estimate_memory
+        from trainer.memory.advice import explain_fit, find_card
+        from trainer.memory.estimate import MemoryEstimate, estimate_memory
         from trainer.setup.load import explain_checkpoint_errors
 
     length = config.text.max_length or config.model.template.max_length
@@ -95,11 +95,11 @@ def try_attention(config: Config, device: str, console: Console) -> list[dict[st
 
 
 def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:
-    """`trainer.card_fit.check_card`, with the errors of a model's config.json in words."""
+    """`trainer.memory.card_fit.check_card`, with the errors of a model's config.json in words."""
     if not options.dry_run:
         raise RunError("--card asks what would fit and does nothing", "Add --dry-run, or leave --card out.")
     with garbage_collection_paused(), activity("loading torch", at_once=True):
-        from trainer.card_fit import check_card
+        from trainer.memory.card_fit import check_card
         from trainer.setup.load import explain_checkpoint_errors
 
     with explain_checkpoint_errors(config):

@@ -1,6 +1,6 @@
 """export-adapter: an adapter as a file in another format, or added to the weights of a model.
 
-The adapter is that of the configuration's run, or any file that `trainer/adapter_header.py` describes: a LoRA, DoRA or
+The adapter is that of the configuration's run, or any file that `trainer/adapters/header.py` describes: a LoRA, DoRA or
 LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a time.
 """
 
@@ -11,13 +11,13 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from cache.files import StoreError, remove_abandoned_folders, replacing_folder
-from cache.weights import MODEL_INDEX, fetch_components, local_folder
+from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
+from cache.store.files import StoreError, remove_abandoned_folders, replacing_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from trainer.adapter_header import (
+from trainer.adapters.header import (
     AdapterError,
     AdapterFile,
     check_family,
@@ -25,7 +25,7 @@ from trainer.adapter_header import (
     read_adapter,
     resolve_names,
 )
-from trainer.run_state import result_folder, run_folder
+from trainer.run.run_state import result_folder, run_folder
 
 MIB = 1 << 20
 
@@ -152,7 +152,7 @@ def check_format(adapter: AdapterFile, form: FileFormat) -> None:
 def fit_to_model(adapter: AdapterFile, folder: Path, parts: list[str]) -> AdapterFile:
     """The adapter with the model's module paths. AdapterError where it is for another model. parts: the components
     that it may be for."""
-    from trainer.merging import read_weight_shapes
+    from trainer.adapters.merging import read_weight_shapes
 
     shapes = {name: shape for part in parts for name, shape in read_weight_shapes(folder, part).items()}
     adapter = resolve_names(adapter, shapes, str(folder))
@@ -196,8 +196,8 @@ def convert_adapter(
 ) -> list[Path]:
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
-    from trainer.adapter_files import adapter_contents, load_layers, write_adapter
-    from trainer.failure_messages import explain_failures
+    from trainer.adapters.files import adapter_contents, load_layers, write_adapter
+    from trainer.run.failure_messages import explain_failures
 
     check_format(adapter, form)
     parts = find_parts(config, adapter)
@@ -232,9 +232,9 @@ def merge_adapter(
     config: Config, adapter: AdapterFile, to: Path, whole: bool, scale: float, report: Report, console: Console
 ) -> list[Path]:
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
-    from trainer.adapter_files import load_layers
-    from trainer.failure_messages import explain_failures
-    from trainer.merging import copy_rest, list_parts, merge_component, weight_files
+    from trainer.adapters.files import load_layers
+    from trainer.adapters.merging import copy_rest, list_parts, merge_component, weight_files
+    from trainer.run.failure_messages import explain_failures
 
     model, parts = config.model, find_parts(config, adapter)
     if to.is_symlink() or not to.name:

@@ -22,7 +22,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from cache.trainset import SetError
+from cache.sets.trainset import SetError
 from schemas.family import Family
 from schemas.identity import derive_seed
 from trainer.batch import Batch, to_device

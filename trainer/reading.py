@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cache.mapped_shards import MappedShard
-from cache.row_layouts import RowLayout
-from cache.row_reader import TEXT, FoundSample, RowCheck, RowReader
-from cache.schedule import Ints
-from cache.tensors import NUMPY_DTYPES
+from cache.order.schedule import Ints
+from cache.sets.row_reader import TEXT, FoundSample, RowCheck, RowReader
+from cache.shards.mapped_shards import MappedShard
+from cache.shards.row_layouts import RowLayout
+from cache.shards.tensors import NUMPY_DTYPES
 from trainer.batch import Batch, text_mask
-from trainer.host_memory import ALIGNMENT, HostBlock, HostMemory
+from trainer.run.host_memory import ALIGNMENT, HostBlock, HostMemory
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from cache.rolling import RollingCache, check_room
-from cache.rolling_files import Position, RollingError
-from cache.rolling_set import RollingSet
-from cache.rolling_supply import RollingSupply
-from cache.step_shards import ReadingOrder
-from cache.trainset import TrainSet
+from cache.sets.rolling_set import RollingSet
+from cache.sets.trainset import TrainSet
+from cache.supply.rolling import RollingCache, check_room
+from cache.supply.rolling_files import Position, RollingError
+from cache.supply.rolling_supply import RollingSupply
+from cache.supply.step_shards import ReadingOrder
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from trainer.interruption import StopRequest
+from trainer.run.interruption import StopRequest
 
 SPENT = "the shards that were there being used up"
 

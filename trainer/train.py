@@ -12,30 +12,31 @@ from typing import Any
 
 import torch
 
-from cache.best_step import best_checkpoint
-from cache.schedule import BatchSchedule
-from cache.trainset import TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.runs.best_step import best_checkpoint
+from cache.sets.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed
 from schemas.text_format import shown_path
-from trainer import checkpoint, flow, losses, metrics, progress, resume, run_state, validation
+from trainer import flow, losses, validation
 from trainer.batch import to_device
-from trainer.changed_settings import find_changed_settings
 from trainer.data import MicroBatch, StepBatches
-from trainer.failure_messages import explain_failures
 from trainer.families.base import components
-from trainer.interruption import StopRequest, StopTraining, StopValidation
 from trainer.methods.base import MethodStep
-from trainer.new_data import recorded_changes
-from trainer.prompt_updates import PromptUpdates
+from trainer.run import checkpoint, metrics, progress, resume, run_state
+from trainer.run.changed_settings import find_changed_settings
+from trainer.run.failure_messages import explain_failures
+from trainer.run.interruption import StopRequest, StopTraining, StopValidation
+from trainer.run.new_data import recorded_changes
+from trainer.run.prompt_updates import PromptUpdates
+from trainer.run.sharded import gather
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
 from trainer.setup.optim import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
-from trainer.sharded import gather
 from trainer.step_metrics import StepLosses
 from trainer.timesteps import sample_sigma
 

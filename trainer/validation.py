@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.tensors import Array
-from cache.trainset import Sample, TrainSet, ValidationPrompt
+from cache.sets.trainset import Sample, TrainSet, ValidationPrompt
+from cache.shards.tensors import Array
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -25,12 +25,12 @@ from schemas.identity import hash_json
 from trainer import flow
 from trainer.attention import validation_backend
 from trainer.batch import Batch
-from trainer.checkpoint import write_tensors
 from trainer.data import collate
 from trainer.families.base import FamilyModule
-from trainer.new_data import Change
 from trainer.noise import draw_latents, seeded_noise
+from trainer.run.new_data import Change
 from trainer.sampling import denoise, load_scheduler
+from trainer.tensor_files import write_tensors
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
 PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]

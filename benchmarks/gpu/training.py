@@ -24,16 +24,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import device_usage as devices
 from benchmarks.common import print_header, print_row
 from benchmarks.gpu.parts import PartOptions
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from examples.random_transformer import make_transformer
 from examples.tiny_sets import Item, latent, write_set
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.families.base import module_of
-from trainer.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.memory.estimate import MemoryEstimate, estimate_memory
 from trainer.setup.prepare import TrainState, prepare_training
 from trainer.train import train_step
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.plans import Plan, RowLookup
+from cache.sets.plans import Plan, RowLookup
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import table_checks
-from cache.damage import DamageError
-from cache.files import explained
-from cache.store import Store
+from cache.sets import table_checks
+from cache.store.damage import DamageError
+from cache.store.files import explained
+from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json, id_bytes

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.plans import Plan
+from cache.sets.plans import Plan
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION
 from schemas.errors import LatentpressError

@@ -19,9 +19,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cache.batch_reads import read_files
-from cache.layout import is_project_file
-from cache.store import Store
+from cache.store.batch_reads import read_files
+from cache.store.layout import is_project_file
+from cache.store.store import Store
 from schemas.cli.program_note import Moment
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from cache.compatibility import check_component
-from cache.tensors import Array
-from cache.weights import WeightsError
+from cache.models.compatibility import check_component
+from cache.models.weights import WeightsError
+from cache.shards.tensors import Array
 from schemas.config.encoding import Model, Resources
 from schemas.errors import LatentpressError
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.errors import MediaError

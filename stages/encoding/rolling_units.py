@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cache.damage import ENCODE_PROGRAMS
-from cache.plans import Unit
-from cache.rolling import RollingCache, RollingNeeds, UnitQueue, require_room
-from cache.rolling_files import Position, RollingError
-from cache.rolling_set import RollingSet
-from cache.set_lookup import open_configured_set
-from cache.shard import ARROW_SUFFIX, unit_name
-from cache.step_shards import ReadingOrder
-from cache.training_run import read_progress
-from cache.trainset import SetNotFound
+from cache.runs.training_run import read_progress
+from cache.sets.plans import Unit
+from cache.sets.rolling_set import RollingSet
+from cache.sets.set_lookup import open_configured_set
+from cache.sets.trainset import SetNotFound
+from cache.shards.shard import ARROW_SUFFIX, unit_name
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.supply.rolling import RollingCache, RollingNeeds, UnitQueue, require_room
+from cache.supply.rolling_files import Position, RollingError
+from cache.supply.step_shards import ReadingOrder
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache import rejects
-from cache.compatibility import pin_revision
-from cache.damage import DamageError
-from cache.disk_space import SPACE_ADVICE, find_shortage
-from cache.plans import Plan, Unit
-from cache.shard import TruncatedText, find_done_units
-from cache.store import Store
+from cache.models.compatibility import pin_revision
+from cache.sets import rejects
+from cache.sets.plans import Plan, Unit
+from cache.shards.shard import TruncatedText, find_done_units
+from cache.store.damage import DamageError
+from cache.store.disk_space import SPACE_ADVICE, find_shortage
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import MOST_PREFETCH, EngineName

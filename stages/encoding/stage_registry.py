@@ -6,10 +6,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from cache.damage import ENCODE_PROGRAMS
-from cache.plans import Unit
-from cache.store import Store
-from cache.weights import fingerprint_weights
+from cache.models.weights import fingerprint_weights
+from cache.sets.plans import Unit
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.store import Store
 from schemas.catalogue import VISION_MODELS
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config

@@ -7,9 +7,9 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.damage import DamageError
-from cache.plans import Plan, Unit
-from cache.store import Store
+from cache.sets.plans import Plan, Unit
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.cli.options import NOT_PARTITIONED, Partition
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

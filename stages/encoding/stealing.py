@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.plans import Unit
-from cache.shard import SUFFIXES, find_done_units
-from cache.store import Store
+from cache.sets.plans import Unit
+from cache.shards.shard import SUFFIXES, find_done_units
+from cache.store.store import Store
 from schemas.cli.options import Partition
 from schemas.randomness import mix_bits
 

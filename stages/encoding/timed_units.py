@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from operator import length_hint
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 
 
 class TimedUnits(Iterator[Unit | None]):

@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import plans
-from cache.plans import Unit
-from cache.rejects import make_reject, read_undamaged, write_rejects
-from cache.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
-from cache.shard_io import open_writer
-from cache.store import Store
+from cache.sets import plans
+from cache.sets.plans import Unit
+from cache.sets.rejects import make_reject, read_undamaged, write_rejects
+from cache.shards.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
+from cache.shards.shard_io import open_writer
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations

@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cache.plans import Unit
-from cache.shard import TruncatedText
+from cache.sets.plans import Unit
+from cache.shards.shard import TruncatedText
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from schemas.cli.interruption import signals_blocked
 from schemas.cli.progress import activity, announce, announce_by
 from schemas.errors import LatentpressError

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayError
 
-from cache.plans import Unit
-from cache.store import Store
+from cache.sets.plans import Unit
+from cache.store.store import Store
 from schemas.cli.progress import activity, announce
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult

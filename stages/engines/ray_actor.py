@@ -16,8 +16,8 @@ import ray
 import xxhash
 
 import schemas
-from cache.plans import Unit
-from cache.store import Store
+from cache.sets.plans import Unit
+from cache.store.store import Store
 from schemas.cli.import_path import remove_working_directory
 from schemas.cli.progress import announce_by
 from schemas.config.pipeline import PACKAGES

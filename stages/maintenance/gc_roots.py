@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import plans, set_lookup
-from cache.files import Entry
-from cache.json_checks import printable
-from cache.plans import Plan
-from cache.set_lookup import CONFIG_POINTER_PATTERN, parse_set_path, read_pointer
-from cache.store import Store
+from cache.sets import plans, set_lookup
+from cache.sets.plans import Plan
+from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, parse_set_path, read_pointer
+from cache.store.files import Entry
+from cache.store.json_checks import printable
+from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry

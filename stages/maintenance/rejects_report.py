@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.files import check_folder, explained, replacing
-from cache.store import Store
+from cache.store.files import check_folder, explained, replacing
+from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.cli.report import Report
 from schemas.cli.tables import WIDTH, fold

@@ -7,9 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cache.best_step import BEST_KEYS
-from cache.files import TEMP_SUFFIX, is_temporary
-from cache.training_run import CHECKPOINTS, is_running
+from cache.runs.best_step import BEST_KEYS
+from cache.runs.training_run import CHECKPOINTS, is_running
+from cache.store.files import TEMP_SUFFIX, is_temporary
 from schemas.cli.kept_log import LOGS
 
 ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a picture, clip or page any more

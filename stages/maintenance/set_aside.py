@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, TextIO
 
-from cache import rejects
-from cache.plans import Plan
-from cache.store import Store
+from cache.sets import rejects
+from cache.sets.plans import Plan
+from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable

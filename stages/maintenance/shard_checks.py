@@ -13,18 +13,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache import plans, shard, shard_io
-from cache.damage import DamageError
-from cache.files import StoreError, explained
-from cache.json_checks import printable
-from cache.layout import is_project_file, is_shard
-from cache.plans import Unit
-from cache.set_files import read_set_table
-from cache.set_lookup import read_pointer
-from cache.shard import ShardMeta, ShardRow
-from cache.store import Store
-from cache.tensor_checks import find_shape_problem
-from cache.tensors import INFINITY_BITS
+from cache.sets import plans
+from cache.sets.plans import Unit
+from cache.sets.set_files import read_set_table
+from cache.sets.set_lookup import read_pointer
+from cache.shards import shard, shard_io
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensor_checks import find_shape_problem
+from cache.shards.tensors import INFINITY_BITS
+from cache.store.damage import DamageError
+from cache.store.files import StoreError, explained
+from cache.store.json_checks import printable
+from cache.store.layout import is_project_file, is_shard
+from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA

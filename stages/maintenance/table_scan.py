@@ -4,14 +4,14 @@ The program that wrote a damaged file makes it again: bucket a plan, index a set
 `verify --repair` does so for plans and sets.
 """
 
-from cache import plans, table_checks
-from cache.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
-from cache.exported_set import ExportedSet
-from cache.layout import is_project_file
-from cache.set_files import TABLE_CHECKS, read_set_table
-from cache.set_lookup import read_pointer
-from cache.store import Store
-from cache.trainset import TrainSet
+from cache.sets import plans, table_checks
+from cache.sets.exported_set import ExportedSet
+from cache.sets.set_files import TABLE_CHECKS, read_set_table
+from cache.sets.set_lookup import read_pointer
+from cache.sets.trainset import TrainSet
+from cache.store.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
+from cache.store.layout import is_project_file
+from cache.store.store import Store
 from stages.discovery import media_table
 from stages.maintenance.shard_checks import shards_of_set
 

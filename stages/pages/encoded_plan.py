@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.damage import DamageError
-from cache.shard import ShardRow
-from cache.shard_io import ReaderPool
+from cache.shards.shard import ShardRow
+from cache.shards.shard_io import ReaderPool
+from cache.store.damage import DamageError
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage

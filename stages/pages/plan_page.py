@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache import rejects
+from cache.sets import rejects
 from schemas.cli.console import Options, Progress, Report
 from stages.engines.sandbox import SandboxPool
 from stages.pages.html import BucketSection, PageItem, PreviewPictures, render_template

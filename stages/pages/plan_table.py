@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.plans import Plan
-from cache.store import Store
+from cache.sets.plans import Plan
+from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, aspect_distortion, cropped_share

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache import rejects
-from cache.damage import DamageError
-from cache.shard import ShardRow
+from cache.sets import rejects
+from cache.shards.shard import ShardRow
+from cache.store.damage import DamageError
 from schemas.cli.console import Progress, Report
 from schemas.config.encoding import StageWorkers
 from schemas.errors import LatentpressError

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.files import replacing
-from cache.store import Store
+from cache.store.files import replacing
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.encoding import StageWorkers
 from schemas.config.pipeline import Config

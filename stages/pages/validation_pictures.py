@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cache.training_run import read_description
+from cache.runs.training_run import read_description
 from schemas.config.pipeline import Config
 from stages.media.errors import MediaError
 from stages.pages.report.samples import SUFFIXES

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from cache.files import replacing
-from cache.training_run import spread
+from cache.runs.training_run import spread
+from cache.store.files import replacing
 from schemas.config.pipeline import Config
 from schemas.config.validation_samples import validation_samples
 from stages.media.preview_mark import is_preview

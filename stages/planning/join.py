@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.plans import Plan
-from cache.shard import RejectedMember, TruncatedText
-from cache.shard_io import ReaderPool
+from cache.sets.plans import Plan
+from cache.shards.shard import RejectedMember, TruncatedText
+from cache.shards.shard_io import ReaderPool
 from schemas.errors import LatentpressError
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
 

@@ -1,8 +1,8 @@
 """The published plan that a configuration uses."""
 
-from cache import plans
-from cache.compatibility import bucket_side_multiple
-from cache.store import Store
+from cache.models.compatibility import bucket_side_multiple
+from cache.sets import plans
+from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

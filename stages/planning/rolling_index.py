@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.plans import Plan, Unit
-from cache.shard import SUFFIXES, unit_name
-from cache.weights import WeightsError, read_component_config
+from cache.models.weights import WeightsError, read_component_config
+from cache.sets.plans import Plan, Unit
+from cache.shards.shard import SUFFIXES, unit_name
 from schemas.config.pipeline import Config
 from stages.planning.join import EncodedMembers, IdLookup, TrainingSetTables
 from stages.planning.units import text_tensor_limits

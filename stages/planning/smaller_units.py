@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.damage import ENCODE_PROGRAMS
-from cache.plans import Plan, Unit
-from cache.shard import unit_name
+from cache.sets.plans import Plan, Unit
+from cache.shards.shard import unit_name
+from cache.store.damage import ENCODE_PROGRAMS
 from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA
 from stages.planning.plan_builder import drop_duplicate_ids
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.schedule import BatchSchedule, Span
+from cache.order.schedule import BatchSchedule, Span
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.family import ScaleWindow

@@ -8,9 +8,9 @@ from diffusers import AutoencoderKL
 from benchmarks import latents
 from benchmarks.gpu import latents_stage
 from benchmarks.gpu.parts import PartOptions
-from cache.shard import find_done_units
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard import find_done_units
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import Store
-from tests.cache.exports import export, make_source
-from tests.cache.remote_place import Place
+from cache.store.store import Store
+from tests.cache.sets.exports import export, make_source
+from tests.cache.store.remote_place import Place
 
 
 @pytest.fixture

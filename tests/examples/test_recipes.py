@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from cache.compatibility import bucket_side_multiple
+from cache.models.compatibility import bucket_side_multiple
 from examples.tiny_shapes import SHAPES
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
@@ -78,7 +78,7 @@ def largest_bucket(config: Config) -> str:
 
 
 def predict(config: Config, shape: dict[str, Any]) -> int:
-    from trainer.memory_estimate import estimate_memory
+    from trainer.memory.estimate import estimate_memory
 
     tokens = config.text.max_length or config.model.template.max_length
     return estimate_memory(config, shape, [largest_bucket(config)], tokens).device

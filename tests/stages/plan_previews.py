@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.cli.console import Report
 from stages import bucket, discover, preview
 from stages.planning.plan_lookup import current_plan

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from cache import plans
-from cache.plans import RowLookup
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.sets import plans
+from cache.sets.plans import RowLookup
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents

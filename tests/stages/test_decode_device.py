@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from stages import decode, watchers
+from stages import decode
+from stages.follow import watchers
 from tests.project import Project
+from tests.stages.follow.test_watchers import hold
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.test_decode_watch import add, picture, script  # noqa: F401 (a fixture)
-from tests.stages.test_watchers import hold
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, run
 from stages.encoding import model_loading
 from stages.encoding.vae import base
+from stages.follow.watchers import Watch, decodes_while_training
 from stages.media.preview_mark import is_preview
-from stages.watchers import Watch, decodes_while_training
 from tests.background import until
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from cache import rejects
-from cache.store import Store
+from cache.sets import rejects
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import discover
 from stages.discovery.media_table import media_table_path, read_media_table

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.errors import USAGE
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.stage_options import UsageError
@@ -244,9 +244,9 @@ def test_changed_weights_change_the_cache_of_their_stage(photos, tmp_path: Path,
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    import cache.weights
+    import cache.models.weights
 
-    cache.weights._hashes.clear()
+    cache.models.weights._hashes.clear()
     found = (
         encode_text.STAGE.fingerprint(same) != encode_text.STAGE.fingerprint(config),
         encode_latents.STAGE.fingerprint(same) != encode_latents.STAGE.fingerprint(config),

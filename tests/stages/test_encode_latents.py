@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, verify
 from stages.encoding import member_reader

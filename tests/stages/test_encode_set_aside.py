@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from cache import rejects
-from cache.damage import DamageError
-from cache.store import Store
+from cache.sets import rejects
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, status
 from tests.stages.encoded_photos import IMAGE, encode, prepare

@@ -11,9 +11,9 @@ import transformers
 from PIL import Image
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from cache.shard import ShardRow
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard import ShardRow
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_vision

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cache.set_lookup import find_set
-from cache.store import Store
-from cache.trainset import Location
+from cache.sets.set_lookup import find_set
+from cache.sets.trainset import Location
+from cache.store.store import Store
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
 from stages.encoding.stage_options import UsageError

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from cache import rejects
-from cache.layout import is_project_file
-from cache.rejects import make_reject
-from cache.store import Store
+from cache.sets import rejects
+from cache.sets.rejects import make_reject
+from cache.store.layout import is_project_file
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from stages.encoding.stage_options import UsageError
 from stages.maintenance.gc_roots import find_roots

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stages.planning.join
-from cache import plans
-from cache.compatibility import bucket_side_multiple
-from cache.plans import Plan
-from cache.schedule import Span
-from cache.set_lookup import open_set
-from cache.shard import RejectedMember, ShardMeta, ShardRow
-from cache.shard_io import ReaderPool, open_writer
-from cache.store import Store
-from cache.tensors import Array
+from cache.models.compatibility import bucket_side_multiple
+from cache.order.schedule import Span
+from cache.sets import plans
+from cache.sets.plans import Plan
+from cache.sets.set_lookup import open_set
+from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shards.shard_io import ReaderPool, open_writer
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from schemas.cli.report import Report
 from schemas.errors import INCOMPLETE, LatentpressError
 from schemas.identity import hash_bytes

@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from cache import files
+from cache.store import files
 from stages import decode, notify, push, report, score
 from stages.maintenance.run_results import remove_unfinished
 from tests.processes import in_child
 from tests.project import Project
+from tests.stages.follow.test_watchers import hold
 from tests.stages.report_run import FakeRun, eval_line, step_line
 from tests.stages.test_decode import put
-from tests.stages.test_watchers import hold
 
 HALF = b"half of it"
 PROGRAMS: dict[str, tuple[Callable[..., Any], str]] = {

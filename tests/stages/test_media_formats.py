@@ -20,8 +20,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.cli.console import Options, Report, run_program
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.cli.console import Report
 from stages import bucket, decode, discover, encode_latents, encode_text, export, gc, index, status, verify
 from tests.processes import kill_when

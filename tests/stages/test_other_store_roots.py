@@ -6,7 +6,7 @@ from zlib import crc32
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, export, gc, index, status, verify
 from tests.conftest import LONG
 from tests.google_server import BUCKET, GoogleServer

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.cli.tables import heading
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError

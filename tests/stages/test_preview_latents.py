@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cache import shard_io
-from cache.store import Store
+from cache.shards import shard_io
+from cache.store.store import Store
 from schemas.cli.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, preview

@@ -286,7 +286,7 @@ KINDS = ["kandinsky5-image-t2i", "kandinsky5-image-i2i", "kandinsky5-video-t2v",
 def test_the_code_of_the_card_names_what_diffusers_has(
     project: Callable[..., Project], models: ModelHub, kind: str, adapter: str
 ) -> None:
-    from stages.hub.card import gather_facts, make_card
+    from stages.follow.card import gather_facts, make_card
 
     size = "64x64@5" if "video" in kind else "64x64"
     home = project(kind, train={"run": "run", "adapter": {"type": adapter}}, validation={"size": size})

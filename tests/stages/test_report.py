@@ -15,9 +15,9 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
-from cache.scores import Measured, SampleScores, append_step
-from cache.stage_log import append_stage
-from cache.store import Store
+from cache.runs.scores import Measured, SampleScores, append_step
+from cache.runs.stage_log import append_stage
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, report
 from stages.encoding.job_reports import JobReport

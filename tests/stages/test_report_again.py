@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stages import bucket, discover, report, watchers
+from stages import bucket, discover, report
+from stages.follow import watchers
 from stages.pages.report import dataset, kept_pictures, samples
 from tests.project import Project
 from tests.stages.html_page import Page

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.vae import flux
 from tests.background import until

@@ -14,19 +14,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cache.set_lookup import open_configured_set
-from cache.trainset import SetNotFound
+from cache.sets.set_lookup import open_configured_set
+from cache.sets.trainset import SetNotFound
 from schemas.cli.console import Console, Options, Report, run_program
 from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
-from stages.stage_processes import StageProcesses
+from stages.engines.stage_processes import StageProcesses
 from tests.model_hub import ModelHub
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
-from trainer.run_state import data_signature
+from trainer.run.run_state import data_signature
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {

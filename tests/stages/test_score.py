@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from cache.scores import SCORES_FILE, read_curves
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
+from cache.runs.scores import SCORES_FILE, read_curves
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
-from stages import run, score, watchers
-from stages.scoring.clip import Clip
-from stages.scoring.samples import read_sample
+from stages import run, score
+from stages.follow import watchers
+from stages.follow.clip_score import Clip
+from stages.follow.scored_samples import read_sample
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
@@ -46,7 +47,7 @@ def test_without_a_model_nothing_is_loaded_or_written(home: Project, monkeypatch
     home.settings["validation"] = {}
     made = FakeRun(home)
     add_step(made, 500)
-    monkeypatch.setattr("stages.scoring.clip.Clip", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr("stages.follow.clip_score.Clip", lambda *_: pytest.fail("loaded for nothing"))
     report = home.run(score.run)
     assert (report.exit_code, report.done, report.remaining) == (0, 0, 0)
     assert "names no model" in home.said and not (made.folder / SCORES_FILE).exists()
@@ -136,7 +137,7 @@ def test_only_what_is_new_or_changed_is_scored_again(home: Project, monkeypatch:
     home.run(score.run)
     before = lines(made)
     with monkeypatch.context() as patch:
-        patch.setattr("stages.scoring.clip.Clip", lambda *_: pytest.fail("loaded for nothing"))
+        patch.setattr("stages.follow.clip_score.Clip", lambda *_: pytest.fail("loaded for nothing"))
         report = home.run(score.run)
         assert (report.done, report.skipped) == (0, 4) and lines(made) == before
     add_step(made, 1000)

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.failure_note import noting_failure
+from cache.runs.failure_note import noting_failure
 from stages import decode
 from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project
+from tests.stages.follow.test_watchers import hold
 from tests.stages.test_decode import put
-from tests.stages.test_watchers import hold
 
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 

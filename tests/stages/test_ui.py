@@ -21,7 +21,7 @@ from stages.pages.ui.site import Site
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
-from tests.stages.notifications.notified_run import training
+from tests.stages.follow.notified_run import training
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import WAIT_S, UiServer, ui_server
 

@@ -13,7 +13,7 @@ from schemas.errors import LatentpressError
 from stages.pages.ui.cards import Card, build_cards, build_run_card
 from stages.pages.ui.child_programs import ChildPrograms
 from tests.project import Project
-from tests.stages.notifications.notified_run import finish
+from tests.stages.follow.notified_run import finish
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache import plans
-from cache.set_lookup import open_configured_set
-from cache.store import Store
+from cache.sets import plans
+from cache.sets.set_lookup import open_configured_set
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, index, report
 from tests.project import Project
 from tests.stages.report_run import FakeRun

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache.files import StoreError
-from cache.shard import RejectedMember, ShardMeta, ShardRow
-from cache.shard_io import open_reader, open_writer
-from cache.store import Store
-from cache.tensors import Array
+from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shards.shard_io import open_reader, open_writer
+from cache.shards.tensors import Array
+from cache.store.files import StoreError
+from cache.store.store import Store
 from schemas.tables import SET_SHARDS_SCHEMA
 from stages import bucket, discover, encode_latents, export, index, verify
 from stages.maintenance import shard_checks

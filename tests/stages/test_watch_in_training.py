@@ -13,10 +13,11 @@ import pytest
 from PIL import Image
 
 import trainer.__main__  # noqa: F401 (programs are forks of this process)
-from cache.scores import SCORES_FILE
-from cache.training_run import RESULT_NOTE
+from cache.runs.scores import SCORES_FILE
+from cache.runs.training_run import RESULT_NOTE
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, index, run, watchers
+from stages import bucket, discover, encode_latents, encode_text, index, run
+from stages.follow import watchers
 from tests.background import LIMIT_S, until
 from tests.project import Project
 from tests.stages.test_decode_watch import decoded, picture

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import cache.files
-import cache.store
-from cache import shard_io
-from cache.shard import RejectedMember, ShardMeta, ShardRow
-from cache.store import Store
-from cache.tensors import Array
+import cache.store.files
+import cache.store.store
+from cache.shards import shard_io
+from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from tests.processes import forget_forkserver
 
 LONG = os.environ.get("TORTURE") == "long"
@@ -160,7 +160,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
         taken.step("rename", target)
         replace(source, target)
 
-    monkeypatch.setattr(cache.store, "open", opened, raising=False)
+    monkeypatch.setattr(cache.store.store, "open", opened, raising=False)
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(cache.files, "replace", replaced)
+    monkeypatch.setattr(cache.store.files, "replace", replaced)
     return taken

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from cache import shard_io
-from cache.store import Store
+from cache.shards import shard_io
+from cache.store.store import Store
 from tests.processes import forget_forkserver
 from tests.project import Project
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cache import rejects
-from cache.rejects import make_reject
-from cache.store import Store
+from cache.sets import rejects
+from cache.sets.rejects import make_reject
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
 from stages.planning.plan_lookup import current_plan
 from tests.project import Project

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cache import shard_io
-from cache.damage import DamageError
-from cache.shard_io import ReaderPool
-from cache.store import Store
+from cache.shards import shard_io
+from cache.shards.shard_io import ReaderPool
+from cache.store.damage import DamageError
+from cache.store.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +177,7 @@ def test_a_disk_that_fails_is_no_damage(whole, monkeypatch) -> None:
     """Nobody should remove a whole shard for a network that was away."""
     import errno
 
-    from cache.files import StoreError
+    from cache.store.files import StoreError
 
     with shard_io.open_reader(whole.store, whole.rel) as reader:
 

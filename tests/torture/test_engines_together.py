@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, index, status, verify
 from stages.encoding.job_reports import read_reports
 from tests.ray_cluster import ray_cluster

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cache import shard, shard_io
-from cache.files import StoreError
-from cache.store import Store
+from cache.shards import shard, shard_io
+from cache.store.files import StoreError
+from cache.store.store import Store
 
 pytestmark = pytest.mark.slow
 

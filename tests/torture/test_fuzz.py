@@ -19,10 +19,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache import arrow, shard, shard_io, wds
-from cache.damage import DamageError
-from cache.shard import BaseShardReader, ShardMeta, ShardRow
-from cache.store import Store
+from cache.shards import arrow, shard, shard_io, wds
+from cache.shards.shard import BaseShardReader, ShardMeta, ShardRow
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.identity import hash_bytes
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from cache import arrow, arrow_ipc, shard, shard_io, wds
-from cache.damage import DamageError
-from cache.shard import ShardMeta
-from cache.store import Store
-from cache.tensors import Array
+from cache.shards import arrow, shard, shard_io, wds
+from cache.shards.shard import ShardMeta
+from cache.shards.tensors import Array
+from cache.store import arrow_ipc
+from cache.store.damage import DamageError
+from cache.store.store import Store
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader
 from stages.encoding.member_reader import ReadRequest

@@ -18,10 +18,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from cache.set_lookup import find_set
-from cache.store import Store
-from cache.tensors import Array
-from cache.trainset import SetError
+from cache.sets.set_lookup import find_set
+from cache.sets.trainset import SetError
+from cache.shards.tensors import Array
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.encoding.text.worker import TextWorker
 from tests.project import Project

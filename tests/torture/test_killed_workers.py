@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE

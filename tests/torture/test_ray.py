@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text
 from stages.engines import ray as engine

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from cache.damage import ENCODE_PROGRAMS
-from cache.rolling_files import RollingFiles
-from cache.store import Store
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.store import Store
+from cache.supply.rolling_files import RollingFiles
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from tests.background import repeated

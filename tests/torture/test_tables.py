@@ -11,12 +11,13 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from cache import arrow_ipc, plans, rejects, table_checks
-from cache.damage import PARSE_ERRORS, DamageError
-from cache.set_files import TABLE_CHECKS as SET_TABLES
-from cache.set_files import read_set_table
-from cache.set_lookup import newest_pointer, open_set
-from cache.store import Store
+from cache.sets import plans, rejects, table_checks
+from cache.sets.set_files import TABLE_CHECKS as SET_TABLES
+from cache.sets.set_files import read_set_table
+from cache.sets.set_lookup import newest_pointer, open_set
+from cache.store import arrow_ipc
+from cache.store.damage import PARSE_ERRORS, DamageError
+from cache.store.store import Store
 from schemas.identity import hash_bytes
 from schemas.tables import (
     ACTIVE_SCHEMA,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.network_hosts import Host, hosts_of
 from tests.project import Project

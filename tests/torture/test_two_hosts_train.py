@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from cache.training_run import read_metrics
+from cache.runs.training_run import read_metrics
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.network_hosts import ROOT, Host, hosts_of
 from tests.project import Project

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cache import shard, shard_io
-from cache.store import Store
+from cache.shards import shard, shard_io
+from cache.store.store import Store
 
 pytestmark = pytest.mark.slow
 

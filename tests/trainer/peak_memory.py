@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer import train as loop

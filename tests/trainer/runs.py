@@ -13,15 +13,15 @@ import torch
 from accelerate.test_utils.testing import AccelerateTestCase
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.shard_order import make_schedule
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.draws import make_schedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
 from tests.processes import prepare_fork
-from trainer import metrics
 from trainer import train as loop
 from trainer.__main__ import run as program_run
+from trainer.run import metrics
 
 LOADS = "loading the transformer"  # what the program says before it does
 

@@ -14,7 +14,7 @@ from schemas.errors import OK
 from tests.trainer.runs import LOADS, lines, plan_batches, prepared, program, train
 from trainer import train as loop
 from trainer.attention import find_problem
-from trainer.run_state import RunError
+from trainer.run.run_state import RunError
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
@@ -167,8 +167,8 @@ def test_a_dry_run_says_whether_a_backend_can_be_used(make_config, make_set, tmp
 
 
 def data_of(config):
-    from cache.set_lookup import open_set
-    from cache.store import Store
+    from cache.sets.set_lookup import open_set
+    from cache.store.store import Store
 
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     return data, plan_batches(config, data)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from cache.damage import DamageError
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
-from cache.tensors import Array
-from cache.trainset import TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.sets.trainset import TrainSet
+from cache.shards.tensors import Array
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from trainer import data as trainer_data
 from trainer.data import BatchLoader, prefetch, to_tensor
 

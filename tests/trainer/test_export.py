@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.exporter import Exporter
-from cache.importer import Importer
-from cache.schedule import BatchSchedule
-from cache.set_lookup import find_set
-from cache.store import Store
-from cache.trainset import TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.exporter import Exporter
+from cache.sets.importer import Importer
+from cache.sets.set_lookup import find_set
+from cache.sets.trainset import TrainSet
+from cache.store.store import Store
 from schemas.cli.console import DAMAGE, OK, Console, Options
 from schemas.config.pipeline import Config
-from trainer import metrics
 from trainer.__main__ import run
 from trainer.data import BatchLoader
+from trainer.run import metrics
 
 
 def found(config: Config) -> TrainSet:
@@ -116,7 +116,7 @@ def test_damage_to_an_export_ends_the_run(three: list[Config]) -> None:
 def test_the_resolved_configuration_still_says_where_the_set_lies(three: list[Config]) -> None:
     from ruamel.yaml import YAML
 
-    from trainer.run_state import write_config
+    from trainer.run.run_state import write_config
 
     write_config(three[1], found(three[1]))
     path = Path(three[1].output) / "run" / "config.yaml"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cache.files import temporary
+from cache.store.files import temporary
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
 from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import (

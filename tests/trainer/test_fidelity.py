@@ -12,18 +12,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
-from cache.trainset import TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.sets.trainset import TrainSet
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.geometry import Bucket
-from trainer import metrics
 from trainer import train as loop
 from trainer.batch import Batch
 from trainer.data import BatchLoader, collate
 from trainer.families import kandinsky5, sana
 from trainer.noise import seeded_noise
+from trainer.run import metrics
 from trainer.sampling import SHIFT_KEYS
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
-from cache.trainset import TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.sets.trainset import TrainSet
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer import train as loop

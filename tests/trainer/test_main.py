@@ -14,9 +14,9 @@ import pytest
 
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
 from tests.trainer.runs import LOADS, program
-from trainer import metrics
 from trainer.__main__ import warn_of_learning_rate
-from trainer.output_lock import LOCK_NAME, OutputLocked, lock_output
+from trainer.run import metrics
+from trainer.run.output_lock import LOCK_NAME, OutputLocked, lock_output
 
 
 def run_of(config) -> Path:

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
-from cache.trainset import SetError, TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.sets.trainset import SetError, TrainSet
+from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from schemas.cli.console import Console
-from trainer import metrics
 from trainer import train as loop
 from trainer.data import BatchLoader
 from trainer.noise import sample_latents
+from trainer.run import metrics
 
 FLUX = FAMILIES["kandinsky5-image"]
 

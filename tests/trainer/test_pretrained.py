@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,4 +38,4 @@ def test_whatever_loads_weights_asks_for_safetensors() -> None:
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             if not any(word in ast.unparse(node.func) for word in ("Token", "Processor", "config_class")):
                 found.append((path.relative_to(ROOT).as_posix(), given.get("use_safetensors")))
-    assert found == [("cache/weights.py", "True")], "there is one place that loads weights"
+    assert found == [("cache/models/weights.py", "True")], "there is one place that loads weights"

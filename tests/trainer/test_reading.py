@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from cache.damage import DamageError
-from cache.row_reader import RowReader
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.row_reader import RowReader
+from cache.sets.set_lookup import open_set
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.config.training import Reading
 from trainer import data as data_module
 from trainer.batch import Batch
 from trainer.data import BatchLoader, collate, prefetch
-from trainer.host_memory import HostMemory
 from trainer.reading import Chosen, read_batches
+from trainer.run.host_memory import HostMemory
 
 
 def opened(config):

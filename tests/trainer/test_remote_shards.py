@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cache.remote_shards import LocalCacheError
-from cache.store import Store
+from cache.store.store import Store
+from cache.supply.remote_shards import LocalCacheError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, USAGE
@@ -19,7 +19,7 @@ from tests.processes import kill_when
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
 from tests.trainer.runs import lines, on_two_ranks, program
-from trainer.metrics import read_metrics
+from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 LONG_ONLY = pytest.mark.skipif(not LONG, reason="of the long form: tests/cache has the same with less")

@@ -21,27 +21,27 @@ import numpy as np
 import pytest
 import torch
 
-from cache.damage import ENCODE_PROGRAMS
-from cache.rolling import GB, RollingCache, RollingNeeds, UnitQueue, check_room, pinned_shards
-from cache.rolling_files import Position, RollingError, RollingFiles
-from cache.rolling_set import MissingMedia, RollingSet
-from cache.rolling_supply import RollingSupply
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardRow, unit_name
-from cache.shard_io import open_writer
-from cache.shard_order import make_schedule
-from cache.step_shards import ReadingOrder
-from cache.store import Store
-from cache.tensors import Array
-from cache.trainset import SetError
+from cache.order.schedule import BatchSchedule
+from cache.sets.draws import make_schedule
+from cache.sets.rolling_set import MissingMedia, RollingSet
+from cache.sets.set_lookup import open_set
+from cache.sets.trainset import SetError
+from cache.shards.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardRow, unit_name
+from cache.shards.shard_io import open_writer
+from cache.shards.tensors import Array
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.store import Store
+from cache.supply.rolling import GB, RollingCache, RollingNeeds, UnitQueue, check_room, pinned_shards
+from cache.supply.rolling_files import Position, RollingError, RollingFiles
+from cache.supply.rolling_supply import RollingSupply
+from cache.supply.step_shards import ReadingOrder
 from schemas.cli import progress
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
 from schemas.config.encoding import Rolling
 from schemas.config.training import Train
 from tests.background import repeated
-from tests.cache.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
+from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
 from trainer import data as trainer_data
 from trainer.data import BatchLoader
 from trainer.rolling import follow_encoding
@@ -311,7 +311,11 @@ def test_what_is_removed_is_needed_last(home: Home, monkeypatch: pytest.MonkeyPa
         assert here - now and min(need[gone] for gone in here - now) >= max(need[kept] for kept in here & now)
     monkeypatch.setattr(RollingFiles, "patience_s", 0.0)
     again = RollingFiles(home.store).working("encode-text")
-    with pytest.raises(RollingError, match="another encode-text is at work"), cache.files.working("encode-text"), again:
+    with (
+        pytest.raises(RollingError, match="another encode-text is at work"),
+        cache.files.working("encode-text"),
+        again,
+    ):
         pass
 
 

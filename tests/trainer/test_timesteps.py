@@ -13,7 +13,7 @@ from scipy import stats
 
 from schemas.config.objective import Timesteps
 from trainer.flow import shift_sigma
-from trainer.run_state import shift_by_tokens
+from trainer.run.run_state import shift_by_tokens
 from trainer.timesteps import TIMESTEP_SAMPLING, sample_sigma, spread_uniform
 
 UNIFORM = torch.rand(20000, generator=torch.Generator().manual_seed(0))

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cache.damage import DamageError
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
 from schemas.config.validation import Validation
 from tests.trainer.runs import (
@@ -30,9 +30,10 @@ from tests.trainer.runs import (
     train,
     trained_weights,
 )
-from trainer import flow, metrics, validation
+from trainer import flow, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
+from trainer.run import metrics
 from trainer.setup.optim import DivergedError
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]

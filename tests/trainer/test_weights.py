@@ -9,14 +9,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.training import Optimizer
-from trainer import metrics
 from trainer import train as loop
-from trainer.resume import ResumeError
+from trainer.run import metrics
+from trainer.run.resume import ResumeError
 from trainer.setup.optimizers import make_optimizer
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
-from cache.weights import load_part
+from cache.models.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch

@@ -14,8 +14,8 @@ from peft.tuners.lokr import LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from schemas.config.adapter import AdapterFormat
-from trainer.adapter_files import write_formats
-from trainer.adapter_header import AdapterError
+from trainer.adapters.files import write_formats
+from trainer.adapters.header import AdapterError
 from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.config.adapter import Adapter
-from trainer.adapter_header import AdapterError
+from trainer.adapters.header import AdapterError
+from trainer.adapters.initial import read_initial
 from trainer.families.base import FamilyModule
-from trainer.initial_adapter import read_initial
 from trainer.setup import adapters, initial, lokr
 
 

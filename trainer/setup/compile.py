@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from schemas.config.training import Train
-from trainer.run_state import RunError
+from trainer.run.run_state import RunError
 
 MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
 

@@ -10,8 +10,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from schemas.cli.progress import activity
 from schemas.config.training import Parallel
-from trainer.rank_watch import RankLostError
-from trainer.run_state import RunError
+from trainer.run.rank_watch import RankLostError
+from trainer.run.run_state import RunError
 
 # The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
 PROCESS_TIMEOUT = timedelta(hours=6)

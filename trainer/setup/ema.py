@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from schemas.config.training import EMA
+from trainer.run.sharded import local
 from trainer.setup.optimizers import averages_weights
-from trainer.sharded import local
 
 POWER = 2 / 3  # of the warm-up "power"
 Parameters = Mapping[str, torch.nn.Parameter]

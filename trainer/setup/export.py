@@ -11,10 +11,10 @@ from safetensors import safe_open
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from trainer.families.base import Experts, FamilyModule, components
+from trainer.run.sharded import gather_all, is_sharded
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import model_shape
-from trainer.sharded import gather_all, is_sharded
 
 
 def export_weights(

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from schemas.config.adapter import Adapter
-from trainer.adapter_files import load_layers
-from trainer.adapter_header import AdapterError, AdapterFile, check_fits, resolve_names
+from trainer.adapters.files import load_layers
+from trainer.adapters.header import AdapterError, AdapterFile, check_fits, resolve_names
+from trainer.adapters.initial import initial_scale
 from trainer.families.base import Experts, components
-from trainer.initial_adapter import initial_scale
 from trainer.setup.adapters import choose_targets, lora_state
 
 

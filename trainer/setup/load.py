@@ -10,12 +10,12 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 
-from cache.store import Store
-from cache.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
+from cache.models.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
+from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.families.base import Experts, FamilyModule
-from trainer.run_state import RunError, train_precision
+from trainer.run.run_state import RunError, train_precision
 
 
 def load_transformer(

@@ -2,7 +2,7 @@
 
 `save_lora` writes `pytorch_lora_weights.safetensors` with peft's names and configuration, which `load_lora_weights`
 refuses and `pipeline.transformer.load_lora_adapter(folder, prefix="transformer", weight_name=...)` reads.
-`trainer/adapter_files.py` writes the files of other programs.
+`trainer/adapters/files.py` writes the files of other programs.
 """
 
 from collections.abc import Mapping

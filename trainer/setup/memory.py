@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schemas.config.training import Offload, Train
 from trainer.families.base import FamilyModule, components
-from trainer.run_state import RunError
+from trainer.run.run_state import RunError
 from trainer.setup.offload import offload_blocks
 
 STREAM_DEVICES = ("cuda", "xpu")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from cache.trainset import TrainSet
+from cache.sets.trainset import TrainSet
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed
 from trainer.families.base import FamilyModule

@@ -16,9 +16,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from schemas.config.pipeline import Config
 from schemas.config.training import Optimizer
 from schemas.optimizers import DISTRIBUTIONS, OPTIMIZERS, find_optimizer
-from trainer.optimizer_state import collect
-from trainer.run_state import RunError, train_precision
-from trainer.sharded import gather
+from trainer.run.optimizer_state import collect
+from trainer.run.run_state import RunError, train_precision
+from trainer.run.sharded import gather
 
 TRIAL_SHAPE = (64, 64)  # the smallest that bitsandbytes keeps in 8 bits
 TRIAL_STEPS = 3

@@ -11,24 +11,25 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from cache.schedule import BatchSchedule
-from cache.trainset import TrainSet
+from cache.order.schedule import BatchSchedule
+from cache.sets.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed, hash_json
-from trainer import run_state
 from trainer.attention import NATIVE, check_attention, use_backend
-from trainer.changed_settings import describe_rank, refuse_differences
 from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
-from trainer.new_data import Change, first_step, list_changes
-from trainer.prompt_updates import PromptUpdates
-from trainer.rank_watch import RankWatch
-from trainer.resume import Checkpoint
-from trainer.run_files import RunFiles
+from trainer.run import run_state
+from trainer.run.changed_settings import describe_rank, refuse_differences
+from trainer.run.new_data import Change, first_step, list_changes
+from trainer.run.prompt_updates import PromptUpdates
+from trainer.run.rank_watch import RankWatch
+from trainer.run.resume import Checkpoint
+from trainer.run.run_files import RunFiles
+from trainer.run.sharded import is_sharded
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import check_compile, compile_blocks
 from trainer.setup.connect import connect_ranks
@@ -41,7 +42,6 @@ from trainer.setup.optimizers import check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, count_numbers, quantize_base
 from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, make_accelerator, wrap_for_ranks
-from trainer.sharded import is_sharded
 from trainer.step_metrics import GradientNoise
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from schemas.config.pipeline import Config
+from trainer.adapters.initial import read_initial
 from trainer.families.base import FamilyModule
-from trainer.initial_adapter import read_initial
-from trainer.run_state import RunError
+from trainer.run.run_state import RunError
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
 from trainer.setup.attach import unfreeze
 from trainer.setup.initial import fit_initial

@@ -15,7 +15,7 @@ from schemas.config.training import Offload, Train
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, components
-from trainer.run_state import RunError
+from trainer.run.run_state import RunError
 from trainer.setup.adapters import adapter_off
 from trainer.setup.memory import around_forward
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from cache.weights import config_errors, fetch_components, load_pretrained
+from cache.models.weights import config_errors, fetch_components, load_pretrained
 from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError

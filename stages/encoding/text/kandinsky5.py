@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from cache.weights import WeightsError, load_pretrained
+from cache.models.weights import WeightsError, load_pretrained
 from stages.encoding.text.base import TextEncoder
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.prompt_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt

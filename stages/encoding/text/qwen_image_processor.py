@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn.functional import interpolate
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 
 
 class QwenImageProcessor(Qwen2VLImageProcessorPil):

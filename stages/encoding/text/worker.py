@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from cache.plans import Unit
-from cache.shard import ShardRow
+from cache.sets.plans import Unit
+from cache.shards.shard import ShardRow
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest

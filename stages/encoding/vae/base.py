@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from cache.compatibility import check_autoencoder
-from cache.weights import config_errors, load_part
+from cache.models.compatibility import check_autoencoder
+from cache.models.weights import config_errors, load_part
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

@@ -3,8 +3,8 @@
 import torch
 from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 
-from cache.compatibility import preview_model
-from cache.weights import load_pretrained, read_component_config
+from cache.models.compatibility import preview_model
+from cache.models.weights import load_pretrained, read_component_config
 from schemas.config.pipeline import Config
 from schemas.family import Normalisation
 from stages.encoding import model_loading

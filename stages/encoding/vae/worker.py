@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cache.plans import Unit
-from cache.shard import ShardRow
+from cache.sets.plans import Unit
+from cache.shards.shard import ShardRow
 from schemas.geometry import Bucket
 from schemas.identity import derive_seed
 from stages.encoding import model_loading

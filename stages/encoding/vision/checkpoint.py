@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from cache.single_model import CONFIG_FILE, SingleModel
-from cache.store import Store
-from cache.weights import WeightsError, read_object
+from cache.models.single_model import CONFIG_FILE, SingleModel
+from cache.models.weights import WeightsError, read_object
+from cache.store.store import Store
 from schemas.errors import USAGE
 from stages.encoding.vision.grids import PATCH_SIZE
 

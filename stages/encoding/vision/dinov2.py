@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
-from cache.single_model import CONFIG_FILE
-from cache.weights import WeightsError, load_pretrained
+from cache.models.single_model import CONFIG_FILE
+from cache.models.weights import WeightsError, load_pretrained
 from stages.encoding.vision.checkpoint import require_dinov2_class
 from stages.encoding.vision.grids import PATCH_SIZE, GridSize
 from stages.encoding.vision.pooling import pool_space, pool_time

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cache.files import walk
-from cache.scores import SCORES_FILE
-from cache.stage_log import read_stages
-from cache.store import Store
+from cache.runs.scores import SCORES_FILE
+from cache.runs.stage_log import read_stages
+from cache.store.files import walk
+from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration

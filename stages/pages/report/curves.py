@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.training_run import SMOOTHED_STEPS
+from cache.runs.training_run import SMOOTHED_STEPS
 from schemas.text_format import escape_unprintable, shorten
 
 MAX_POINTS = 4000  # of a chart, over all of its curves

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.damage import DamageError
-from cache.plans import Plan, list_plans, load_plan
-from cache.shard_io import ReaderPool
-from cache.store import Store
+from cache.sets.plans import Plan, list_plans, load_plan
+from cache.shards.shard_io import ReaderPool
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.discovery.missing_media import spread_evenly

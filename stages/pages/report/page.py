@@ -15,9 +15,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cache.best_step import NOTHING_HELD_OUT, Evaluation, best_evaluation, loss_name, measured_on
-from cache.scores import ScoreCurve, read_curves
-from cache.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
+from cache.runs.best_step import NOTHING_HELD_OUT, Evaluation, best_evaluation, loss_name, measured_on
+from cache.runs.scores import ScoreCurve, read_curves
+from cache.runs.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.pages.html import TEMPLATES, render_template

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from markupsafe import Markup
 
-from cache.json_checks import check_prompt_image
-from cache.training_run import read_description, spread, step_of
+from cache.runs.training_run import read_description, spread, step_of
+from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
 from schemas.config.validation_samples import ValidationSample, validation_samples
 from schemas.errors import LatentpressError

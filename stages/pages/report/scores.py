@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cache.best_step import best_steps
-from cache.scores import ScoreCurve, score_label
+from cache.runs.best_step import best_steps
+from cache.runs.scores import ScoreCurve, score_label
 from stages.pages.report.curves import MAX_CURVES, MAX_NAMED_STEPS, Chart, Curve, clean_name, thinned_chart
 
 Runs = Sequence[tuple[str, Sequence[ScoreCurve]]]

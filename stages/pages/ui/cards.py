@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache.scores import read_lines
-from cache.training_run import RunProgress, read_progress, step_of
+from cache.runs.scores import read_lines
+from cache.runs.training_run import RunProgress, read_progress, step_of
 from schemas.cli.program_note import ProgramNote
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cache.files import explained, replacing
+from cache.store.files import explained, replacing
 from schemas.cli.program_note import NOTES_VARIABLE, Moment, ProgramNote, find_process_start, is_process, read_notes
 from schemas.errors import LatentpressError
 from stages.pages.ui.jobs import JOBS, list_conflicts

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from cache.files import explained, replacing
+from cache.store.files import explained, replacing
 from schemas.config.loading import ConfigError, parse_config, read_text
 from schemas.config.yaml_reader import YamlError
 from schemas.errors import LatentpressError

@@ -7,7 +7,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache.training_run import METRICS_FILE
+from cache.runs.training_run import METRICS_FILE
 from schemas.cli.report import Report
 from stages.pages.ui.app import Page, fragment, get, render, site_of
 from stages.pages.ui.cards import AT_WORK, build_cards, build_job_card

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache.training_run import is_running
+from cache.runs.training_run import is_running
 from schemas.cli.kept_log import LOGS
 from schemas.text_format import escape_unprintable, shorten
 from stages.pages.ui.app import Page, get, render, site_of

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.cli.console import Options, Report
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from stages import discover
 from stages.discovery.media_table import read_media_table
 from stages.discovery.sources import object_store

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.tables import MEDIA_SCHEMA
 from stages import discover
 from stages.discovery import listing_diff, media_table

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import cache.arrow
-import cache.files
-import cache.store
-import cache.wds
+import cache.shards.arrow
+import cache.shards.wds
+import cache.store.files
+import cache.store.store
 from schemas.cli.interruption import StopHandler
 from schemas.errors import INCOMPLETE, INTERRUPTED
 from stages import bucket, discover, encode_latents, run
@@ -97,7 +97,7 @@ def test_an_interrupt_that_is_dropped_is_heard_at_the_next_batch(planned, monkey
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
     """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
-    kind = {"arrow": cache.arrow, "webdataset": cache.wds}[format].ShardWriter
+    kind = {"arrow": cache.shards.arrow, "webdataset": cache.shards.wds}[format].ShardWriter
     finish, encode, obey = kind.finish, LatentsWorker.encode, StopHandler._on_signal
     encoded, told = [], threading.Event()
 
@@ -128,14 +128,14 @@ def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) 
     """A shard's file was opened, and nobody has it yet."""
     opened = []
 
-    class Temp(cache.files.WriteBehind):
+    class Temp(cache.store.files.WriteBehind):
         def __init__(self, file) -> None:
             opened.append(file.name)
             if len(opened) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
             super().__init__(file)
 
-    monkeypatch.setattr(cache.store, "WriteBehind", Temp)
+    monkeypatch.setattr(cache.store.store, "WriteBehind", Temp)
     report = planned.run(encode_latents.run)
     assert report.details["stopped"].startswith("by SIGTERM") and len(opened) >= 3
     assert leftovers(planned.root) == []

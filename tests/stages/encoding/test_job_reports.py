@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, gc, status
 from stages.encoding import job_reports

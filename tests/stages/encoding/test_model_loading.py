@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.plans import Unit
-from cache.store import Store
+from cache.sets.plans import Unit
+from cache.store.store import Store
 from schemas.cli.options import Partition
 from schemas.randomness import mix_bits
 from stages.encoding.stealing import Claims, Shards, take_units

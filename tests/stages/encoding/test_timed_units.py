@@ -4,7 +4,7 @@ from operator import length_hint
 
 import pytest
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from stages import bucket, discover, encode_latents
 from stages.encoding import timed_units
 from stages.encoding.timed_units import TimedUnits

@@ -5,9 +5,9 @@ import io
 import pytest
 import torch
 
-import cache.arrow
-from cache.shard_io import open_reader
-from cache.store import Store
+import cache.shards.arrow
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.config.encoding import Resources
 from schemas.errors import LatentpressError
@@ -146,7 +146,7 @@ def test_a_sample_whose_numbers_are_not_finite_is_set_aside_alone(planned, monke
 
 @pytest.mark.slow
 def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monkeypatch) -> None:
-    encode, finish = flux.Autoencoder.encode, cache.arrow.ShardWriter.finish
+    encode, finish = flux.Autoencoder.encode, cache.shards.arrow.ShardWriter.finish
 
     def infinite(*places: int):
         def encoded(self, *given):
@@ -162,12 +162,12 @@ def test_what_is_mended_stays_on_the_list_until_its_shard_is_there(planned, monk
     monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1, 2))
     first = planned.run(encode_latents.run, "stages.max_reject_fraction=1.0")
     monkeypatch.setattr(flux.Autoencoder, "encode", infinite(1))
-    monkeypatch.setattr(cache.arrow.ShardWriter, "finish", killed)
+    monkeypatch.setattr(cache.shards.arrow.ShardWriter, "finish", killed)
     with pytest.raises(KeyboardInterrupt):
         planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True)
     listed = encode_latents.run(planned.config(), Options(dry_run=True), Console(stderr=io.StringIO())).set_aside
     assert {row["item"] for row in listed} == {row["item"] for row in first.set_aside} and len(listed) == 2
-    monkeypatch.setattr(cache.arrow.ShardWriter, "finish", finish)
+    monkeypatch.setattr(cache.shards.arrow.ShardWriter, "finish", finish)
     assert len(planned.run(encode_latents.run, "stages.max_reject_fraction=1.0", retry_set_aside=True).set_aside) == 1
 
 

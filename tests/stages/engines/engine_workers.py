@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from schemas.cli.progress import announce
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config

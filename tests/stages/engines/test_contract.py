@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from schemas.cli.progress import announce_by
 from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError

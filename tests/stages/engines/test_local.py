@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.plans import Unit
+from cache.sets.plans import Unit
 from schemas.errors import LatentpressError
 from stages.encoding.prefetcher import NextUnit
 from stages.engines import local

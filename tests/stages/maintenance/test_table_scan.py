@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cache import plans, rejects
-from cache.damage import DamageError
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.sets import plans, rejects
+from cache.sets.set_lookup import open_set
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from stages.discovery.media_table import read_media_table
 from stages.maintenance import table_scan

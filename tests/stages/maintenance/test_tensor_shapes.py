@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cache.shard import ShardRow
-from cache.tensors import Array
+from cache.shards.shard import ShardRow
+from cache.shards.tensors import Array
 from stages.maintenance.shard_checks import CacheSpec, TensorChecker
 
 FLUX = CacheSpec.of({"stage": "encode-latents", "autoencoder": "flux", "precision": "float32"})

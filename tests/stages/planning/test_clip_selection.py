@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 
-from cache.store import Store
+from cache.store.store import Store
 from stages import bucket, discover
 from stages.media.sample_reader import read_sample_frames
 from stages.planning.plan_lookup import current_plan

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cache.store import Store
+from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.tables import MEDIA_SCHEMA

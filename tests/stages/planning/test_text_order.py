@@ -8,9 +8,9 @@ import pytest
 from benchmarks.common import run_silently
 from benchmarks.index import write_shards
 from benchmarks.planning import make_project
-from cache.set_lookup import open_configured_set
-from cache.shard_needs import needed_shards
-from cache.shard_order import make_schedule
+from cache.sets.draws import make_schedule
+from cache.sets.set_lookup import open_configured_set
+from cache.supply.shard_needs import needed_shards
 from schemas.config.loading import load_config
 from schemas.config.training import Train
 from stages import bucket, index

@@ -3,8 +3,8 @@
 import pytest
 from PIL import Image
 
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents
 from stages.planning.plan_lookup import current_plan
 

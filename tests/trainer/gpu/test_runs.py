@@ -16,7 +16,7 @@ from benchmarks.gpu.training import Case, Model, forget_models, measure_steps, p
 from examples.tiny_shapes import SHAPES
 from schemas.config.pipeline import Config
 from tests.trainer.runs import lines, train
-from trainer.resume import newest_checkpoint
+from trainer.run.resume import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.methods import Methods
 from trainer import train as loop
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import METHODS
-from trainer.metrics import read_metrics
+from trainer.run.metrics import read_metrics
 from trainer.setup import prepare
 
 

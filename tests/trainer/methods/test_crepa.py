@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.config.methods import CREPA
 from schemas.errors import USAGE
 from tests.conftest import LONG

@@ -9,15 +9,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, run_program
 from schemas.config.methods import MaskedLoss
 from schemas.errors import USAGE
-from trainer import flow, metrics
+from trainer import flow
 from trainer import train as loop
 from trainer.__main__ import run as program_run
+from trainer.run import metrics
 from trainer.timesteps import sample_sigma
 
 

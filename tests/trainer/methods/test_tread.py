@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from examples.tiny_models import build, make_model
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE

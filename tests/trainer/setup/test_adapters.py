@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, output, pipeline, pipeline_class, random, trained
-from trainer.adapter_header import COMFYUI_PREFIX
+from trainer.adapters.header import COMFYUI_PREFIX
 from trainer.families import kandinsky5, sana
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable

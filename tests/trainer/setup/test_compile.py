@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console
 from trainer import train as loop
 from trainer.setup.compile import compile_blocks

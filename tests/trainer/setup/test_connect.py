@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from schemas.config.training import Parallel
-from trainer.rank_watch import RankLostError
-from trainer.run_state import RunError
+from trainer.run.rank_watch import RankLostError
+from trainer.run.run_state import RunError
 from trainer.setup.connect import connect_ranks
 
 

@@ -7,7 +7,7 @@ import torch
 from diffusers.training_utils import EMAModel
 
 from schemas.config.training import EMA, Optimizer
-from trainer import checkpoint, resume
+from trainer.run import checkpoint, resume
 from trainer.setup.ema import MovingAverage, ema_decay, inference_weights
 from trainer.setup.optimizers import make_optimizer
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
-from cache.training_run import checkpoint_step, list_checkpoints
+from cache.order.schedule import BatchSchedule
+from cache.runs.training_run import checkpoint_step, list_checkpoints
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console
 from tests.trainer.pipelines import exact_output, output, pipeline
-from trainer import checkpoint, resume
 from trainer import train as loop
+from trainer.run import checkpoint, resume
 
 FILE = "pytorch_lora_weights.safetensors"
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.schedule import BatchSchedule
-from cache.set_lookup import open_set
-from cache.store import Store
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
 from schemas.cli.console import Console
-from trainer import metrics
 from trainer import train as loop
-from trainer.run_state import RunError
+from trainer.run import metrics
+from trainer.run.run_state import RunError
 from trainer.setup import memory
 
 STEPS = 3

@@ -12,8 +12,8 @@ import torch
 
 from schemas.config.training import Optimizer
 from schemas.optimizers import OPTIMIZERS
-from trainer import checkpoint, optimizer_state, resume
-from trainer.run_state import RunError
+from trainer.run import checkpoint, optimizer_state, resume
+from trainer.run.run_state import RunError
 from trainer.setup.ema import inference_weights
 from trainer.setup.optim import set_learning_rate
 from trainer.setup.optimizers import check_optimizer, find_class, make_optimizer
@@ -229,9 +229,9 @@ def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, tr
 
 
 def test_a_refusal_comes_before_the_model_is_loaded(make_config, make_set, tmp_path) -> None:
-    from cache.schedule import BatchSchedule
-    from cache.set_lookup import open_set
-    from cache.store import Store
+    from cache.order.schedule import BatchSchedule
+    from cache.sets.set_lookup import open_set
+    from cache.store.store import Store
     from schemas.cli.console import Console
     from trainer.train import train
 

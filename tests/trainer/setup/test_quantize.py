@@ -13,9 +13,10 @@ from schemas.config.training import Train
 from tests.conftest import LONG
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
-from trainer import run_state
-from trainer.resume import ResumeError
-from trainer.run_state import RunError
+from trainer.run import run_state
+from trainer.run.resume import ResumeError
+from trainer.run.run_state import RunError
+from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 from trainer.setup.compile import compile_blocks
@@ -29,7 +30,6 @@ from trainer.setup.quantize import (
     quantize_base,
     stored_bytes,
 )
-from trainer.sharded import gather
 
 WIDE = ["kandinsky5-image-t2i", "sana"]
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]

@@ -13,7 +13,7 @@ from tests.conftest import LONG
 from tests.processes import in_child
 from tests.trainer.pipelines import KINDS
 from tests.trainer.setup.test_quantize import NAMES
-from trainer.memory_estimate import LIBRARIES, estimate_memory
+from trainer.memory.estimate import LIBRARIES, estimate_memory
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import load_transformer
 from trainer.setup.quantize import QUANTISERS, quantize_base

@@ -17,11 +17,11 @@ from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
 from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
+from trainer.run.sharded import local
 from trainer.setup import shard
 from trainer.setup.compile import compile_blocks
 from trainer.setup.memory import checkpoint_blocks
 from trainer.setup.quantize import stored_bytes
-from trainer.sharded import local
 
 pytestmark = pytest.mark.slow
 

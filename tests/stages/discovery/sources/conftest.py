@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from cache import plans
-from cache.store import Store
+from cache.sets import plans
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages.discovery.sources import huggingface

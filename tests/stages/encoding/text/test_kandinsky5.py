@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from schemas.family import Task, Template
 from stages.encoding.text.kandinsky5 import Encoder

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import text_settings

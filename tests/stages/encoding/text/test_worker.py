@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.text import base, gemma, kandinsky5, prompt_images

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from stages.media.pixels import normalise_pixels
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cache.shard import ShardRow
-from cache.shard_io import open_reader
-from cache.store import Store
+from cache.shards.shard import ShardRow
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
 from schemas.identity import derive_seed
 from stages import bucket, discover, encode_latents
 from stages.encoding.vae.worker import mask_to_latent_grid

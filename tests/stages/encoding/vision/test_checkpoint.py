@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 from stages.encoding.vision.checkpoint import fingerprint_weights, resolve_checkpoint
 
 

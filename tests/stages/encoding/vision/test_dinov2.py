@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from cache.weights import WeightsError
+from cache.models.weights import WeightsError
 from stages.encoding.vision.dinov2 import IMAGENET_MEAN, IMAGENET_STD, Encoder, resize_frames
 
 CPU = torch.device("cpu")

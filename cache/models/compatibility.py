@@ -1,0 +1,167 @@
+"""Checks by its small files that a checkpoint fits the configured family, flavour and task. Imports no torch."""
+
+from typing import Any
+
+from cache.models import weights
+from cache.models.single_model import SingleModel
+from cache.store.json_checks import printable
+from cache.store.store import Store
+from schemas.catalogue import FAMILIES
+from schemas.config.encoding import Model
+from schemas.errors import USAGE
+from schemas.family import Family, Flavour
+
+PREVIEW_KEY = "validation.preview_autoencoder"
+PREVIEW_ADVICE = (
+    f"set {PREVIEW_KEY} to the folder or repository of a tiny autoencoder in diffusers' form, such as "
+    "madebyollin/taef1, or remove it"
+)
+MODEL_HINT = "correct model.path, or model.family and model.flavour"
+
+
+class CheckpointMismatch(weights.WeightsError):
+    """A checkpoint of another family or task than the configured one."""
+
+    exit_code = USAGE
+
+
+def check_task(model: Model) -> None:
+    """CheckpointMismatch where a local directory or a known repository is of another pipeline in the catalogue. Unknown
+    pipelines pass: `check_component` and `check_transformer` check their components."""
+    folder = weights.local_folder(model.source)
+    if folder is None:
+        found = {family.pipelines[flavour.task] for family, flavour in find_published(model.source)}
+    elif (folder / weights.MODEL_INDEX).is_file():
+        found = {str(weights.read_object(folder / weights.MODEL_INDEX).get("_class_name"))}
+    else:
+        return
+    wanted = model.family_spec.pipelines[model.task]
+    made_for = [
+        f"{one.name} {task}" for one in FAMILIES.values() for task, name in one.pipelines.items() if name in found
+    ]
+    if wanted not in found and made_for:
+        raise CheckpointMismatch(
+            f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(found))}), and the "
+            f"configuration says {model.family} {model.task} ({wanted})",
+            MODEL_HINT,
+        )
+
+
+def find_published(repo: str) -> list[tuple[Family, Flavour]]:
+    """The families and flavours that the catalogue has of a repository."""
+    return [(family, one) for family in FAMILIES.values() for one in family.flavours.values() if one.repo == repo]
+
+
+def check_transformer(model: Model) -> None:
+    """CheckpointMismatch where a transformer's config.json is for another family or task."""
+    for part in model.family_spec.components:
+        check_component(model, part)
+        config = weights.read_component_config(model.source, model.revision, part)
+        _check_attention(model, config)
+        for key, wanted in model.family_spec.transformer_config[model.task].items():
+            found = config.get(key, False if isinstance(wanted, bool) else wanted)
+            if found != wanted:
+                raise CheckpointMismatch(
+                    f"{model.source}: {part}/config.json has {key} = {printable(found)}, and {model.family} "
+                    f"{model.task} needs {wanted}: the checkpoint is made for something else",
+                    MODEL_HINT,
+                )
+
+
+def check_autoencoder(model: Model) -> None:
+    """CheckpointMismatch where the autoencoder gives latents that the family's transformer can't read."""
+    check_component(model, "vae")
+    config = weights.read_component_config(model.source, model.revision, "vae")
+    for key, wanted in model.family_spec.autoencoder_config.items():
+        value = config.get(key, wanted)
+        found = len(value) if isinstance(value, list) else value
+        if found != wanted:
+            shown = printable(found)
+            what = f"{shown} entries of {key}" if isinstance(value, list) else f"{key} = {shown}"
+            raise CheckpointMismatch(
+                f"{model.source}: vae/config.json has {what}, and the transformer of {model.family} reads latents of "
+                f"an autoencoder with {wanted}: nothing that it encodes could be trained on",
+                f"take vae/ from the repository of the transformer ({model.flavour_spec.repo}), or correct "
+                "model.path, model.family and model.flavour",
+            )
+
+
+def preview_model(source: str) -> SingleModel:
+    """`validation.preview_autoencoder`."""
+    return SingleModel(source, None, PREVIEW_KEY, PREVIEW_ADVICE)
+
+
+def check_preview_autoencoder(model: Model, source: str) -> None:
+    """CheckpointMismatch where a tiny autoencoder can't read the family's latents."""
+    family = model.family_spec
+    config = weights.read_object(preview_model(source).config_file())
+    found = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
+    for key, wanted in (("_class_name", family.preview_autoencoder), ("latent_channels", family.latent_channels)):
+        if found[key] != wanted:
+            raise CheckpointMismatch(
+                f"{PREVIEW_KEY}: config.json of {source} has {key} = {printable(found[key])}, and the latents of "
+                f"{model.family} need {wanted}",
+                PREVIEW_ADVICE,
+            )
+    blocks, factor = config.get("num_decoder_blocks"), config.get("upsampling_scaling_factor", 2)
+    if not isinstance(blocks, list) or factor ** (len(blocks) - 1) != family.spatial_stride:
+        raise CheckpointMismatch(
+            f"{PREVIEW_KEY}: {source} does not enlarge latents {family.spatial_stride} times, as the autoencoder of "
+            f"{model.family} does",
+            PREVIEW_ADVICE,
+        )
+
+
+def check_component(model: Model, part: str) -> None:
+    """CheckpointMismatch where a component is another kind of model than the family's."""
+    config = weights.read_component_config(model.source, model.revision, part)
+    found, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
+    if found != wanted:
+        raise CheckpointMismatch(f"{model.source}: {part} is a {found}, and {model.family} has a {wanted}", MODEL_HINT)
+
+
+def bucket_side_multiple(model: Model) -> int:
+    """The number of pixels that both sides of a bucket must be multiples of; sparse attention needs a larger one.
+
+    For a published repository it comes from the catalogue, so that planning needs no network and is the same on every
+    machine; for any other checkpoint from its own config. Raises CheckpointMismatch for another family or task.
+    """
+    check_task(model)
+    sparse, part = model.family_spec.sparse, model.family_spec.components[0]
+    if sparse is None:
+        return model.family_spec.side_multiple
+    if weights.local_folder(model.source) is None and (known := find_published(model.source)):
+        is_sparse = known[0][1].sparse
+    else:
+        is_sparse = sparse.asked(weights.read_component_config(model.source, model.revision, part))
+    return sparse.side_multiple if is_sparse else model.family_spec.side_multiple
+
+
+def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
+    """CheckpointMismatch where a published repository asks for sparse attention, and the catalogue, and so the plan,
+    does not. Buckets planned for sparse attention suit full attention."""
+    multiple, sparse = bucket_side_multiple(model), model.family_spec.sparse
+    if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:
+        raise CheckpointMismatch(
+            f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
+            f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "
+            "now",
+            "download the checkpoint and set model.path to its folder, so that bucket reads its own config",
+        )
+
+
+def pin_revision(model: Model, memo: Store) -> Model:
+    """The model with its revision's current commit, so that processes started later load the same weights."""
+    if weights.local_folder(model.source) is not None or (
+        model.revision and weights.COMMIT_PATTERN.fullmatch(model.revision)
+    ):
+        return model
+    commit = weights.current_commit(model.source, model.revision, memo)
+    found = model.model_copy(update={"revision": commit})
+    if model.family_spec.sparse is not None and find_published(model.source):
+        try:
+            config = weights.read_component_config(model.source, commit, model.family_spec.components[0])
+        except weights.WeightsError:  # offline, and only other components are here: the trainer checks
+            return found
+        _check_attention(found, config)
+    return found

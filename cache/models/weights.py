@@ -1,0 +1,259 @@
+"""Finds the weights of a checkpoint, and identifies them for a cache's fingerprint. Imports no torch.
+
+A source is a local directory in diffusers layout or the id of a Hugging Face repository. Repositories are reached
+through huggingface_hub, so its own settings apply (HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, ...).
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from cache.store.damage import DamageError
+from cache.store.files import StoreError
+from cache.store.hub_progress import bar_class
+from cache.store.json_checks import check_object
+from cache.store.store import Store
+from schemas.cli.progress import activity
+from schemas.errors import USAGE, LatentpressError
+from schemas.identity import hash_json
+from schemas.regular_files import NOT_REGULAR, open_regular
+from schemas.text_format import format_bytes, shown_path
+from schemas.weight_files import ALLOW_PATTERNS, find_weights_problem
+
+MODEL_INDEX = "model_index.json"
+HASH_BUFFER_BYTES = 1 << 20
+MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
+PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
+MOST_NAMED = 8  # entries of a folder that an error names
+COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+_REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class WeightsError(LatentpressError, ValueError):
+    """A checkpoint, or a component of it, that is missing or can't be reached."""
+
+
+class UnsafeWeights(WeightsError):
+    """Weights that are not safetensors, or missing."""
+
+    exit_code = USAGE
+
+
+class CheckpointNotFound(WeightsError):
+    """The source that the configuration names is no checkpoint at all."""
+
+    exit_code = USAGE
+
+
+def fingerprint_weights(
+    source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
+) -> dict[str, Any]:
+    """What determines the weights of the components `parts`, for a cache's fingerprint; small JSON.
+
+    A local directory: {"content"}, the xxh3 of every file of its components, whatever the directory's name. A
+    repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: stores the commits that
+    `current_commit` finds, and the hashes of large files by path, size and time, so that each file is read once.
+    """
+    folder = local_folder(source)
+    if folder is None:
+        return {"repo": source, "commit": _find_commit(source, revision, memo), "parts": sorted(parts)}
+    _check_components(folder, parts)
+    files = sorted((name, path) for part in parts for name, path in _list_files(folder, part))
+    with activity(f"reading the weights of {shown_path(folder)}", unit="bytes") as task:
+        task.total = sum(path.stat().st_size for _, path in files)
+        return {"content": hash_json([[name, hash_file(path, memo, task.advance)] for name, path in files])}
+
+
+def fetch_components(source: str, revision: str | None, parts: Sequence[str]) -> Path:
+    """The directory of the components `parts`; of a repository only these are fetched. Raises WeightsError."""
+    folder = local_folder(source)
+    if folder is None:
+        from huggingface_hub import snapshot_download
+
+        patterns = [MODEL_INDEX, *(f"{part}/{pattern}" for part in parts for pattern in ALLOW_PATTERNS)]
+        with activity(f"fetching {', '.join(parts)} of {source}", unit="bytes") as task:
+            bars = bar_class(task)
+            folder = Path(call_hub(snapshot_download, source, revision, allow_patterns=patterns, tqdm_class=bars))
+    _check_components(folder, parts)
+    return folder
+
+
+def load_part(model_class: Any, source: str, revision: str | None, part: str, **settings: Any) -> Any:
+    """The model of one component of a checkpoint; only that is fetched. Raises WeightsError."""
+    return load_pretrained(model_class, fetch_components(source, revision, (part,)) / part, **settings)
+
+
+def load_pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
+    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights where the weights are pickled."""
+    if problem := find_weights_problem(folder):
+        raise UnsafeWeights(*problem)
+    size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
+    loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
+    with loading, config_errors(f"{shown_path(folder)}/config.json"):
+        return model_class.from_pretrained(folder, use_safetensors=True, **settings)
+
+
+@contextmanager
+def config_errors(file: str) -> Iterator[None]:
+    """Around making a model by a config.json: WeightsError for what its class raises where it can't use a value, and
+    what damaged weights do not raise."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, StrictDataclassError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        raise WeightsError(
+            f"{file} has a value that no model can be made with ({reason})",
+            "replace it with the one that the checkpoint was published with",
+        ) from error
+
+
+def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:
+    """The config.json of one component; of a repository only that file is fetched. Raises WeightsError."""
+    folder = local_folder(source)
+    if folder is None:
+        from huggingface_hub import hf_hub_download
+
+        return read_object(Path(call_hub(hf_hub_download, source, revision, filename=f"{part}/config.json")))
+    _check_components(folder, (part,))
+    return read_object(folder / part / "config.json")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path) as file:
+            return check_object(json.loads(file.read()), "the JSON")
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} can't be read: {error}", "replace it with a whole copy") from error
+
+
+def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
+    """The directory `source`, or None where it is a repository's id. WeightsError where it is neither."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if _REPO_PATTERN.fullmatch(source) and not folder.exists():
+        return None
+    raise CheckpointNotFound(f"{source} is neither a directory nor a repository id (owner/name)", advice)
+
+
+def _check_components(folder: Path, parts: Sequence[str]) -> None:
+    if missing := [part for part in parts if not _list_files(folder, part)]:
+        found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if len(found) > MOST_NAMED:
+            found[MOST_NAMED:] = [f"{len(found) - MOST_NAMED} more"]
+        raise WeightsError(
+            f"{folder} lacks {', '.join(missing)}; it holds {', '.join(found) or 'nothing'}",
+            f"in diffusers layout each of these folders holds a config and weights: {', '.join(parts)}",
+        )
+
+
+def _list_files(folder: Path, part: str) -> list[tuple[str, Path]]:
+    """(name relative to `folder`, path) of a component's files, except hidden ones, which systems leave behind."""
+    inside = [(path.relative_to(folder), path) for path in (folder / part).rglob("*") if not path.is_dir()]
+    shown = [(name, path) for name, path in inside if not any(p.startswith(".") for p in name.parts) and path.exists()]
+    return sorted((name.as_posix(), path) for name, path in shown)
+
+
+def hash_file(path: Path, memo: Store | None, advance: Callable[[int], object] = lambda count: None) -> str:
+    """xxh3-128 of a file's bytes. WeightsError for a pipe or a device. memo: where the hashes of large files are
+    stored. advance: of bytes."""
+    about, name = path.stat(), os.fspath(path.resolve())
+    if not stat.S_ISREG(about.st_mode):
+        raise WeightsError(f"{path} {NOT_REGULAR}", "replace it with a whole copy")
+    key = [name, about.st_size, about.st_mtime_ns]
+    if memo is None or about.st_size < MEMO_MIN_BYTES:
+        return _hash_content((name, about.st_size, about.st_mtime_ns), advance)
+    rel = f"weights/{hash_json(key)}.json"
+    with suppress(FileNotFoundError, DamageError):  # a damaged one is written again
+        content = memo.read_json(rel)["content"]
+        advance(about.st_size)
+        return content
+    content = _hash_content((name, about.st_size, about.st_mtime_ns), advance)
+    with suppress(StoreError):  # a read-only root: the file is hashed again next time
+        memo.publish_json(rel, {"path": name, "content": content})
+    return content
+
+
+_hashes: dict[tuple[str, int, int], str] = {}  # (path, size, time of change) -> content
+
+
+def _hash_content(key: tuple[str, int, int], advance: Callable[[int], object]) -> str:
+    if key in _hashes:
+        advance(key[1])
+    else:
+        content, buffer = xxhash.xxh3_128(), memoryview(bytearray(HASH_BUFFER_BYTES))
+        with open(key[0], "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                content.update(buffer[:count])
+                advance(count)
+        _hashes[key] = content.hexdigest()
+    return _hashes[key]
+
+
+def _memo_path(repo: str, revision: str | None) -> str:
+    return f"weights/{hash_json([repo, revision])}.json"
+
+
+def _read_memo(rel: str, memo: Store) -> str | None:
+    """The commit that `current_commit` stored; None where there is none or it can't be read."""
+    with suppress(StoreError, OSError, DamageError, KeyError, TypeError):
+        commit = memo.read_json(rel)["commit"]
+        return commit if COMMIT_PATTERN.fullmatch(commit) else None
+    return None
+
+
+def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
+    """The commit that the last encoding stage found for a revision, or that of the local cache. No network."""
+    if revision and COMMIT_PATTERN.fullmatch(revision):
+        return revision
+    if memo is not None and (commit := _read_memo(_memo_path(repo, revision), memo)):
+        return commit
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, MODEL_INDEX, revision=revision)
+    if isinstance(found, str):
+        return Path(found).parent.name
+    at = f" at revision {revision}" if revision else ""
+    raise WeightsError(
+        f"the commit of {repo}{at} that the caches are made with is not known yet: no encoding stage has run for this "
+        "root, and the repository was not downloaded on this machine",
+        "run `latentpress encode-text` or `latentpress encode-latents`, which ask the hub; or set model.revision to a "
+        "full commit, or model.path to a local copy",
+    )
+
+
+def current_commit(repo: str, revision: str | None, memo: Store) -> str:
+    """The commit of a revision now or, offline, as of the local cache. The only function that asks the hub; it stores
+    the commit in `memo` for programs that only read, on this machine and on others."""
+    from huggingface_hub import hf_hub_download
+
+    commit = Path(call_hub(hf_hub_download, repo, revision, filename=MODEL_INDEX)).parent.name
+    rel = _memo_path(repo, revision)
+    if _read_memo(rel, memo) != commit:
+        with suppress(StoreError):
+            memo.publish_json(rel, {"repo": repo, "commit": commit})
+    return commit
+
+
+def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "model.path", **options: Any) -> str:
+    """Call a function of huggingface_hub; WeightsError where it fails. key: the option for a local copy instead."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return download(repo_id=repo, revision=revision, **options)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise WeightsError(
+            f"the repository {repo}{at} can't be reached (and there is no such folder): {error}",
+            "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
+            f"`hf auth login`; or set {key} to a local copy",
+        ) from error

@@ -1,0 +1,354 @@
+"""The order of training: pure integers in, arrays out.
+
+An optimizer step takes a global batch, which is made of micro-batches of `batch_size` samples, each of one bucket: what
+one rank computes in one forward pass. An epoch is a list of micro-batches; a step takes the next ones, so a step may
+end one epoch and begin the next, and no sample is repeated to fill it. The order of the draws within a bucket and that
+of the steps within an epoch are pseudo-random permutations, computed at a point (a Feistel network). Nothing is
+shuffled, stored or replayed: any step takes the same few microseconds a sample for ten samples or a billion, and
+resuming is an integer. `Generator.permutation` would keep eight bytes per sample and pass, and its stream may change
+between releases of numpy.
+
+Draws: a bucket consists of spans, the rows of one dataset that share `repeats` and `weight`. A span of n rows is drawn
+from d = max(1, n (1 + repeats) weight, halves rounded up) times in each epoch. Over the epochs its draws cycle through
+its rows: draw k of epoch e (both from 0) is number t = e d + k, and with lap, position = divmod(t, n) it takes the row
+at `position`, which had been taken `lap` times before. So over E epochs each row is taken floor or ceil of E d / n
+times: with weight 0.5 every other epoch, with 1.5 once and twice in turn; where (1 + repeats) weight is whole, exactly
+that often in every epoch. d is exact: the weight counts as the decimal number that it is written as (0.1 is a tenth).
+
+Fill: no draw is dropped and every micro-batch is full. Where the draws of a bucket do not divide by the batch size, the
+first draws of this epoch's order fill its last micro-batch; a bucket smaller than one micro-batch repeats itself until
+that is full. `BatchSchedule.buckets` counts these extra draws, which do not advance the cycle. One that repeats a draw
+for the i-th time (from 1) has i ceil(d / n) passes more than that draw, which is more than the epoch's own draws give
+the row: within an epoch no row has the same pass twice, so its captions keep taking turns.
+
+Steps: what several ranks compute at the same moment should take them equally long, for any number of ranks. So an epoch
+lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of like cost in an
+order of the epoch's own), cuts this list into steps, and takes the steps in a random order. A step is of one bucket, or
+of neighbours in the list where a bucket's micro-batches do not divide by those of a step. What the epoch before left of
+a step comes first, what is left for the next epoch last; every other epoch lists its buckets from the most expensive to
+the cheapest, so that these two are neighbours, too.
+
+This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.shard_order` orders the same steps, for few shards.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.geometry import Bucket
+from schemas.identity import derive_seed
+from schemas.randomness import permute
+
+Ints = NDArray[np.int64]
+
+LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
+_PLANNED_DRAWS = 1 << 12  # of the steps that `step` plans together: alone, a step takes several times as long
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` rows of one bucket from `start` on, each drawn (1 + repeats) * weight times an epoch on average."""
+
+    bucket: str
+    start: int
+    count: int
+    repeats: int = 0
+    weight: float = 1.0
+
+    @property
+    def draws(self) -> int:
+        """Draws of one epoch: the product rounded, halves up, at least 1."""
+        exact = self.count * (1 + self.repeats) * Fraction(repr(float(self.weight)))
+        return max(1, (2 * exact.numerator + exact.denominator) // (2 * exact.denominator))
+
+
+@dataclass(frozen=True)
+class MicroBatchRows:
+    """What one rank computes in one forward pass, of one bucket.
+
+    positions: (B,) in the global batch, which determine random numbers. rows: (B,) row numbers of the set. passes: (B,)
+    how often each row was taken before, over all epochs (fill counts on from there), which chooses its caption.
+    """
+
+    epoch: int
+    bucket: str
+    positions: Ints
+    rows: Ints
+    passes: Ints
+
+
+@dataclass(frozen=True)
+class PlannedRows:
+    """M micro-batches of consecutive steps, in the order of training.
+
+    epochs, buckets: (M,) the epoch of each and the number of its bucket in `BatchSchedule.buckets`. places: (M,) in the
+    list of its step. rows, passes: (M, B), as of MicroBatchRows.
+    """
+
+    epochs: Ints
+    buckets: Ints
+    places: Ints
+    rows: Ints
+    passes: Ints
+
+
+@dataclass(frozen=True)
+class BucketDraws:
+    """The draws of one bucket in an epoch. distinct: how many of its samples are drawn. fill: extra draws that fill its
+    last micro-batch."""
+
+    name: str
+    samples: int
+    distinct: int
+    draws: int
+    fill: int
+
+
+@dataclass(frozen=True)
+class EpochDraws:
+    """What every epoch draws, and how it is cut. size: micro-batches of a step. tables: of each bucket."""
+
+    seed: int
+    batch_size: int
+    size: int
+    tables: list["DrawTable"]
+
+    @cached_property
+    def counts(self) -> Ints:
+        """(buckets,) micro-batches of an epoch."""
+        return np.array([-(-table.draws // self.batch_size) for table in self.tables], np.int64)
+
+    @cached_property
+    def _classes(self) -> Ints:
+        return _cost_classes([Bucket.parse(table.bucket) for table in self.tables])
+
+    def listed(self, epoch: int) -> "EpochList":
+        key = derive_seed(f"{self.seed}/{epoch}", "buckets")
+        order = np.lexsort((permute(np.arange(len(self.tables)), len(self.tables), key), self._classes))
+        order, total = order[::-1] if epoch % 2 else order, int(self.counts.sum())
+        first = min(-epoch * total % self.size, total)
+        return EpochList(order, np.cumsum(self.counts[order]), self.counts, first, (total - first) // self.size)
+
+
+@dataclass(frozen=True)
+class EpochList:
+    """An epoch's list of micro-batches. order, ends: (buckets,) as they are listed, their numbers and where they end.
+    first: micro-batches that complete a step which the epoch before began. steps: whole steps after these."""
+
+    order: Ints
+    ends: Ints
+    counts: Ints
+    first: int
+    steps: int
+
+    def find(self, places: Ints) -> tuple[Ints, Ints]:
+        """(n,) of the micro-batches at these places in the list: the bucket, and the number within it."""
+        which = np.searchsorted(self.ends, places, side="right")
+        buckets = self.order[which]
+        return buckets, places - (self.ends[which] - self.counts[buckets])
+
+
+class Order(Protocol):
+    """An order of the micro-batches of an epoch, and of the draws of a bucket."""
+
+    @property
+    def digest(self) -> str | None:
+        """Of what determines it beside `EpochDraws` and options: which rows are in a shard together."""
+
+    def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
+        """(n,) of the micro-batches trained as these numbers of an epoch: the bucket, and the number within it."""
+
+    def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
+        """(n, B) rows and passes of a bucket's micro-batches that have these numbers in an epoch."""
+
+
+MakeOrder = Callable[[EpochDraws], Order]
+
+
+class BatchSchedule:
+    """The micro-batches of every step: a pure function of (spans, seed, batch size, global batch, order).
+
+    batch_size: samples of one micro-batch. global_batch: samples of one optimizer step, all ranks together. ValueError
+    where it is not a multiple of the batch size. Spans of one bucket may be anywhere in the list; empty ones are left
+    out. order: `WholeOrder`, or what `cache.order.shard_order.order_by_shards` returns. Memory: nothing per sample.
+
+    first_step: the step with which the order begins; 0, unless a run goes on with other data than it began with.
+    """
+
+    first_step = 0
+
+    def __init__(
+        self, spans: Sequence[Span], seed: int, batch_size: int, global_batch: int, order: MakeOrder | None = None
+    ):
+        if min(batch_size, global_batch) < 1 or global_batch % batch_size:
+            raise ValueError(f"a global batch of {global_batch} can't be divided into micro-batches of {batch_size}")
+        self.seed, self.batch_size, self.global_batch = seed, batch_size, global_batch
+        grouped: dict[str, list[Span]] = {}
+        for span in filter(lambda span: span.count, spans):
+            grouped.setdefault(span.bucket, []).append(span)
+        if not grouped:
+            raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
+        tables = [DrawTable(name, members) for name, members in grouped.items()]
+        self._draws = EpochDraws(seed, batch_size, global_batch // batch_size, tables)
+        self._planned: tuple[tuple[int, int, int], PlannedRows] | None = None
+        self.order = (order or WholeOrder)(self._draws)
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        return self.global_batch // self.batch_size
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return int(self._draws.counts.sum())
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.micro_batches_per_epoch / self.micro_batches_per_step
+
+    @property
+    def buckets(self) -> list[BucketDraws]:
+        """Of each bucket, in the order in which their first spans were given."""
+        found = []
+        for table, count in zip(self._draws.tables, self._draws.counts.tolist(), strict=True):
+            samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.each).sum())
+            fill = count * self.batch_size - table.draws
+            found.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
+        return found
+
+    @property
+    def small_buckets(self) -> list[BucketDraws]:
+        """Buckets with fewer distinct samples than a micro-batch has: theirs repeat them."""
+        return [bucket for bucket in self.buckets if bucket.distinct < self.batch_size]
+
+    def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
+        """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
+        rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
+        # Of a small set one step: a few micro-batches of each of many epochs take longer.
+        steps = max(1, min(_PLANNED_DRAWS // self.global_batch, int(self.steps_per_epoch) // 8))
+        step -= self.first_step
+        key, first = (step // steps, rank, world), step // steps * steps + self.first_step
+        planned = self._planned  # read once: another thread may replace it
+        if planned is None or planned[0] != key:
+            planned = self._planned = key, self.plan(first, first + steps, rank, world)
+        found, count = planned[1], len(range(rank, self.micro_batches_per_step, world))
+        within = np.arange(self.batch_size)
+        return [
+            MicroBatchRows(
+                int(found.epochs[number]),
+                self._draws.tables[found.buckets[number]].bucket,
+                found.places[number] * self.batch_size + within,
+                found.rows[number],
+                found.passes[number],
+            )
+            for number in range(step % steps * count, (step % steps + 1) * count)
+        ]
+
+    def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> PlannedRows:
+        """The micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, as arrays:
+        a million draws take a few tenths of a second."""
+        size = self.micro_batches_per_step
+        numbers = np.arange((first - self.first_step) * size, (last - self.first_step) * size)
+        places = numbers % size
+        own = places % world == rank
+        places = places[own]
+        epochs, buckets, within = self._locate(numbers[own])
+        rows, passes = np.empty((2, len(places), self.batch_size), np.int64)
+        # Of each bucket in each epoch together.
+        group = epochs * len(self._draws.tables) + buckets
+        order = np.argsort(group, kind="stable")
+        for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
+            epoch, bucket = int(epochs[members[0]]), int(buckets[members[0]])
+            rows[members], passes[members] = self.order.draw(epoch, bucket, within[members])
+        for array in (rows, passes):
+            array.flags.writeable = False  # `step` gives views of them several times
+        return PlannedRows(epochs, buckets, places, rows, passes)
+
+    def step_buckets(self, step: int) -> dict[str, int]:
+        """Bucket -> its micro-batches in a step, of all ranks together."""
+        size, step = self.micro_batches_per_step, step - self.first_step
+        which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
+        return {self._draws.tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
+
+    def _locate(self, numbers: Ints) -> tuple[Ints, Ints, Ints]:
+        """(n,) of each micro-batch, numbered over all epochs: its epoch, the number of its bucket, its number within
+        that bucket."""
+        epochs, rest = np.divmod(numbers, self.micro_batches_per_epoch)
+        buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
+        for epoch in np.unique(epochs).tolist():
+            own = epochs == epoch
+            buckets[own], numbers[own] = self.order.locate(epoch, rest[own])
+        return epochs, buckets, numbers
+
+
+class WholeOrder:
+    """Draws and steps in random order over the whole set."""
+
+    digest = None
+
+    def __init__(self, draws: EpochDraws):
+        self._draws = draws
+
+    def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
+        listed, size = self._draws.listed(epoch), self._draws.size
+        within = (numbers >= listed.first) & (numbers < listed.first + listed.steps * size)
+        step, place = np.divmod(numbers[within] - listed.first, size)
+        key = derive_seed(f"{self._draws.seed}/{epoch}", "batches")
+        places = numbers.copy()
+        if len(step):
+            places[within] = listed.first + permute(step, listed.steps, key) * size + place
+        return listed.find(places)
+
+    def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
+        size, table = self._draws.batch_size, self._draws.tables[bucket]
+        position = (numbers[:, None] * size + np.arange(size)).ravel()
+        repetition = position // table.draws if position.max() >= table.draws else np.int64(0)
+        position -= repetition * table.draws
+        key = derive_seed(f"{self._draws.seed}/{epoch}/{table.bucket}", "samples")
+        rows, passes, most = table.rows_of(epoch, permute(position, table.draws, key))
+        passes += repetition * most
+        return rows.reshape(-1, size), passes.reshape(-1, size)
+
+
+def _cost_classes(buckets: Sequence[Bucket]) -> Ints:
+    """(buckets,) the class of each: a class is of buckets whose costs are within LIKE_COST of its cheapest."""
+    costs = np.array([bucket.width * bucket.height * bucket.frames for bucket in buckets], np.int64)
+    classes, number, cheapest = np.zeros(len(costs), np.int64), -1, 0.0
+    for index in np.argsort(costs, kind="stable"):
+        if number < 0 or costs[index] > LIKE_COST * cheapest:
+            number, cheapest = number + 1, float(costs[index])
+        classes[index] = number
+    return classes
+
+
+class DrawTable:
+    """The spans of one bucket as arrays, (S,) each, in which an order looks draws up."""
+
+    def __init__(self, bucket: str, spans: Sequence[Span]):
+        self.bucket = bucket
+        self.starts = np.array([span.start for span in spans], np.int64)
+        self.counts = np.array([span.count for span in spans], np.int64)
+        self.each = np.array([span.draws for span in spans], np.int64)
+        self.ends = np.cumsum(self.each)
+        self.draws = int(self.ends[-1])
+
+    def rows_of(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
+        """(n,) of each draw: its row, the row's passes before, and the most passes an epoch gives a row of its span."""
+        span = np.searchsorted(self.ends, draw, side="right")
+        count, each = self.counts[span], self.each[span]
+        lap, position = np.divmod(epoch * each + draw - (self.ends[span] - each), count)
+        return self.starts[span] + position, lap, -(-each // count)
+
+
+def small_bucket_advice(buckets: Sequence[BucketDraws]) -> str:
+    """How to avoid small buckets."""
+    least = min(bucket.distinct for bucket in buckets)
+    return (
+        f"What helps: train.batch_size: {least}; fewer and larger buckets (one `resolution` for all datasets, a lower "
+        "`max_aspect`, a larger `bucket_step`, up to a quarter of the edge, or `crop_aspect: square`); more samples. "
+        "`repeats` does not: it shows the same ones more often"
+    )

@@ -1,0 +1,97 @@
+"""The best steps of a run, by eval loss and by each score, and their checkpoints."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cache.runs.scores import read_curves, score_label
+from cache.runs.training_run import CHECKPOINTS, METRICS_FILE, checkpoint_step, list_checkpoints, read_metrics
+
+#: What a loss was measured on (`eval_on` of metrics) -> keys of a report: the lowest, and that of the checkpoints.
+BEST_KEYS = {
+    "held-out samples": ("best_step", "best_checkpoint"),
+    "training samples": ("lowest_loss_on_training_samples", "lowest_loss_on_training_samples_with_checkpoint"),
+}
+NOTHING_HELD_OUT = (
+    "nothing is held out, so this shows how well training samples are fitted and not how well others are; set "
+    "eval_fraction: 0.05 of a dataset (more where that holds out none of a few), or eval: true of one"
+)
+
+
+class Evaluation(NamedTuple):
+    step: int
+    eval_loss: float
+
+
+def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] | None = None) -> Evaluation | None:
+    """The lowest eval loss of a metrics.jsonl, of equal ones the earliest; None where there is none.
+
+    Only losses on the same samples, sigmas and noise as the last one are compared (`eval_id`). steps: consider no
+    others.
+    """
+    evaluated = [
+        line for line in lines if isinstance(line.get("eval_loss"), float) and math.isfinite(line["eval_loss"])
+    ]
+    found = [
+        Evaluation(line["step"], line["eval_loss"])
+        for line in evaluated
+        if line.get("eval_id") == evaluated[-1].get("eval_id") and (steps is None or line["step"] in steps)
+    ]
+    return min(found, key=lambda each: (each.eval_loss, each.step), default=None)
+
+
+def best_checkpoint(folder: Path) -> Evaluation | None:
+    """Of the run's evaluated steps that have a checkpoint, the one with the lowest eval loss."""
+    steps = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
+    return best_evaluation(read_metrics(folder / METRICS_FILE), steps)
+
+
+def measured_on(lines: Iterable[Mapping[str, Any]]) -> str:
+    """What the last eval loss was measured on, a key of BEST_KEYS."""
+    on = [line.get("eval_on") for line in lines if "eval_loss" in line]
+    return on[-1] if on and on[-1] in BEST_KEYS else "held-out samples"
+
+
+def loss_name(lines: Iterable[Mapping[str, Any]]) -> str:
+    """The eval loss as pages and tables call it."""
+    return "eval loss" if measured_on(lines) == "held-out samples" else "loss on training samples"
+
+
+def describe_best(folder: Path) -> dict[str, Any]:
+    """Details for the report, under the keys of BEST_KEYS: the step with the lowest eval loss, with its checkpoint if
+    it has one, and the best of those that have one, unless that is the same step."""
+    lines = read_metrics(folder / METRICS_FILE)
+    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
+    details: dict[str, dict[str, Any]] = {}
+    on = measured_on(lines)
+    for key, found in zip(BEST_KEYS[on], (best_evaluation(lines), best_evaluation(lines, paths)), strict=True):
+        if found is not None and found.step not in [each["step"] for each in details.values()]:
+            details[key] = found._asdict()
+            details[key] |= {"checkpoint": paths[found.step]} if found.step in paths else {}
+            details[key] |= {} if on == "held-out samples" else {"note": NOTHING_HELD_OUT}
+    return details
+
+
+def best_steps(folder: Path) -> list[dict[str, Any]]:
+    """Rows of a table: the best step by the eval loss (the lowest; called so of training samples where none is held
+    out) and by each score (the highest), and where that step has no checkpoint the best of those that have one.
+    checkpoint: its path, "" where there is none."""
+    paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
+    lines = read_metrics(folder / METRICS_FILE)
+    rows, name = [], loss_name(lines)
+    name = name if name == "eval loss" else f"lowest {name}"
+    for steps in (None, paths):
+        if (found := best_evaluation(lines, steps)) is not None:
+            rows.append(_best_row(name, found.step, found.eval_loss, None, paths))
+    for curve in read_curves(folder):
+        name = score_label(curve.name)
+        for steps in (None, paths):
+            if (point := curve.best(steps)) is not None:
+                rows.append(_best_row(name, point.step, point.value, point.spread, paths))
+    return [row for number, row in enumerate(rows) if row not in rows[:number]]
+
+
+def _best_row(measure: str, step: int, value: float, spread: float | None, paths: Mapping[int, str]) -> dict[str, Any]:
+    shown = "" if spread is None else spread
+    return {"measure": measure, "step": step, "value": value, "spread": shown, "checkpoint": paths.get(step, "")}

@@ -1,0 +1,237 @@
+"""A training run's folder as other programs see it: its metrics and whether a trainer is at work. Without torch."""
+
+import errno
+import fcntl
+import json
+import math
+import re
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from cache.runs.failure_note import FAILURE_NOTE, KILLED, read_failure
+from cache.store.files import explained, replacing
+from cache.store.json_checks import parse_json
+from schemas.config.pipeline import Config
+from schemas.text_format import format_duration
+
+METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
+WANDB_ID = "wandb-id.txt"
+TENSORBOARD = "tensorboard"
+SILENT_S = 1800.0  # after which a trainer that wrote nothing, and whose lock can't be seen, counts as killed
+SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
+TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
+MAX_HEADER_BYTES = 1 << 20  # of a validation latent
+Step = TypeVar("Step", int, str)  # a number, or the name of its folder
+_STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without those that a resumed run repeated or a kill cut off."""
+    return parse_metrics(path.read_bytes()) if path.exists() else []
+
+
+def read_last_metrics(path: Path) -> list[dict[str, Any]]:
+    """Those of its last TAIL_BYTES, in constant time however long the run is."""
+    return parse_metrics(_read_tail(path))
+
+
+def _read_tail(path: Path) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read()
+
+
+def parse_metrics(content: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for raw in content.split(b"\n"):
+        try:
+            line = json.loads(raw)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        if line.get("resumed"):
+            found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []
+            if isinstance(line.get("set"), str):  # the data are others from here on
+                found = [earlier for earlier in found if "set" not in earlier or earlier["step"] < line["step"]]
+                found.append({"step": line["step"], "set": line["set"]})
+        else:
+            found.append(line)
+    return found
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
+    with explained(str(folder)):
+        found = [path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir()]
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    """The number in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
+
+
+def spread(steps: Sequence[Step], most: int) -> list[Step]:
+    """At most `most` of them, two at least, evenly, with the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a folder named "step-000500"; None of another name."""
+    found = _STEP_PATTERN.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """What the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of length,
+    then JSON. Empty where the file is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(min(size, MAX_HEADER_BYTES)))
+        found = json.loads(header["__metadata__"]["latentpress"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def smoothed_loss(losses: Sequence[float | None]) -> float | None:
+    """The mean of the last SMOOTHED_STEPS losses; those of skipped steps (null) are left out."""
+    finite = [loss for loss in losses[-SMOOTHED_STEPS:] if isinstance(loss, int | float)]
+    return fmean(finite) if finite else None
+
+
+def format_eval(line: Mapping[str, Any]) -> str:
+    """The eval loss of a line of metrics, and by sigma: "0.8123 (0.2: 1.101, 0.8: 0.7021)"."""
+    by_sigma = ", ".join(f"{sigma}: {loss:.4g}" for sigma, loss in line.get("eval_by_sigma", {}).items() if loss)
+    return f"{line['eval_loss'] or math.nan:.4g}" + (f" ({by_sigma})" if by_sigma else "")
+
+
+def is_running(folder: Path) -> bool | None:
+    """Whether a trainer holds the lock of this run's folder. None where the lock does not tell: on a file system
+    without locks, and where a trainer may be at work on another machine, from which locks may not reach this one.
+
+    The lock is held for the microseconds of the question, for which `lock_output` waits.
+    """
+    try:
+        with (folder / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            return None
+    return None if may_be_running(folder, elsewhere=True) else False
+
+
+def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
+    """Whether a trainer may be at work by the run's files: it has not said that it ended, as one that was killed can't,
+    and wrote something within SILENT_S. elsewhere: on another machine than this one."""
+    note = read_failure(folder)
+    if note is None or note.reason != KILLED or (elsewhere and note.host in ("", socket.gethostname())):
+        return False
+    written = [note.time]
+    for path in (folder / METRICS_FILE, folder / CHECKPOINTS, *folder.glob("validation/*")):
+        with suppress(OSError):
+            written.append(path.stat().st_mtime)
+    return time.time() - max(written) < SILENT_S
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """What a run has done, by its files. steps: those that the configuration asks for. state: "not started", "running",
+    "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest. eval_loss:
+    the last and its step."""
+
+    run: str
+    state: str
+    step: int
+    steps: int
+    loss: float | None
+    samples_per_s: float | None
+    data_wait_share: float | None
+    seconds_left: float | None
+    checkpoint: int | None
+    eval_loss: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Of a table."""
+        left = format_duration(self.seconds_left) if self.seconds_left is not None else ""
+        return {
+            "run": self.run,
+            "state": self.state,
+            "step": f"{self.step} of {self.steps}",
+            "loss": "" if self.loss is None else f"{self.loss:.4g}",
+            "eval_loss": self.eval_loss,
+            "samples_per_second": "" if self.samples_per_s is None else f"{self.samples_per_s:.3g}",
+            "waiting_for_data": "" if self.data_wait_share is None else f"{100 * self.data_wait_share:.0f} %",
+            "left": str(left),
+            "last_checkpoint": "none" if self.checkpoint is None else f"step {self.checkpoint}",
+        }
+
+
+def read_progress(config: Config) -> RunProgress:
+    """That of the configuration's run. Of a running one speed and time left are what it has said since it was started
+    last, which is nothing while it loads."""
+    folder, steps = Path(config.output) / config.train.run, config.train.steps
+    content = _read_tail(folder / METRICS_FILE)
+    metrics = parse_metrics(content)
+    lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))
+    saved = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
+    step = max([lines[-1]["step"] if lines else 0, *saved])
+    running = is_running(folder)
+    if running:
+        state = "running"
+    elif step >= steps and (folder / RESULT_NOTE).exists():
+        state = "finished"
+    elif running is None:
+        state = "unknown"
+    else:
+        state = "stopped" if lines or saved else "not started"
+    last = lines[-1] if lines else {}
+    if running:
+        own = [] if _was_started_since(folder) else parse_metrics(content.rpartition(b'"resumed"')[2])
+        last = next((line for line in reversed(own) if "loss" in line), {})
+    speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
+    left = last.get("seconds_left") if running else None
+    losses = [line["loss"] for line in lines]
+    shown = f"{evals[-1]['eval_loss'] or math.nan:.4g} at step {evals[-1]['step']}" if evals else ""
+    return RunProgress(
+        *(config.train.run, state, step, steps, smoothed_loss(losses), speed, waited, left),
+        *(max(saved, default=None), shown),
+    )
+
+
+def _was_started_since(folder: Path) -> bool:
+    """Whether a trainer was started after the last line of its metrics was written: it notes that first."""
+    try:
+        return (folder / FAILURE_NOTE).stat().st_mtime_ns > (folder / METRICS_FILE).stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def wandb_options(folder: Path, job: str) -> dict[str, Any]:
+    """Keyword arguments of wandb.init for a run's folder: `job` "train" continues its run, any other is a run of its
+    own in the same group, since two processes can't write to one. wandb leaves the terminal to the program."""
+    try:
+        key = (folder / WANDB_ID).read_text().strip()
+    except FileNotFoundError:
+        key = uuid.uuid4().hex[:8]
+        with replacing(folder / WANDB_ID) as temporary:
+            temporary.write_text(key)
+    suffix = "" if job == "train" else f"-{job}"
+    names = {"id": key + suffix, "name": folder.name + suffix.replace("-", " "), "group": f"{folder.name}-{key}"}
+    settings = {"console": "off", "quiet": True}
+    return {**names, "job_type": job, "dir": str(folder), "resume": "allow", "settings": settings}

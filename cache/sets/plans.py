@@ -1,0 +1,342 @@
+"""Plan generations: plans/<generation>/, append-only, immutable once published.
+
+A generation holds only the samples, texts and units that no earlier one had, and the complete list of what is active.
+Its plan.json is written last: a folder without one is no plan. `key` is a hash of the settings that made the plan, so
+a changed configuration finds no stale plan, and a restored one finds its own. Everything stays in tables: a plan of a
+million samples is read and compared without a Python object for each.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.sets.table_checks import check_active, check_samples, check_texts, check_units
+from cache.store import arrow_ipc
+from cache.store.arrow_ipc import hash_table
+from cache.store.damage import DamageError, as_damage
+from cache.store.exclusive import create_new
+from cache.store.json_checks import check_checksum, check_list, check_name, check_object, check_prompt_image, check_text
+from cache.store.json_records import format_record
+from cache.store.layout import is_project_file
+from cache.store.store import Store
+from schemas.errors import LatentpressError
+from schemas.identity import hash_bytes, hash_json, id_prefixes
+from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA
+
+_SCHEMAS = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
+PLAN_TABLES = tuple(_SCHEMAS)
+_CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
+
+
+class PlanOutdated(LatentpressError):
+    """Another plan was published since the tables of this one were made: they are to be made again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "run `latentpress bucket` again, one at a time")
+
+
+class RowLookup(Mapping[str, dict[str, Any]]):
+    """Rows of `table` by the 32 hex digits in its column `key`; of rows with equal ids the first. Rows are read one at
+    a time: 16 bytes of memory a row and no Python objects."""
+
+    def __init__(self, table: pa.Table, key: str) -> None:
+        self._table, self._key = table, key
+        prefixes = id_prefixes(table.column(key))
+        self._order = np.argsort(prefixes, kind="stable")
+        self._prefixes = prefixes[self._order]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        prefix = np.uint64(int(name[:16], 16))
+        first, end = (np.searchsorted(self._prefixes, prefix, side) for side in ("left", "right"))
+        for number in self._order[first:end].tolist():
+            row = self._table.slice(number, 1)
+            if row.column(self._key)[0].as_py() == name:
+                return row.to_pylist()[0]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Every id in the table's order, repeated ids included."""
+        for chunk in self._table.column(self._key).chunks:
+            yield from chunk.to_pylist()
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The work of one shard. members: sample or text ids, in the order in which they are encoded."""
+
+    unit_id: str
+    kind: str
+    bucket: str
+    members: tuple[str, ...]
+    estimated_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A published plan. info: plan.json, with key, parent, validation, null text and counts."""
+
+    store: Store
+    name: str
+    info: dict[str, Any]
+
+    @cached_property
+    def active(self) -> pa.Table:
+        """Table of schemas.tables.ACTIVE_SCHEMA, sorted by role, dataset and path."""
+        return read_plan_table(self.store, self.name, "active")
+
+    @cached_property
+    def active_sample_ids(self) -> pa.Array:
+        """Distinct ids of the active samples."""
+        return pc.unique(self.active.column("sample_id"))
+
+    @cached_property
+    def active_text_ids(self) -> pa.Array:
+        """Distinct ids of the texts that active samples and the validation prompts need."""
+        named = [text for prompt in self.info["validation"] for text in (prompt["text"], prompt["negative"])]
+        named += [self.info["null_text"]] if self.info["null_text"] else []
+        null = self.active.column("null_text").drop_null()
+        captions = pc.list_flatten(self.active.column("texts"))
+        return pc.unique(pa.chunked_array([*captions.chunks, *null.chunks, pa.array(named, pa.string())], pa.string()))
+
+    def units(self, kind: str) -> list[Unit]:
+        """Units of this and all earlier generations with at least one active member, in plan order, without those that
+        a later generation divided into smaller ones."""
+        replaced = pa.array(sorted(self.replaced_units), pa.string())
+        active = self.active_text_ids if kind == "text" else self.active_sample_ids
+        units = []
+        of_kind = _filter_kind(self._all("units"), kind)
+        kept = of_kind.filter(pc.invert(pc.is_in(of_kind.column("unit_id"), value_set=replaced)))
+        for batch in kept.to_batches():
+            needed, members = np.zeros(batch.num_rows, bool), batch.column("members")
+            parents = np.asarray(pc.list_parent_indices(members))
+            needed[parents[np.asarray(pc.is_in(members.flatten(), value_set=active))]] = True
+            for row in batch.filter(pa.array(needed)).to_pylist():
+                units.append(Unit(**{**row, "members": tuple(row["members"])}))
+        return units
+
+    @cached_property
+    def replaced_units(self) -> set[str]:
+        """Ids of units whose members are in smaller units of this or an earlier generation."""
+        earlier = (load_plan(self.store, name) for name in list_plans(self.store) if name < self.name)
+        return {unit for plan in (self, *earlier) for unit in plan.info.get("replaced_units", ())}
+
+    @property
+    def sample_table(self) -> pa.Table:
+        """Table of schemas.tables.SAMPLES_SCHEMA over all generations up to this one, active or not."""
+        return self._all("samples")
+
+    @property
+    def text_table(self) -> pa.Table:
+        """Table of schemas.tables.TEXTS_SCHEMA over all generations up to this one, active or not."""
+        return self._all("texts")
+
+    @cached_property
+    def samples(self) -> RowLookup:
+        """sample_id -> row of `sample_table`."""
+        return RowLookup(self.sample_table, "sample_id")
+
+    @cached_property
+    def texts(self) -> RowLookup:
+        """text_id -> row of `text_table`."""
+        return RowLookup(self.text_table, "text_id")
+
+    @cached_property
+    def active_rows(self) -> RowLookup:
+        """sample_id -> row of schemas.tables.ACTIVE_SCHEMA, with the paths of the sample's files as of this plan."""
+        return RowLookup(self.active, "sample_id")
+
+    def own_table(self, what: str) -> pa.Table:
+        """The table "samples", "texts", "units" or "active" of this generation alone."""
+        return read_plan_table(self.store, self.name, what)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this and earlier generations hold everything that is active in it: False where one was removed."""
+        units = self._all("units")
+        pairs = (
+            (self.active_sample_ids, self.sample_table.column("sample_id")),
+            (self.active_text_ids, self.text_table.column("text_id")),
+            (self.active_sample_ids, pc.list_flatten(_filter_kind(units, "latents").column("members"))),
+            (self.active_text_ids, pc.list_flatten(_filter_kind(units, "text").column("members"))),
+        )
+        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=found)).as_py() for ids, found in pairs)
+
+    def _all(self, what: str) -> pa.Table:
+        """The table `what` of this and of each earlier generation."""
+        names = [name for name in list_plans(self.store) if name <= self.name]
+        # Generations of an older TABLES_VERSION lack columns; none of their ids is active now.
+        return pa.concat_tables([read_plan_table(self.store, name, what) for name in names], promote_options="default")
+
+
+def list_plans(store: Store) -> list[str]:
+    """Published generations, oldest first. Those that a listing does not show yet are found by the files of the next
+    numbers, which are read themselves."""
+    listed = (name for name in store.list_names("plans") if is_project_file(f"plans/{name}"))
+    found = {name.split("/")[0] for name in listed if name.endswith("/plan.json")}
+    number = int(max(found, default="0").partition("-")[0])
+    with suppress(FileNotFoundError):  # at the first number that nobody has taken
+        while number := number + 1:
+            with suppress(DamageError):
+                name = _read_number(store, number)["plan"]
+                if store.exists(f"plans/{name}/plan.json"):
+                    found.add(name)
+    return sorted(found)
+
+
+def _number_file(number: int) -> str:
+    return f"plans/{number:06d}.json"
+
+
+def _read_number(store: Store, number: int) -> dict[str, Any]:
+    """The file that says whose a number is: {"plan": generation, "record": its plan.json}. It stays when the plan is
+    removed."""
+    taken = store.read_json(_number_file(number))
+    with as_damage(store.path(_number_file(number)), "its values can't be right"):
+        if not is_project_file(f"plans/{check_text(taken.get('plan'), 'plan')}/plan.json"):
+            raise ValueError("plan is no name of a plan")
+    return taken
+
+
+def _filter_kind(units: pa.Table, kind: str) -> pa.Table:
+    return units.filter(pc.equal(units.column("kind"), kind))
+
+
+def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
+    """The table `what` of generation `name`: one of PLAN_TABLES. DamageError where it is not as it was written."""
+    rel = f"plans/{name}/{what}.arrow"
+    with as_damage(store.path(rel), "it can't be read"):
+        return store.read_table(rel, _CHECKS[what])
+
+
+def find_damage(store: Store, name: str) -> DamageError | None:
+    """The first damage found in generation `name`."""
+    try:
+        load_plan(store, name)
+        for what in PLAN_TABLES:
+            read_plan_table(store, name, what)
+    except DamageError as found:
+        return found
+    return None
+
+
+def quarantine(store: Store, name: str) -> str:
+    """Move a generation to damaged/plans/, its plan.json first; returns its new folder."""
+    taken, number = {kept.partition("/")[0] for kept in store.list_names("damaged/plans")}, 1
+    while f"{name}.{number}" in taken:
+        number += 1
+    kept = f"damaged/plans/{name}.{number}"
+    for file in sorted(store.list_names(f"plans/{name}"), key=lambda file: file != "plan.json"):
+        if is_project_file(f"plans/{name}/{file}"):
+            store.move(f"plans/{name}/{file}", f"{kept}/{file}")
+    store.remove_empty_folders(f"plans/{name}")
+    return kept
+
+
+def load_plan(store: Store, name: str) -> Plan:
+    """Generation `name`. DamageError where plan.json is not as it was written or lacks a value."""
+    rel = f"plans/{name}/plan.json"
+    info = store.read_json(rel)
+    with as_damage(store.path(rel), "its values can't be right"):
+        check_name(info["key"], "key")
+        for unit in check_list(info.get("replaced_units", []), "replaced_units"):
+            check_text(unit, "the id of a unit")
+        ids = [info["null_text"]]
+        for entry in check_list(info["validation"], "validation"):
+            prompt = check_object(entry, "a validation prompt")
+            check_checksum(prompt["text"], "the id of a text")
+            check_checksum(prompt["negative"], "the id of a text")
+            ids.append(prompt["condition"])
+            for key in ("name", "prompt", "negative_prompt", "bucket"):
+                check_text(prompt[key], key)
+            check_prompt_image(prompt)
+        for id in ids:
+            if id is not None:
+                check_checksum(id, "an id")
+    return Plan(store, name, info)
+
+
+def newest_plan(store: Store, key: str) -> Plan | None:
+    """The newest plan whose settings hash to `key`, or None."""
+    found = (load_plan(store, name) for name in reversed(list_plans(store)))
+    return next((plan for plan in found if plan.info["key"] == key), None)
+
+
+def all_units(store: Store) -> pa.Table:
+    """Table of schemas.tables.UNITS_SCHEMA: the units of all undamaged generations, of any settings."""
+    names = [name for name in list_plans(store) if find_damage(store, name) is None]
+    tables = [UNITS_SCHEMA.empty_table(), *(read_plan_table(store, name, "units") for name in names)]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def planned_ids(store: Store, kind: str) -> pa.Array:
+    """Ids of the members of every unit of a kind in every generation."""
+    found = []
+    for name in list_plans(store):
+        found += pc.list_flatten(_filter_kind(read_plan_table(store, name, "units"), kind).column("members")).chunks
+    return pc.unique(pa.chunked_array(found, pa.string()))
+
+
+def publish_plan(
+    store: Store,
+    key: str,
+    tables: Mapping[str, pa.Table],
+    info: dict[str, Any],
+    planned_on: Sequence[str] | None = None,
+) -> Plan:
+    """Write a generation and return it; where the newest one of this key has the same content, return that.
+
+    tables: PLAN_TABLES by name. planned_on: the generations that they were made against; None: those of now. Names of
+    plans are <sequence>-<hash of content>: two machines that plan the same at the same time write the same files. Of
+    those that plan something else one gets the number, by `plans/<sequence>.json`; PlanOutdated for the others.
+    """
+    current, published = newest_plan(store, key), list_plans(store)
+    if planned_on is not None and published != list(planned_on):
+        raise PlanOutdated(f"a plan was published meanwhile: {', '.join(sorted({*published} ^ {*planned_on}))}")
+    cast = {name: tables[name].cast(schema) for name, schema in _SCHEMAS.items()}
+    active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
+    if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
+        same = all(current.info.get(name) == value for name, value in json.loads(json.dumps(info)).items())
+        if same and current.active.equals(active) and current.is_complete:
+            return current
+    parent = max(published, default=None)
+    settings = hash_json({"key": key, "info": info, "parent": parent})
+    content = hash_bytes(settings.encode(), hash_table(active))
+    record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
+    # The number follows that of the newest plan, also where older ones were removed.
+    number = int(parent.partition("-")[0]) + 1 if parent else 1
+    while not _publish_as(store, number, f"{number:06d}-{content[:12]}", cast, record):
+        number += 1
+    return load_plan(store, f"{number:06d}-{content[:12]}")
+
+
+def _publish_as(
+    store: Store, number: int, name: str, tables: Mapping[str, pa.Table], record: Mapping[str, Any]
+) -> bool:
+    """Publish generation `name` under its number; False where the number was taken by a plan that was removed.
+    PlanOutdated where it is another plan's."""
+    for what, table in tables.items():
+        create_new(store, f"plans/{name}/{what}.arrow", partial(arrow_ipc.write_table, table.combine_chunks()))
+    rel, mine = _number_file(number), {"plan": name, "record": dict(record)}
+    made = create_new(store, rel, lambda file: file.write(format_record(mine)))
+    taken: dict[str, Any] = mine if made else _read_number(store, number)
+    other = taken["plan"]
+    removed = not all(store.exists(f"plans/{other}/{what}.arrow") for what in PLAN_TABLES)
+    if not removed and not store.exists(f"plans/{other}/plan.json"):  # also of a process that was killed in between
+        store.publish_json(f"plans/{other}/plan.json", taken["record"])
+    won = _read_number(store, number)["plan"] == name
+    if not won:
+        for what in PLAN_TABLES:
+            store.remove(f"plans/{name}/{what}.arrow")
+        if not removed:
+            raise PlanOutdated(f"plan {other} was published at the same time")
+    return won

@@ -1,0 +1,312 @@
+"""Finds and opens training sets: the one that the configuration makes, or another that `train.set` names.
+
+Several configurations may share a root. Each published set has two pointers: as the newest of its family and task, and
+as the one that its configuration makes, in a file named after the configuration's settings (`schemas/recipe.py`) and
+the encoders' weights. A machine that trains may hold only the transformer, so weights are compared as far as the
+checkpoint on this machine has them.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from cache.models.compatibility import bucket_side_multiple
+from cache.models.weights import WeightsError, fingerprint_weights, local_folder
+from cache.sets.exported_set import ExportedSet
+from cache.sets.rolling_set import RollingSet
+from cache.sets.trainset import SetError, SetNotFound, TrainSet
+from cache.store.damage import DamageError
+from cache.store.json_checks import PATH_NAME_PATTERN, printable
+from cache.store.store import Store
+from schemas.config.encoding import Model
+from schemas.config.pipeline import Config
+from schemas.identity import hash_json
+from schemas.recipe import build_recipe
+from schemas.tables import SET_VERSIONS
+
+#: Files that point to the set of a configuration.
+CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
+#: The model that makes each kind of shard. The last is part of no checkpoint, and not used by every set.
+ENCODER_NAMES = {"text": "text encoder", "latents": "autoencoder", "vision": "vision model"}
+MAX_DIFFERENCES = 6  # in a message
+MAX_VALUE_CHARS = 60  # of a value in a message
+_LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
+RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
+
+PROMPTS_HINT = "Run `latentpress run --prompts`, which encodes the validation prompts and makes a set with them"
+
+JsonDict = dict[str, Any]
+
+
+class WeightsMismatch(SetError):
+    """The named set was encoded with other weights than the checkpoint's."""
+
+
+def find_set(root: str, name: str, family: str, task: str) -> TrainSet:
+    """The set that `train.set` names: "current", the id of one under `root`, or, with a "/" in it, the path or URL
+    of another root or an export ("s3://bucket/export", its current set) or of one set there (".../sets/<id>")."""
+    if "/" not in name:
+        return open_set(Store(root), name, family, task)
+    root, name = parse_set_path(name)
+    step = "Correct the path: it is that of an export, of a root, or of a set in one of them."
+    if "://" not in root and not os.path.isdir(root):
+        raise SetNotFound(f"there is no folder {root}", step)
+    try:
+        return open_set(Store(root), name, family, task)
+    except SetNotFound as error:
+        raise SetNotFound(error.message, step) from error
+
+
+def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
+    """The set `set_id`, or the newest of this family and task for "current". Raises SetError otherwise."""
+    if set_id == "current":
+        set_id = newest_set(store, family, task)
+    if not PATH_NAME_PATTERN.fullmatch(set_id):
+        raise SetError(f"{printable(repr(set_id))} can't be the name of a training set", "Correct train.set.")
+    rel = f"sets/{set_id}/set.json"
+    if not store.exists(rel):
+        names = sorted({name.split("/")[0] for name in store.list_names("sets") if name.endswith("/set.json")})
+        what = f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(names) or 'none'}"
+        raise SetError(what, "Correct train.set, or run `latentpress index`.")
+    meta = store.read_json(rel)
+    if meta.get("format_version") not in SET_VERSIONS:
+        what = f"set {set_id} has format version {meta.get('format_version')!r}"
+        known = " and ".join(map(str, SET_VERSIONS))
+        raise SetError(f"{what}; this release reads {known}", "Run `latentpress index` with this release.")
+    if (meta.get("family"), meta.get("task")) != (family, task):
+        what = f"set {set_id} was made for {meta.get('family')} {meta.get('task')}"
+        step = "Correct train.set or model.flavour."
+        raise SetError(f"{what}; the configuration trains {family} {task}", step)
+    if meta.get("id") != set_id:
+        step = "Run `latentpress index`, which writes it again; copy an export again."
+        raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
+    made_of = ExportedSet if "export" in meta else RollingSet if "rolling" in meta else TrainSet
+    return made_of(store, set_id, meta)
+
+
+def parse_set_path(name: str) -> tuple[str, str]:
+    """(root, set) of a `train.set` that is a path or URL."""
+    top, there, id = name.rstrip("/").rpartition("/sets/")
+    return (top, id) if there else (name, "current")
+
+
+def newest_pointer(family: str, task: str) -> str:
+    """The file that names the newest set of a family and task."""
+    return f"sets/current-{family}-{task}.json"
+
+
+def newest_set(store: Store, family: str, task: str) -> str:
+    """The id of the newest set of this family and task, of any configuration."""
+    rel = newest_pointer(family, task)
+    if not store.exists(rel):
+        others = sorted(
+            name.removeprefix("current-").removesuffix(".json")
+            for name in store.list_names("sets")
+            if name.startswith("current-") and not CONFIG_POINTER_PATTERN.fullmatch(f"sets/{name}")
+        )
+        raise SetNotFound(
+            f"no training set for {family} {task} under {store.path('sets')}"
+            + (f"; there are sets for {', '.join(others)}" if others else ""),
+            "Run `latentpress index` (or `latentpress run`, which does every stage before it).",
+        )
+    return read_pointer(store, rel)
+
+
+def read_pointer(store: Store, rel: str) -> str:
+    """The id of the set that a pointer names. DamageError where it can't be one."""
+    named = store.read_json(rel).get("id")
+    if not isinstance(named, str) or not PATH_NAME_PATTERN.fullmatch(named):
+        raise DamageError(store.path(rel), f"it names {printable(repr(named))}, which can't be a training set")
+    return named
+
+
+def open_configured_set(config: Config, warn: Callable[[str], None]) -> TrainSet:
+    """The set that `train.set` names. Raises SetNotFound where that is "current" and this configuration has no set yet.
+
+    A set named by its id is used as it is, with a warning where the configuration would make another. Raises
+    WeightsMismatch where the checkpoint's folder has other encoders than those that made the set.
+    """
+    family, task = config.model.family, config.model.task
+    if config.train.set == "current":
+        store = Store(config.root)
+        return open_set(store, find_configured_id(store, config), family, task)
+    data = find_set(config.root, config.train.set, family, task)
+    try:
+        weights = local_weights(config.model, Store(config.root))
+        recipe = _build_recipe(config) if config.datasets else None
+    except WeightsError:
+        return data  # without the checkpoint there is nothing to compare
+    for kind in _find_other_weights(data.meta, weights):
+        recorded = _recorded_weights(data.meta)[kind]
+        what = f"set {data.id} was made with another {ENCODER_NAMES[kind]} than that of {config.model.source}"
+        if "content" in weights[kind] and "content" in recorded:
+            raise WeightsMismatch(
+                f"{what}: what is trained on it would not fit that checkpoint",
+                "Correct model.path or train.set; or give a folder that holds only the transformer.",
+            )
+        warn(f"{what}, by name: {printable(str(recorded))}; whether it is the same is not known")
+    if recipe is not None and isinstance(data.meta.get("recipe"), dict):
+        data.recipe_differences = diff_recipes(data.meta["recipe"], recipe)
+    if data.recipe_differences:
+        differences = _join_first(data.recipe_differences)
+        warn(f"set {data.id} is used as it was made, since train.set names it: {differences}")
+    return data
+
+
+def find_configured_id(store: Store, config: Config) -> str:
+    """The id of the set that the configuration makes. SetNotFound where there is none, with the reason."""
+    recipe, weights = _build_recipe(config), local_weights(config.model, store)
+    pointers = _find_pointers(store, recipe, weights)
+    found = [name for name in pointers.values() if store.exists(f"sets/{name}/set.json")]
+    if len(found) > 1:
+        raise SetError(
+            f"sets {', '.join(found)} were made by this configuration with different weights of the encoders, and "
+            f"{config.model.source} does not hold them",
+            "Name one of the sets: train.set: ID.",
+        )
+    if found:
+        return found[0]
+    if pointers:
+        missing = store.path(f"sets/{next(iter(pointers.values()))}")
+        raise SetNotFound(f"{missing}, the set of this configuration, is not there", f"{RUN_HINT}.")
+    newest = newest_set(store, config.model.family, config.model.task)
+    path = f"sets/{newest}/set.json"
+    record = store.read_json(path) if store.exists(path) else None
+    if record is None:
+        differences = ["its set.json is not there"]
+    elif not isinstance(record.get("recipe"), dict):
+        differences = ["its set.json does not name the configuration (an older release made it)"]
+    else:
+        other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
+        differences = diff_recipes(record["recipe"], recipe) + other
+    differences = differences or ["nothing, and only the file that points to it is missing"]
+    only_prompts = all(each.startswith("validation.") for each in differences)
+    hint = PROMPTS_HINT if only_prompts and config.cache.rolling is None else RUN_HINT
+    raise SetNotFound(
+        f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
+        f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {_join_first(differences)}",
+        f"{hint}; or, to use that set as it is, name it: train.set: {newest}.",
+    )
+
+
+def list_pointers(store: Store, config: Config) -> list[str]:
+    """The files that point to the sets of this configuration."""
+    return list(_find_pointers(store, _build_recipe(config), local_weights(config.model, store)))
+
+
+def config_pointer(record: Mapping[str, Any]) -> str | None:
+    """The file that points to the newest set of this one's configuration; None where set.json lacks that."""
+    recipe, weights = record.get("recipe"), _recorded_weights(record)
+    return f"{_pointer_prefix(recipe)}{hash_json(weights)[:16]}.json" if isinstance(recipe, dict) and weights else None
+
+
+def is_current(store: Store, record: Mapping[str, Any]) -> bool:
+    """Whether a published set is already that of its configuration."""
+    rel = config_pointer(record)
+    return rel is not None and _points_to(store, rel, record["id"])
+
+
+def update_pointers(store: Store, record: Mapping[str, Any]) -> None:
+    """Make a published set the newest of its family and task, and that of its configuration."""
+    for rel in filter(None, (config_pointer(record), newest_pointer(record["family"], record["task"]))):
+        if not _points_to(store, rel, record["id"]):
+            store.publish_json(rel, {"id": record["id"]})
+
+
+def _points_to(store: Store, rel: str, set_id: str) -> bool:
+    try:
+        return store.read_json(rel) == {"id": set_id}
+    except (FileNotFoundError, DamageError):
+        return False
+
+
+def local_weights(model: Model, memo: Store) -> dict[str, JsonDict]:
+    """Kind of shard -> fingerprint of its encoder's weights, as far as they are known without fetching anything."""
+    components = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
+    found, commit = dict[str, JsonDict](), JsonDict()
+    if local_folder(model.source) is not None:
+        for kind, parts in components.items():
+            with suppress(WeightsError):
+                found[kind] = fingerprint_weights(model.source, parts, None, memo)
+        return found
+    with suppress(WeightsError):
+        commit = {"commit": fingerprint_weights(model.source, (), model.revision, memo)["commit"]}
+    return {kind: {"repo": model.source, "parts": sorted(parts), **commit} for kind, parts in components.items()}
+
+
+def _build_recipe(config: Config) -> JsonDict:
+    return build_recipe(config, bucket_side_multiple(config.model))
+
+
+def _pointer_prefix(recipe: Mapping[str, Any]) -> str:
+    return f"sets/current-{hash_json(dict(recipe))[:16]}-"
+
+
+def _find_pointers(store: Store, recipe: JsonDict, weights: Mapping[str, JsonDict]) -> dict[str, str]:
+    """Pointer -> id of the sets that a recipe makes with these weights, as far as they are known."""
+    found = {}
+    for rel in (f"sets/{name}" for name in store.list_names("sets")):
+        if rel.startswith(_pointer_prefix(recipe)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
+            set_id = read_pointer(store, rel)
+            path = f"sets/{set_id}/set.json"
+            if not store.exists(path) or not _find_other_weights(store.read_json(path), weights):
+                found[rel] = set_id
+    return found
+
+
+def _recorded_weights(record: Mapping[str, Any]) -> JsonDict:
+    """Kind of shard -> fingerprint of the weights that made a set's shards; empty where set.json lacks one."""
+    made = record.get("provenance")
+    rows = {kind: made[kind] for kind in ENCODER_NAMES if kind in made} if isinstance(made, dict) else {}
+    found = {kind: row.get("weights") for kind, row in rows.items() if isinstance(row, dict)}
+    is_complete = found.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in found.values())
+    return found if is_complete else {}
+
+
+def _find_other_weights(record: Mapping[str, Any], weights: Mapping[str, JsonDict]) -> list[str]:
+    """Kinds of shards that were made with other weights than these."""
+    made = _recorded_weights(record)
+    return [kind for kind, known in weights.items() if kind in made and not known.items() <= made[kind].items()]
+
+
+def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
+    """How a set's recipe and the configuration's differ, option by option, in words."""
+    theirs, ours = dict(_flatten("", recorded)), dict(_flatten("", recipe))
+    found, covered = list[str](), tuple[str, ...]()
+    for key in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(key, ...) == ours.get(key, ...) or key.startswith(covered):
+            continue
+        option = printable(key.removeprefix("plan.").replace("latents.settings.", "latents."))
+        if _LIST_ITEM in (theirs.get(key), ours.get(key)):
+            found.append(f"{option} is in the {'configuration' if key in ours else 'set'} alone")
+            covered += (f"{key}.",)
+        else:
+            values = _format_value(theirs.get(key)), _format_value(ours.get(key))
+            found.append(f"{option} is {values[0]} in the set and {values[1]} in the configuration")
+    return found
+
+
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting. Items of a list are named by their id or name, as in --set."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(item.get("id") or item.get("name")): item for item in value}
+        yield from ((f"{key}.{name}", _LIST_ITEM) for name in value)
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    yield from ((name, _LIST_ITEM) for name, inner in value.items() if not key and isinstance(inner, dict))
+    for name, inner in value.items():
+        yield from _flatten(f"{key}.{name}" if key else str(name), inner)
+
+
+def _format_value(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return printable(text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}...")
+
+
+def _join_first(differences: list[str]) -> str:
+    more = f"; and {len(differences) - MAX_DIFFERENCES} more" if len(differences) > MAX_DIFFERENCES else ""
+    return "; ".join(differences[:MAX_DIFFERENCES]) + more

@@ -1,0 +1,218 @@
+"""Checks of the values in tables, column by column, before any of them is used.
+
+A checksum proves that a table is as it was written. These checks prove that its values are possible, so that a table
+made with intent, or by a mistake of ours, ends as damage and not as a wrong crop or a traceback. Each function raises
+ValueError with the problem.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.store import json_checks
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import UNIT_PATTERN
+from schemas import tables
+from schemas.geometry import Bucket
+
+MAX_DRAWS = 10**6  # of repeats, or as a weight
+MAX_SIDE = 1 << 20  # pixels, or frames
+SET_ROLES = ("train", "eval")
+_KINDS = ("image", "video")
+
+
+def check_samples(table: pa.Table) -> None:
+    required = ("sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
+    _check_columns(table, tables.SAMPLES_SCHEMA, required, older=True)
+    _check_ids(table, "sample_id", "media_id", "source_id", "mask_id")
+    _check_choices(table, "role", (*SET_ROLES, "validation"))
+    _check_choices(table, "kind", _KINDS)
+    _check_choices(table, "condition", ("none", "first-frame", "source"))
+    _check_paths(table, "path", "source_path", "mask_path")
+    for name in ("geometry", "source_geometry", "mask_geometry"):
+        _check_crops(table, name)
+    _check_numbers(table, "start", 0, 1e9)
+    _check_numbers(table, "rate", 1e-9, 1e6)
+
+
+def check_texts(table: pa.Table) -> None:
+    _check_columns(table, tables.TEXTS_SCHEMA, ("text_id", "text"), older=True)
+    _check_ids(table, "text_id", "image_id")
+    _check_paths(table, "image_path")
+    _check_crops(table, "image_geometry")
+
+
+def check_units(table: pa.Table) -> None:
+    _check_columns(table, tables.UNITS_SCHEMA, tables.UNITS_SCHEMA.names, older=True)
+    if not pc.all(pc.match_substring_regex(table["unit_id"], f"^{UNIT_PATTERN}$")).as_py() and len(table):
+        raise ValueError("a unit has a name that no unit has")
+    _check_choices(table, "kind", ("text", "latents"))
+    _check_buckets(table["bucket"], "")
+    _check_numbers(table, "estimated_bytes", 0, 1 << 62)
+    _check_lists(table, "members", 1)
+    _check_hex(pc.list_flatten(table["members"]), "members")
+
+
+def check_active(table: pa.Table) -> None:
+    required = ("sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts")
+    _check_columns(table, tables.ACTIVE_SCHEMA, required, older=True)
+    _check_ids(table, "sample_id", "null_text")
+    _check_choices(table, "role", (*SET_ROLES, "validation"))
+    _check_paths(table, "path", "source_path", "mask_path")
+    _check_buckets(table["bucket"])
+    _check_numbers(table, "repeats", 0, MAX_DRAWS)
+    _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
+    _check_lists(table, "texts", 0)
+    _check_hex(pc.list_flatten(table["texts"]), "texts")
+
+
+def check_media(table: pa.Table) -> None:
+    extra = [field for field in table.schema if field.name.startswith(tables.EXTRA_PREFIX)]
+    if len(set(table.schema.names)) < len(table.schema):
+        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
+    _check_columns(
+        table.drop_columns([field.name for field in extra]), tables.MEDIA_SCHEMA, ("path", "media_id", "kind")
+    )
+    _check_ids(table, "media_id", "source_id", "mask_id")
+    _check_choices(table, "kind", _KINDS)
+    _check_paths(table, "path", "source", "mask")
+    for name in ("width", "height", "source_width", "source_height", "mask_width", "mask_height"):
+        _check_numbers(table, name, 1, 1 << 31)
+    _check_numbers(table, "frames", 0, 1 << 31)
+    for name in ("rate", "duration"):
+        _check_numbers(table, name, 0, 1e12)
+    _check_lists(table, "captions", 0)
+
+
+def check_rejects(table: pa.Table) -> None:
+    _check_columns(table, tables.REJECTS_SCHEMA, ("item", "reason", "message", "retry"))
+
+
+def check_merged_rejects(table: pa.Table) -> None:
+    required = ("list", "version", "item", "reason", "message", "retry")
+    _check_columns(table, tables.MERGED_REJECTS_SCHEMA, required)
+
+
+def check_index(table: pa.Table) -> None:
+    kinds = [kind for kind in tables.further_kinds(table.column_names) if kind in ENCODE_PROGRAMS]
+    _check_columns(table, tables.index_schema(kinds), [name for name in table.column_names if name != "null_text"])
+    _check_choices(pa.table({"role": _drop_repeats(table["role"])}), "role", SET_ROLES)
+    _check_buckets(_drop_repeats(table["bucket"]))
+    _check_numbers(table, "repeats", 0, MAX_DRAWS)
+    _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
+    _check_lists(table, "texts", 1)
+
+
+def check_set_texts(table: pa.Table) -> None:
+    _check_columns(table, tables.SET_TEXTS_SCHEMA, ("text_id",))
+
+
+def check_set_shards(table: pa.Table) -> None:
+    _check_columns(table, tables.SET_SHARDS_SCHEMA, tables.SET_SHARDS_SCHEMA.names)
+
+
+def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> None:
+    """The tables of a set refer to rows of each other that exist."""
+    check_row_numbers(pc.list_flatten(index["texts"]), len(texts), "text")
+    check_row_numbers(index["null_text"].drop_null(), len(texts), "text")
+    of_kinds = [(index, f"{kind}_") for kind in tables.further_kinds(index.column_names)]
+    for table, prefix in ((index, ""), (texts, ""), *of_kinds):
+        check_row_numbers(table[f"{prefix}shard"].drop_null(), len(shards), "shard")
+        check_row_numbers(table[f"{prefix}row"].drop_null(), 1 << 31, "row")
+
+
+def _check_columns(table: pa.Table, schema: pa.Schema, required: Collection[str], older: bool = False) -> None:
+    """The columns of `schema`; those `required` have no nulls. older: a table of an older version may lack columns."""
+    names = table.schema.names
+    fields = [field for field in schema if field.name in names or not older]
+    if not fields or not table.schema.equals(pa.schema(fields)):
+        raise ValueError(f"it has the columns {json_checks.printable(names)}")
+    for name in required:
+        if name in names and table[name].null_count:
+            raise ValueError(f"a value of {name} is missing")
+
+
+def _check_choices(table: pa.Table, name: str, values: Collection[str]) -> None:
+    if not set(pc.unique(table[name]).to_pylist()) <= set(values):
+        raise ValueError(f"{name} is none of {', '.join(values)}")
+
+
+def _drop_repeats(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A sorted column without most of its repeated values: of ten million strings in half the time of `unique`."""
+    return pa.chunked_array([pc.run_end_encode(chunk).values for chunk in column.chunks], column.type)
+
+
+def _check_numbers(table: pa.Table, name: str, low: float, high: float) -> None:
+    """Numbers from `low` to below `high`, or null; NaN is out of range."""
+    if name not in table.schema.names:
+        return
+    for values in map(np.asarray, table[name].drop_null().chunks):  # the column at once would be a copy
+        if not ((values >= low) & (values < high)).all():
+            raise ValueError(f"{name} is out of range")
+
+
+def check_row_numbers(numbers: pa.ChunkedArray, count: int, what: str) -> None:
+    """Row numbers below `count`, none of them null."""
+    ends = pc.min_max(numbers).as_py()
+    if numbers.null_count or (ends["min"] is not None and (ends["min"] < 0 or ends["max"] >= count)):
+        raise ValueError(f"{what} {ends['max']} of {count}")
+
+
+def _check_lists(table: pa.Table, name: str, least: int) -> None:
+    lists = table[name].drop_null()
+    shortest = pc.min(pc.list_value_length(lists)).as_py()
+    if pc.list_flatten(lists).null_count or (shortest is not None and shortest < least):
+        raise ValueError(f"a list of {name} is too short, or lacks a value")
+
+
+def _check_paths(table: pa.Table, *names: str) -> None:
+    """No system has a file name with a zero byte, and Python's error about one would be a traceback."""
+    for name in names:
+        if name in table.schema.names and pc.any(pc.match_substring(table[name], "\0")).as_py():
+            raise ValueError(f"a {name} holds a zero byte")
+
+
+def _check_ids(table: pa.Table, *names: str) -> None:
+    for name in names:
+        if name in table.schema.names:
+            _check_hex(table[name].drop_null(), name)
+
+
+def _check_hex(ids: pa.ChunkedArray | pa.Array, name: str) -> None:
+    """Ids of 32 hex digits."""
+    if ids.null_count or not pc.all(pc.match_substring_regex(ids, "^[0-9a-f]{32}$"), min_count=0).as_py():
+        raise ValueError(f"a value of {name} is no id of 32 hex digits")
+
+
+def _check_buckets(names: pa.ChunkedArray, *other: str) -> list[Bucket]:
+    return [_parse_bucket(name) for name in pc.unique(names).to_pylist() if name not in other]
+
+
+def _parse_bucket(name: Any) -> Bucket:
+    if not isinstance(name, str) or len(name) > json_checks.MAX_NAME_CHARS:
+        raise ValueError("a bucket has no name")
+    bucket = Bucket.parse(name)
+    if max(bucket.width, bucket.height, bucket.frames) > MAX_SIDE:
+        raise ValueError(f"bucket {name} is too large")
+    return bucket
+
+
+def _check_crops(table: pa.Table, name: str) -> None:
+    """A column of schemas.tables.GEOMETRY_TYPE: each crop is inside of its resized picture."""
+    if name not in table.schema.names:
+        return
+    column = table[name].drop_null()
+    parts = {field.name: pc.struct_field(column, field.name) for field in column.type}
+    if any(part.null_count for part in parts.values()):
+        raise ValueError(f"a value within {name} is missing")
+    buckets = parts.pop("bucket").combine_chunks().dictionary_encode()
+    sides = np.array([(one.width, one.height) for one in map(_parse_bucket, buckets.dictionary.to_pylist())], np.int64)
+    width, height = sides.reshape(-1, 2)[np.asarray(buckets.indices)].T
+    numbers = {key: np.asarray(part).astype(np.int64) for key, part in parts.items()}
+    fits = (numbers["x"] >= 0) & (numbers["x"] + width <= numbers["resize_w"]) & (numbers["resize_w"] <= MAX_SIDE)
+    fits &= (numbers["y"] >= 0) & (numbers["y"] + height <= numbers["resize_h"]) & (numbers["resize_h"] <= MAX_SIDE)
+    if not fits.all():
+        raise ValueError(f"a {name} cuts outside of the picture")

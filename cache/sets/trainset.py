@@ -1,0 +1,318 @@
+"""A training set as the trainer reads it: an index that joins the rows of text, latents and other shards.
+
+Tables are memory-mapped, and at most MAX_OPEN_SHARDS shards are open at a time, so memory does not grow with the number
+of samples. Every row read is compared with its checksum and with the id that the index expects. Training reads through
+`cache.sets.row_reader`, which does the same for a micro-batch at once.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.order.schedule import Ints, Span
+from cache.sets import plans
+from cache.sets.set_files import check_set_json, read_set_table
+from cache.sets.table_checks import SET_ROLES, check_set_references
+from cache.sets.table_runs import find_runs
+from cache.shards.shard import ShardRow
+from cache.shards.shard_io import ReaderPool
+from cache.shards.shard_supply import ShardSupply, StoredShards
+from cache.shards.tensor_checks import SAMPLE, find_tensor_problem
+from cache.shards.tensors import Array
+from cache.store.damage import DamageError, as_damage
+from cache.store.store import Store
+from schemas.errors import INCOMPLETE, USAGE, LatentpressError
+from schemas.tables import further_kinds
+
+COMPARED_ROWS = 1 << 17  # of the ids, at a time
+MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
+
+
+class SetError(LatentpressError):
+    """There is no such training set, or it is of another family, task or format."""
+
+    exit_code = USAGE
+
+
+class SetNotFound(SetError):
+    """The set does not exist yet."""
+
+    exit_code = INCOMPLETE
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample. tensors: its own, such as "latent" and "condition" (C, T, h, w). text: those of one caption, "embeds"
+    (L, D) and "pooled" (D2,). Both have whatever tensors the encoding stages write, under the names used there."""
+
+    id: str
+    tensors: dict[str, Array]
+    text: dict[str, Array]
+    regularisation: bool = False  # preserves what the model knows instead of teaching it something new
+
+
+@dataclass(frozen=True)
+class ValidationPrompt:
+    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, 1, h, w) or None."""
+
+    name: str
+    prompt: str
+    negative_prompt: str
+    bucket: str
+    text: dict[str, Array]
+    negative: dict[str, Array]
+    condition: Array | None
+
+
+class Location(NamedTuple):
+    """A row of a shard: number of the shard, number of the row, and the row's id where the set names it."""
+
+    shard: int
+    row: int
+    id: str | None
+
+
+class TrainSet:
+    """sets/<id> of a store. `meta` is set.json. Rows below `len` are trained on, `eval_rows` are held out.
+
+    Reading a damaged row or a missing shard raises DamageError, which names shard, row and the command that rebuilds
+    it. Threads that read the same shard wait for each other.
+    """
+
+    packed = False  # whether one row of a shard has all parts of a sample, as an export's has
+
+    def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
+        self.store, self.id, self.meta = store, set_id, meta
+        self.recipe_differences: list[str] = []  # from what the configuration that names the set would make
+        #: Widths of a text's tensors that the transformer reads. Once they are set, `sample` and `validation` check
+        #: that their tensors can be trained on.
+        self.text_widths: dict[str, int] | None = None
+        #: The tables index, texts and shards of schemas.tables.
+        with ThreadPoolExecutor(1) as pool:  # of ten million samples, the texts take a third of the time
+            others = {name: pool.submit(read_set_table, store, set_id, name) for name in ("texts", "shards")}
+            self.tables = {"index": read_set_table(store, set_id, "index")}
+            self.tables |= {name: table.result() for name, table in others.items()}
+        self._index, self._texts, self._shards = self.tables.values()
+        self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
+        self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
+        self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
+        self.supply: ShardSupply = StoredShards(store, self.shard_path)
+
+    def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
+        """Call `check`; DamageError about a file of the set where it fails."""
+        with as_damage(self.store.path(f"sets/{self.id}/{file}"), "its values can't be right"):
+            check(*values)
+
+    def __len__(self) -> int:
+        """Samples to train on."""
+        return sum(span.count for span in self.spans)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The rows to train on, for `BatchSchedule`: runs of one bucket, dataset, repeats and weight."""
+        keys = ("role", "bucket", "dataset", "repeats", "weight")
+        runs = find_runs(self._index, keys)
+        order = [(SET_ROLES.index(role), *values) for (role, *values), _, _ in runs]
+        if any(later <= earlier for earlier, later in pairwise(order)):
+            raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
+        train = [run for run in runs if run[0][0] == "train"]
+        return [Span(bucket, start, stop - start, *rest) for (_, bucket, _, *rest), start, stop in train]
+
+    @property
+    def eval_rows(self) -> range:
+        """The rows that are held out for evaluation."""
+        return range(len(self), self._index.num_rows)
+
+    @property
+    def regularisation(self) -> int:
+        """The number of samples to train on that are regularisation data."""
+        return pc.sum(self._index.column("regularisation").slice(0, len(self))).as_py() or 0
+
+    def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
+        """At most `count` rows to measure a loss on, always the same, and what they are: distinct "held-out samples"
+        or, where the set has none, "training samples", spread evenly over the index.
+
+        Held-out samples are chosen by smallest id. Ids are hashes, so the choice is even, and added data displaces few
+        of them.
+        """
+        if not self.eval_rows:
+            count = min(count, len(self))
+            return [(2 * number + 1) * len(self) // (2 * count) for number in range(count)], "training samples"
+        held_out = self._index.column("sample_id").slice(len(self))
+        parts = [(first, held_out.slice(first, COMPARED_ROWS)) for first in range(0, len(held_out), COMPARED_ROWS)]
+        chosen = pa.array([], pa.string())
+        for _, part in parts:  # of all at once, Arrow's table of distinct ids takes a hundred bytes each
+            ids = pc.unique(pa.chunked_array([chosen, *part.chunks]))
+            chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
+        rows: dict[int, int] = {}  # number in `chosen` -> its first row
+        for first, part in parts:
+            found = pc.index_in(part, value_set=chosen)
+            for row in np.flatnonzero(np.asarray(pc.is_valid(found))).tolist():
+                rows.setdefault(found[row].as_py(), len(self) + first + row)
+        return sorted(rows.values()), "held-out samples"
+
+    def bucket(self, row: int) -> str:
+        """The bucket, "WxH@F", of row `row`."""
+        return self._index.column("bucket")[row].as_py()
+
+    def caption_counts(self, rows: Ints) -> Ints:
+        """(n,) the number of captions of each of `rows`."""
+        return np.array([len(self._index.column("texts")[int(row)]) for row in rows], dtype=np.int64)
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """Kinds of shards, beside latents, that have a row for each sample, such as "vision"."""
+        return further_kinds(self._index.column_names)
+
+    def sample(self, row: int, caption: int = 0, dropped: bool = False) -> Sample:
+        """Row `row` with its caption number `caption`, or with the null prompt where the caption is `dropped`."""
+        text, locations = "null" if dropped else f"text{caption}", self.part_locations(row)
+        if dropped and text not in locations:
+            raise missing_null_prompt(self.id, str(locations[SAMPLE].id))
+        parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
+        self._check_parts(parts, self.bucket(row), locations)
+        own = {kind: parts[kind].tensors for kind in (SAMPLE, *self.kinds)}
+        check_distinct_names(own, parts[SAMPLE].id)
+        tensors = {name: array for each in own.values() for name, array in each.items()}
+        regularisation = self._index.column("regularisation")[row].as_py()
+        return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
+
+    def find_set_aside(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """(B,) whether a part of each sample was set aside after the set was made; None where none can have been.
+        Arguments as of `cache.sets.row_reader.RowReader.find`."""
+        return None
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
+        "regularisation", a mark, counts as a tensor of the samples that have it."""
+        if name == "regularisation":
+            return self.regularisation > 0
+        rows = (self.part_rows(span.start, (SAMPLE, *self.kinds)) for span in self.spans)
+        return any(name in part.tensors for parts in rows for part in parts.values())
+
+    def _check_parts(self, parts: Mapping[str, ShardRow], bucket: str, locations: Mapping[str, Location]) -> None:
+        """DamageError where a part can't be trained on, once `text_widths` are set."""
+        for name, part in parts.items() if self.text_widths is not None else ():
+            if problem := find_tensor_problem(name, part, bucket, self.meta, self.text_widths or {}):
+                raise self.damage(locations[name]._replace(id=part.id), problem)
+
+    @property
+    def validation(self) -> list[ValidationPrompt]:
+        """The validation prompts of the configuration that made the set, everything read and checked."""
+        prompts = []
+        for number, entry in enumerate(self.meta["validation"]):
+            parts = self.prompt_rows(number)
+            self._check_parts(parts, entry["bucket"], self.prompt_locations(number))
+            condition = parts["condition"].tensors["latent"] if "condition" in parts else None
+            values = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
+            prompts.append(ValidationPrompt(*values, parts["text"].tensors, parts["negative"].tensors, condition))
+        return prompts
+
+    def part_locations(self, row: int) -> dict[str, Location]:
+        """Part -> its location, of all parts of row `row`: "sample", further kinds, "text0", "text1", ... and, where
+        there is a null prompt, "null"."""
+        entry = {name: self._index.column(name)[row].as_py() for name in self._index.column_names}
+        id, null = entry["sample_id"], entry["null_text"]
+        found = {SAMPLE: Location(entry["shard"], entry["row"], id)}
+        found |= {
+            kind: Location(entry.get(f"{kind}_shard", -1), entry.get(f"{kind}_row", -1), id) for kind in self.kinds
+        }
+        found |= {f"text{i}": self._text_location(number) for i, number in enumerate(entry["texts"])}
+        null = self.meta["null_text"] if null is None else null
+        return found if null is None else found | {"null": self._text_location(null)}
+
+    def prompt_locations(self, number: int) -> dict[str, Location]:
+        """As `part_locations`, of validation prompt `number`: "text", "negative" and perhaps "condition"."""
+        entry = self.meta["validation"][number]
+        found = {name: self._text_location(entry[name]) for name in ("text", "negative")}
+        image = entry["condition"]
+        return found | {"condition": Location(image["shard"], image["row"], None)} if image else found
+
+    def _text_location(self, number: int) -> Location:
+        return Location(*(self._texts.column(name)[number].as_py() for name in ("shard", "row", "text_id")))
+
+    def part_rows(self, row: int, names: Collection[str] | None = None) -> dict[str, ShardRow]:
+        """Rows of shards, checksums verified, of parts of row `row`: of those in `names`, by default of all."""
+        locations = self.part_locations(row)
+        return {name: self.read_row(locations[name]) for name in (locations if names is None else names)}
+
+    def prompt_rows(self, number: int) -> dict[str, ShardRow]:
+        """Rows of shards, checksums verified, of all parts of validation prompt `number`."""
+        return {name: self.read_row(location) for name, location in self.prompt_locations(number).items()}
+
+    def find_newer_plan(self) -> str | None:
+        """The newest plan made by the settings of this set's plan; None where that is the set's own."""
+        own = self.meta["generation"]
+        if own not in plans.list_plans(self.store):
+            return None  # the set was copied here without its plans
+        newest = plans.newest_plan(self.store, plans.load_plan(self.store, own).info["key"])
+        return newest.name if newest is not None and newest.name > own else None
+
+    def use_supply(self, supply: ShardSupply) -> None:
+        """Read shards through `supply` from now on; `close` closes it."""
+        self._readers.close()
+        self.supply = supply
+        supply.on_removal(lambda number: self._readers.forget(self.shard_path(number)))
+
+    def close(self) -> None:
+        self._readers.close()
+        self.supply.close()
+
+    def text_id(self, number: int) -> str:
+        return self._texts.column("text_id")[number].as_py()
+
+    def shard_path(self, number: int) -> str:
+        """The path of shard `number` in the store."""
+        return self._shards.column("path")[number].as_py()
+
+    def read_row(self, location: Location) -> ShardRow:
+        """The row at a location, checksum verified; once more where its shard's supply replaces damaged bytes. SetError
+        where it has another id than the set expects."""
+        path, open = self.shard_path(location.shard), partial(self.supply.open, location.shard)
+        try:
+            stored = self._readers.read(path, location.row, open=open)
+        except DamageError:
+            if not self.supply.damaged(location.shard):
+                raise
+            stored = self._readers.read(path, location.row, open=open)
+        self.check_id(stored, location)
+        return stored
+
+    def check_id(self, stored: ShardRow, location: Location) -> None:
+        """SetError where a row has another id than the set expects at its location."""
+        if location.id is not None and stored.id != location.id:
+            what = f"row {location.row} of {self.store.path(self.shard_path(location.shard))} is {stored.id}"
+            step = "The shard was replaced after the set was made: run `latentpress index`."
+            raise SetError(f"{what}; set {self.id} expects {location.id} there", step)
+
+    def damage(self, location: Location, reason: str) -> DamageError:
+        """The error about the row at a location."""
+        return DamageError(self.store.path(self.shard_path(location.shard)), reason, location.row, location.id)
+
+
+def packed_row_id(number: int, sample_id: str) -> str:
+    """The id of an export's row for row `number` of the index: two files with the same bytes are two rows of one
+    sample."""
+    return f"{number:08d}-{sample_id}"
+
+
+def missing_null_prompt(set_id: str, sample_id: str) -> SetError:
+    return SetError(f"set {set_id} has no null prompt for {sample_id}", "Run `latentpress index`.")
+
+
+def check_distinct_names(parts: Mapping[str, Collection[str]], sample_id: str) -> None:
+    """SetError where two kinds of shards have a tensor of the same name. parts: kind -> names of its tensors."""
+    seen: set[str] = set()
+    for kind, names in parts.items():
+        if both := seen.intersection(names):
+            what = f"{', '.join(sorted(both))} of {sample_id} is in several kinds of shards, {kind} the last"
+            raise SetError(what, "Name the tensors of each encoding stage differently, and encode again.")
+        seen.update(names)

@@ -1,0 +1,314 @@
+"""What both shard formats share: rows and their checksum, a shard's description, base classes of writers and readers.
+
+A shard is the output of one unit; once it exists under its final name the unit is done. docs/cache-format.md specifies
+every byte.
+"""
+
+import json
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
+from typing import Any, BinaryIO, ClassVar, Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from cache.shards.tensors import Array
+from cache.store.damage import SHARD_PROGRAMS, DamageError, as_damage
+from cache.store.files import explained
+from cache.store.json_checks import (
+    check_count,
+    check_list,
+    check_name,
+    check_names,
+    check_object,
+    check_text,
+    printable,
+)
+from cache.store.store import Store
+from schemas.identity import hash_bytes
+from schemas.tables import FORMAT_VERSION
+
+ARROW_SUFFIX, TAR_SUFFIX, SIDECAR_SUFFIX = ".arrow", ".tar", ".tar.json"
+SUFFIXES = {"arrow": ARROW_SUFFIX, "webdataset": TAR_SUFFIX}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RejectedMember:
+    """A member of the unit that could not be encoded."""
+
+    id: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class TruncatedText:
+    """A row whose text has more tokens than the limit: only the first `kept` of `tokens` are encoded."""
+
+    id: str
+    tokens: int
+    kept: int
+
+
+@dataclass
+class ShardMeta:
+    """The description of a shard. Given to a writer, `ids` are the unit's planned members (or empty), and `truncated`
+    may be added to until `finish`; read from a shard, `ids` are its rows in order."""
+
+    kind: str
+    fingerprint: str
+    unit: str
+    bucket: str
+    ids: list[str] = field(default_factory=list)
+    set_aside: list[RejectedMember] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+    truncated: list[TruncatedText] = field(default_factory=list)
+
+
+@dataclass
+class ShardRow:
+    """One sample or text: its tensors by name (absent ones are left out) and a small JSON object."""
+
+    id: str
+    tensors: dict[str, Array]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class BaseShardWriter(ABC):
+    """Writes a shard, its rows in the order in which they are added. A context manager: leaving it before `finish`
+    leaves nothing behind. columns: tensor name -> dtype."""
+
+    suffix: ClassVar[str]
+    _file: BinaryIO
+
+    def __init__(self, store: Store, stem: str, meta: ShardMeta, columns: Mapping[str, str]) -> None:
+        self.store, self.rel, self.meta, self.columns = store, stem + self.suffix, meta, dict(columns)
+        self._ids: dict[str, None] = {}  # of the rows, in order
+        self._set_aside = list(meta.set_aside)
+        self._open()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Open `_file`, a temporary file of the store."""
+
+    @abstractmethod
+    def _write(self, row: ShardRow, info: bytes, checksum: str) -> None:
+        """Write one row. info: its JSON as it is stored."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Publish; returns the shard's relative path. StoreError where it can't be written."""
+
+    def add(self, row: ShardRow) -> None:
+        assert row.id and row.id not in self._ids, f"row {row.id!r} is empty or there already"
+        for name, array in row.tensors.items():
+            announced = self.columns.get(name)
+            assert array.dtype == announced, f"row {row.id}: {name} is {array.dtype}, announced as {announced}"
+        info = canonical_json(row.info)
+        with explained(self.store.path(self.rel)):
+            self._write(row, info, row_checksum(row.id, info, row.tensors))
+        self._ids[row.id] = None
+
+    def set_aside(self, member: RejectedMember) -> None:
+        self._set_aside.append(member)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.store.discard_temp(self._file)
+
+
+class BaseShardReader(ABC):
+    """Reads one shard; twin of BaseShardWriter. Opening raises DamageError where the shard can't be read at all. Not
+    safe for several threads at once; rows stay valid after `close`."""
+
+    meta: ShardMeta
+
+    def __init__(self, store: Store, rel: str) -> None:
+        self.store, self.rel, self.path = store, rel, store.path(rel)
+        with as_damage(self.path, "it can't be opened"):
+            self.file = store.open(rel)
+        try:
+            self._size = self.file.size()
+            self._open()
+            parts, described = rel.split("/"), (self.meta.kind, self.meta.fingerprint, self.meta.unit)
+            if len(parts) == 3 and parts[0] in SHARD_PROGRAMS and (*parts[:2], unit_name(parts[2])) != described:
+                raise DamageError(self.path, f"it is shard {'/'.join(described)} under another name")
+        except BaseException:
+            self.file.close()
+            raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Read the description into `meta`."""
+
+    @abstractmethod
+    def _row(self, i: int) -> tuple[ShardRow, bytes, str]:
+        """Row `i`, its info as stored, and its stored checksum; one of PARSE_ERRORS where it can't be read."""
+
+    @abstractmethod
+    def row_starts(self) -> np.ndarray:
+        """(n,) the position in the file from which the layout of each row counts (`cache.shards.row_layouts`)."""
+
+    @abstractmethod
+    def _check_file(self) -> None:
+        """DamageError for damage that reading every row would not show."""
+
+    def __len__(self) -> int:
+        return len(self.meta.ids)
+
+    def read(self, i: int, verify: bool = True) -> ShardRow:
+        """Row `i`; its tensors are views into a local file. DamageError where the row is not what was written; with
+        verify=False only where it can't be read or is another row."""
+        if not 0 <= i < len(self):
+            raise DamageError(self.path, f"it has {len(self)} rows", i)
+        # Reading a memory map beyond the end of a file that was cut kills the process, and no handler helps. This check
+        # takes 2 microseconds; only a file that is cut within the next few can still kill.
+        if isinstance(self.file, pa.MemoryMappedFile):
+            size = os.fstat(self.file.fileno()).st_size
+            if size < self._size:
+                raise DamageError(self.path, f"it was cut while it was open: it had {self._size} bytes and has {size}")
+        id = self.meta.ids[i]
+        with as_damage(self.path, "it can't be read", i, id):
+            row, info, checksum = self._row(i)
+            if row.id != id:
+                found = printable(repr(row.id))
+                raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
+            check_object(row.info, "its info")
+        if verify and row_checksum(row.id, info, row.tensors) != checksum:
+            raise DamageError(self.path, "its checksum does not match", i, id)
+        return row
+
+    def verify(self, check_row: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
+        """Read every byte; all damage found. check_row: raises ValueError with further problems of an intact row."""
+        found = []
+        try:
+            self._check_file()
+        except DamageError as damage:
+            found.append(damage)
+        for i, id in enumerate(self.meta.ids):
+            try:
+                row = self.read(i)
+                if check_row is not None:
+                    check_row(row)
+            except DamageError as damage:
+                found.append(damage)
+            except ValueError as error:
+                found.append(DamageError(self.path, str(error), i, id))
+        return found
+
+    def close(self) -> None:
+        """Release the file; rows read from a memory map keep their part of it."""
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def unit_name(name: str) -> str:
+    return name.removesuffix(ARROW_SUFFIX).removesuffix(TAR_SUFFIX)
+
+
+def find_done_units(store: Store, prefix: str, expected: Collection[str] = ()) -> dict[str, str]:
+    """Unit -> path of its shard, for every finished unit in folder `prefix`; one listing. expected: units that may be
+    there, see `Store.list_names`."""
+    names = [name for name in store.list_names(prefix, expected) if "/" not in name]
+    done = {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(TAR_SUFFIX)}
+    return done | {unit_name(name): f"{prefix}/{name}" for name in names if name.endswith(ARROW_SUFFIX)}
+
+
+def remove_other_format(store: Store, rel: str) -> None:
+    """Remove the unit's shard in the other format, in case `cache.format` changed: two shards could differ. Of a tar,
+    the file whose existence means "done" is removed first."""
+    for suffix in (TAR_SUFFIX, SIDECAR_SUFFIX) if rel.endswith(ARROW_SUFFIX) else (ARROW_SUFFIX,):
+        store.remove(unit_name(rel) + suffix)
+
+
+def canonical_json(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, UTF-8, NaN refused."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
+    """xxh3-128 over id, info and each present tensor's name, dtype, shape and bytes, sorted by name. Each part is
+    preceded by its length (8 bytes, little-endian), so different rows never hash the same bytes."""
+    parts: list[Any] = [id.encode(), info]
+    for name in sorted(tensors):
+        array = tensors[name]
+        shape = struct.pack(f"<{len(array.shape)}q", *array.shape)
+        parts += [name.encode(), array.dtype.encode(), shape, array.raw()]
+    return hash_bytes(*parts)
+
+
+def pack_length(size: int) -> bytes:
+    """As it precedes each part of a row's checksum."""
+    return size.to_bytes(8, "little")
+
+
+def pack_tensor_head(name: str, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
+    """What a row's checksum covers of a tensor before its `size` bytes."""
+    parts = [name.encode(), dtype.encode(), struct.pack(f"<{len(shape)}q", *shape)]
+    return b"".join(pack_length(len(part)) + part for part in parts) + pack_length(size)
+
+
+def build_description(meta: ShardMeta, ids: Collection[str], set_aside: Collection[RejectedMember]) -> dict[str, Any]:
+    """The JSON object in a finished shard. Members set aside and truncated texts are found in any order, so sorted."""
+    if meta.ids:
+        unlike = {*ids, *(member.id for member in set_aside)} ^ set(meta.ids)
+        assert not unlike, f"unit {meta.unit}: members lost or invented: {unlike}"
+    aside = sorted((asdict(member) for member in set_aside), key=lambda member: tuple(member.values()))
+    truncated = sorted((asdict(row) for row in meta.truncated), key=itemgetter("id"))
+    return asdict(meta) | {"ids": list(ids), "count": len(ids), "set_aside": aside, "truncated": truncated}
+
+
+def parse_description(value: Any, path: str) -> ShardMeta:
+    """The inverse of `build_description`; DamageError where it is incomplete, wrong or of another format version."""
+    version = value.get("format_version") if isinstance(value, dict) else None
+    if type(version) is not int or version != FORMAT_VERSION:
+        found = printable(repr(version))
+        raise DamageError(path, f"its format version is {found}; this program reads {FORMAT_VERSION}")
+    try:
+        meta = ShardMeta(
+            kind=check_name(value["kind"], "kind"),
+            fingerprint=check_name(value["fingerprint"], "fingerprint"),
+            unit=check_name(value["unit"], "unit"),
+            bucket=check_name(value["bucket"], "bucket", empty=True),
+            ids=check_names(value["ids"], "ids"),
+            set_aside=_parse_records(
+                value["set_aside"], RejectedMember, id=check_name, reason=check_name, message=check_text
+            ),
+            truncated=_parse_records(
+                value.get("truncated", []), TruncatedText, id=check_name, tokens=check_count, kept=check_count
+            ),
+            provenance=check_object(value["provenance"], "provenance"),
+        )
+        if check_count(value["count"], "count") != len(meta.ids):
+            raise ValueError(f"its count is {value['count']} and it names {len(meta.ids)} rows")
+        if not {member.id for member in meta.set_aside}.isdisjoint(meta.ids):
+            raise ValueError("a member is both a row and set aside")
+        if not {row.id for row in meta.truncated}.issubset(meta.ids):
+            raise ValueError("a truncated text is no row")
+        return meta
+    except (KeyError, ValueError) as error:
+        raise DamageError(path, f"its description is incomplete or wrong ({printable(error)})") from error
+
+
+def _parse_records(values: Any, record_class: Callable[..., T], **checks: Callable[[Any, str], Any]) -> list[T]:
+    """Instances of a dataclass from a list of JSON objects. checks: key -> check of its value."""
+    found = []
+    for value in check_list(values, "a list of members"):
+        if set(check_object(value, "a member")) != set(checks):
+            raise ValueError(f"a member has {printable(sorted(value))}")
+        found.append(record_class(**{key: check(value[key], f"its {key}") for key, check in checks.items()}))
+    return found

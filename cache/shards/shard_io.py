@@ -1,0 +1,104 @@
+"""Opening shards by name, in either format, for reading, writing or verification."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+
+from cache.shards import arrow, wds
+from cache.shards.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardReader, BaseShardWriter, ShardMeta, ShardRow
+from cache.store import json_checks
+from cache.store.damage import DamageError
+from cache.store.store import Store
+
+
+def open_writer(
+    store: Store, rel_stem: str, meta: ShardMeta, columns: Mapping[str, str], format: str = "arrow"
+) -> BaseShardWriter:
+    """A writer of `<rel_stem>.arrow` or `.tar`. columns: tensor name -> dtype; a row may lack any of them."""
+    if format not in SUFFIXES:
+        raise ValueError(f"cache format {format!r} is unknown; choose from {', '.join(SUFFIXES)}")
+    assert not _escapes_root(rel_stem), f"{rel_stem!r} leads out of the root"
+    return (arrow if format == "arrow" else wds).ShardWriter(store, rel_stem, meta, columns)
+
+
+def open_reader(store: Store, rel: str) -> BaseShardReader:
+    """A reader of the shard at `rel`, chosen by its suffix."""
+    if not rel.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
+        raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
+    if _escapes_root(rel):
+        raise DamageError(store.path(json_checks.printable(rel)), "its name leads out of the root")
+    return (arrow if rel.endswith(ARROW_SUFFIX) else wds).ShardReader(store, rel)
+
+
+def _escapes_root(rel: str) -> bool:
+    """Whether this is no plain path below a root: shard names also come from tables that others made."""
+    return "\0" in rel or any(part in ("", ".", "..") for part in rel.split("/"))
+
+
+def verify(
+    store: Store,
+    rel: str,
+    check_meta: Callable[[ShardMeta], Iterable[str]] | None = None,
+    check_row: Callable[[ShardRow], object] | None = None,
+) -> list[DamageError]:
+    """Read every byte of the shard at `rel`; all damage found, also where it can't be opened.
+
+    check_meta: further problems of the description. check_row: as of BaseShardReader.verify.
+    """
+    try:
+        with open_reader(store, rel) as shard:
+            reasons = check_meta(shard.meta) if check_meta else ()
+            return [DamageError(shard.path, reason) for reason in reasons] + shard.verify(check_row)
+    except DamageError as damage:
+        return [damage]
+
+
+class ReaderPool:
+    """The `limit` last used readers, kept open: reading many shards in random order needs few open files and maps.
+    Threads may share it; those that read the same shard wait for each other."""
+
+    def __init__(self, store: Store, limit: int = 64) -> None:
+        assert limit > 0
+        self.store, self.limit = store, limit
+        self._open: OrderedDict[str, tuple[BaseShardReader, threading.Lock]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(
+        self, path: str, row: int, verify: bool = True, open: Callable[[], BaseShardReader] | None = None
+    ) -> ShardRow:
+        """Row `row` of the shard at `path` (relative to the store). open: where the shard is opened otherwise."""
+        reader, lock = self._get(path, open)
+        with lock:
+            return reader.read(row, verify)
+
+    def meta(self, path: str) -> ShardMeta:
+        return self._get(path)[0].meta
+
+    def forget(self, path: str) -> None:
+        """Let go of the shard at `path`: the next read opens it anew."""
+        with self._lock:
+            self._open.pop(path, None)  # closed when no thread reads from it any more
+
+    def _get(
+        self, path: str, open: Callable[[], BaseShardReader] | None = None
+    ) -> tuple[BaseShardReader, threading.Lock]:
+        with self._lock:
+            if path in self._open:
+                self._open.move_to_end(path)
+                return self._open[path]
+        reader = open_reader(self.store, path) if open is None else open()  # may take long: others do not wait for it
+        opened = reader, threading.Lock()
+        with self._lock:
+            if path not in self._open:
+                while len(self._open) >= self.limit:
+                    self._open.popitem(last=False)  # closed when no thread reads from it any more
+                self._open[path] = opened
+            return self._open[path]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1][0].close()

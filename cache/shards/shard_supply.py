@@ -1,0 +1,93 @@
+"""Where a training set's shards come from when they are read: the seam between the trainer and the places of shards.
+
+A supply opens a shard of a set by its number. `StoredShards` opens it where it is. `cache.supply.local_shards` opens
+copies of remote shards, and fetches them before they are needed: the trainer tells a supply which shards its next steps
+need, and which steps are done.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from cache.shards.shard import BaseShardReader
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
+from schemas.cli.progress import activity
+
+
+class ShardSupply(Protocol):
+    """Threads may share it. Messages name shards as the set's store does (`Store.path`), wherever their bytes are.
+
+    local: whether shards are opened as files of this machine, so that they can be mapped.
+    """
+
+    local: bool
+
+    def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
+        """The numbers of the shards that steps `first`, first + 1, ... need. Read lazily, in another thread, some steps
+        ahead; what it raises is raised by `open`. Takes the place of what was followed before."""
+
+    def open(self, number: int) -> BaseShardReader:
+        """A reader of shard `number`, also of one that no step was said to need; waits until its bytes are here.
+        DamageError where it can't be read or is missing, StoreError where the store fails, both naming the shard.
+        """
+
+    def finished(self, step: int) -> None:
+        """Everything of `step` and of those before it has been read."""
+
+    def damaged(self, number: int) -> bool:
+        """Told of a shard of which a row is not what was written. True where its bytes were thrown away, so that `open`
+        gives others; False where that is not possible, or was done once already."""
+
+    def on_removal(self, forget: Callable[[int], None]) -> None:
+        """Call `forget` with the number of each shard whose file is about to be removed: whoever has it open lets go of
+        it, so that its disk space becomes free. What was mapped before can still be read."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the metrics of a step, counted since the last call; {} where there is nothing to say."""
+
+    def show_wait(self) -> AbstractContextManager[object]:
+        """While the body waits for what other threads `open`, show what that is and, where bytes are known, the time
+        left. Of the main thread."""
+
+    def stop_waiting(self) -> None:
+        """End the waits of `open` for what may never come, by an error, so that the threads in it end. Until `follow`
+        is called again."""
+
+    def close(self) -> None:
+        """End its threads. Nothing else is to be called afterwards."""
+
+
+class StoredShards:
+    """The shards where they are in `store`. path_of: number -> path."""
+
+    def __init__(self, store: Store, path_of: Callable[[int], str]) -> None:
+        self._store, self._path_of = store, path_of
+        self.local = store.root is not None
+
+    def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
+        pass
+
+    def open(self, number: int) -> BaseShardReader:
+        return open_reader(self._store, self._path_of(number))
+
+    def finished(self, step: int) -> None:
+        pass
+
+    def damaged(self, number: int) -> bool:
+        return False
+
+    def on_removal(self, forget: Callable[[int], None]) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def show_wait(self) -> AbstractContextManager[object]:
+        return activity(f"waiting for data: shards are read from {self._store.url}")
+
+    def stop_waiting(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,94 @@
+"""What a row's tensors must be beyond matching its checksum, which a shard made with intent does too."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from cache.shards.shard import ShardRow
+from cache.shards.tensors import INFINITY_BITS
+from cache.store.damage import ENCODE_PROGRAMS
+from schemas.catalogue import FAMILIES
+from schemas.geometry import Bucket
+
+SAMPLE = "sample"  # the part of a training set's row that comes from a latents shard
+
+
+def kind_of(part: str) -> str:
+    """The kind of shard that holds a part of a training set's row or of a validation prompt. Parts that further
+    encoding stages make of a sample are named like their kind ("vision")."""
+    return {SAMPLE: "latents", "condition": "latents"}.get(part, part if part in ENCODE_PROGRAMS else "text")
+
+
+def find_shape_problem(
+    name: str,
+    shape: tuple[int, ...],
+    bucket: str,
+    strides: tuple[int, int],
+    channels: int,
+    moments: bool = True,
+    condition_frames: int = 1,
+) -> str:
+    """What is wrong with the shape of a latent, condition, mask, embeds or pooled tensor; "" for any other tensor.
+
+    strides: the autoencoder's, (spatial, temporal). channels: of its latents. moments: whether there may be twice as
+    many channels, for mean and log-variance. condition_frames: latent frames of a condition.
+    """
+    if name == "embeds" and (len(shape) != 2 or not all(shape)):
+        return f"is of shape {shape}, and should be (tokens, width)"
+    if name == "pooled" and (len(shape) != 1 or not all(shape)):
+        return f"is of shape {shape}, and should be (width,)"
+    if name not in ("latent", "condition", "mask"):
+        return ""
+    frames, height, width = Bucket.parse(bucket).latent_shape(*strides)
+    expected = (condition_frames if name == "condition" else frames, height, width)
+    if name == "mask":
+        return "" if shape == expected else f"is of shape {shape}, and of bucket {bucket} it is {expected}"
+    if len(shape) == 4 and shape[1:] == expected and shape[0] in (channels, 2 * channels if moments else channels):
+        return ""
+    return f"is of shape {shape}, and of bucket {bucket} it is {(channels, *expected)}"
+
+
+class Shaped(Protocol):
+    """What an array says of itself: `cache.shards.tensors.Array`, `cache.shards.row_layouts.TensorSpan`."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def find_shape_problems(
+    part: str, tensors: Mapping[str, Shaped], bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+) -> str:
+    """Why tensors of these names, shapes and dtypes can't be trained on; "" where they can. Arguments as of
+    `find_tensor_problem`."""
+    family = FAMILIES[meta["family"]]
+    needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
+    if part == SAMPLE:
+        needed = ("latent", "condition") if meta["task"] in family.conditions else ("latent",)
+    elif part == "condition":  # of a validation prompt: stored as the latent of a row of its own
+        needed, tensors = ("condition",), {"condition": tensors["latent"]} if "latent" in tensors else {}
+    if missing := [name for name in needed if name not in tensors]:
+        return f"it lacks its {', '.join(missing)}"
+    strides, given = (family.spatial_stride, family.temporal_stride), family.condition_frames(meta["task"])
+    for name, array in tensors.items():
+        shape = array.shape
+        if problem := find_shape_problem(name, shape, bucket, strides, family.latent_channels, family.posterior, given):
+            return f"{name} {problem}"
+        if shape and shape[-1] != widths.get(name, shape[-1]):
+            return f"{name} is {shape[-1]} wide, and the transformer reads {widths[name]}"
+        if array.dtype not in INFINITY_BITS:
+            return f"{name} is {array.dtype}, and should be of floating point"
+    return ""
+
+
+def find_tensor_problem(
+    part: str, row: ShardRow, bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+) -> str:
+    """Why a part of a row can't be trained on; "" where it can. meta: set.json. widths: of the transformer's texts."""
+    if problem := find_shape_problems(part, row.tensors, bucket, meta, widths):
+        return problem
+    read = ("latent",) if part == "condition" else tuple(row.tensors)
+    unsound = [name for name in read if not row.tensors[name].is_finite()]
+    if not unsound:
+        return ""
+    return f"{'condition' if part == 'condition' else unsound[0]} has numbers that are NaN or infinite"

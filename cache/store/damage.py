@@ -1,0 +1,88 @@
+"""Damage: bytes that are not what was written. Names the file, what is wrong, and the command that makes it again."""
+
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+
+from cache.store import json_checks
+from cache.store.files import explained
+from schemas.errors import DAMAGE, LatentpressError
+
+#: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is
+#: allocated at a size that a file only claims.
+PARSE_ERRORS = (
+    *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
+    *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
+)
+ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
+SHARD_PROGRAMS = ENCODE_PROGRAMS | {"samples": "export", "prompts": "export"}
+
+#: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
+_TABLE_PROGRAMS = (
+    (re.compile(r"(?:^|/)media/[^/]+/(?:partial/)?[^/]+\.arrow$"), "discover", "reads the media again"),
+    (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
+    (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy an export again"),
+    (re.compile(r"(?:^|/)rejects/([a-z-]+)/(?:[^/]+/)?[^/]+\.arrow$"), "", "writes the list again"),
+)
+
+
+class DamageError(LatentpressError):
+    """Bytes of a shard or a table are not what was written. `row` and `id` are None where no single row is meant."""
+
+    exit_code = DAMAGE
+
+    def __init__(self, path: str, reason: str, row: int | None = None, id: str | None = None) -> None:
+        self.path, self.reason, self.row, self.id = path, reason, row, id
+        what = path if _find_table_program(path) else f"shard {path}"
+        where = what if row is None else f"{what}, row {row}, id {id}"
+        super().__init__(f"{where}: {reason}", f"to rebuild it: {rebuild_advice(path)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {name: getattr(self, name) for name in ("path", "reason", "row", "id")}
+
+    def __reduce__(self) -> tuple:
+        return (DamageError, (self.path, self.reason, self.row, self.id))
+
+
+@contextmanager
+def as_damage(path: str, reason: str, row: int | None = None, id: str | None = None) -> Iterator[None]:
+    """Around reading: DamageError for a missing file and PARSE_ERRORS, StoreError where disk or network fails."""
+    with explained(path):
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise DamageError(path, "the file is missing", row, id) from error
+        except (*PARSE_ERRORS, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # Arrow's own, about too few bytes, has no number
+                raise
+            raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
+
+
+def _find_table_program(path: str) -> tuple[str, str] | None:
+    """The program that writes the table or JSON file at `path`, and what it does; None for a shard."""
+    for pattern, program, does in _TABLE_PROGRAMS:
+        if found := pattern.search(path):
+            return program or found[1], does
+    return None
+
+
+def rebuild_program(path: str) -> str:
+    """The program that makes the file at `path` again."""
+    if table := _find_table_program(path):
+        return table[0]
+    kinds = [name for name in path.split("/")[:-1] if name in SHARD_PROGRAMS]
+    return SHARD_PROGRAMS[kinds[-1]] if kinds else "encode-text and encode-latents"
+
+
+def rebuild_advice(path: str) -> str:
+    """A command that makes the file at `path` again, and what the command does."""
+    program = rebuild_program(path)
+    if table := _find_table_program(path):
+        return f"latentpress {program}   # it {table[1]}"
+    if program == "export":
+        return "latentpress export   # with the same options: it checks what is there and writes this shard again"
+    return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"

@@ -1,0 +1,43 @@
+"""The names that this project gives files under a root, exactly as docs/cache-format.md lists them.
+
+Programs check names here before they move or remove files: a root may hold other people's files, and a folder called
+media/ or text/ in it may be theirs.
+"""
+
+import re
+
+from cache.store.damage import ENCODE_PROGRAMS, SHARD_PROGRAMS
+from schemas.config.section import NAME_PATTERN
+
+UNIT_PATTERN = "[A-Za-z0-9][A-Za-z0-9@_-]*"
+_FINGERPRINT, _SET, _DATASET = "[0-9a-f]{24}", "[0-9a-f]{16}", NAME_PATTERN.strip("^$")
+_PLAN, _PLAN_FILES = "[0-9]{6,9}-[0-9a-f]{12}", r"(?:(?:samples|texts|units|active)\.arrow|plan\.json)"
+_SHARD = rf"(?:{'|'.join(SHARD_PROGRAMS)})/{_FINGERPRINT}/{UNIT_PATTERN}"
+_STAGE_OF_CACHE = rf"(?:{'|'.join(ENCODE_PROGRAMS.values())})/{_FINGERPRINT}"
+_PATTERNS = (
+    rf"{_SHARD}\.(?:arrow|tar|tar\.json)",
+    rf"(?:{'|'.join(ENCODE_PROGRAMS)})/{_FINGERPRINT}/provenance\.json",
+    rf"damaged/{_SHARD}\.[0-9]+\.(?:arrow|tar|tar\.json)",
+    rf"damaged/plans/{_PLAN}\.[0-9]+/{_PLAN_FILES}",
+    rf"media/{_DATASET}/(?:media|partial/[0-9]{{6,9}})\.arrow",
+    rf"plans/{_PLAN}/{_PLAN_FILES}",
+    r"plans/[0-9]{6,9}\.json",
+    rf"sets/{_SET}/(?:(?:index|texts|shards)\.arrow|set\.json)",
+    r"sets/current-[a-z0-9-]+\.json",
+    rf"rejects/(?:(?:discover|bucket)/{_DATASET}|{_STAGE_OF_CACHE}(?:/{UNIT_PATTERN})?)\.arrow",
+    rf"jobs/{_STAGE_OF_CACHE}/[0-9a-f]{{16}}\.json",
+    r"weights/[0-9a-f]{32}\.json",
+    rf"rolling/(?:(?:position|train|{'|'.join(ENCODE_PROGRAMS.values())})\.json|lock)",
+)
+_PROJECT_FILES = re.compile("|".join(_PATTERNS), re.ASCII)
+_SHARD_FILES = re.compile(rf"{_SHARD}\.(?:arrow|tar)", re.ASCII)
+
+
+def is_project_file(rel: str) -> bool:
+    """Whether a program of this project writes files of this name. rel: relative to the root."""
+    return _PROJECT_FILES.fullmatch(rel) is not None
+
+
+def is_shard(rel: str) -> bool:
+    """Whether this is the name of a shard; the sidecar of a tar is none."""
+    return _SHARD_FILES.fullmatch(rel) is not None

@@ -1,0 +1,348 @@
+"""Files under one root, on a local disk or any fsspec URL, that appear whole or not at all.
+
+A local file is written as `.<name>.<random>.tmp` in the folder of its final name, synced and renamed; a file for an
+object store is written in a scratch folder of this machine and uploaded. So whoever lists or opens a final name sees a
+finished file, and what a killed process leaves behind is never listed.
+"""
+
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from cache.store import arrow_ipc, files, json_checks, json_records, object_store
+from cache.store.damage import DamageError, as_damage
+from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
+from cache.store.layout import is_project_file
+from cache.store.store_errors import explained_object
+from schemas.cli.progress import activity
+
+OPEN_TRIES = 5
+STALE = 24 * 3600  # seconds: no writer takes longer over one file
+MAPPED_BYTES = 16 << 20  # smaller tables of an object store are read into memory
+MAX_JSON_BYTES = 64 << 20  # a plan.json or set.json is smaller
+
+
+class Store:
+    """A root folder: a path, or a URL that fsspec knows ("s3://bucket/x", "memory://x"). Names inside are relative,
+    with "/". Every method may raise StoreError; reading a file that is absent raises FileNotFoundError."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url)
+        try:
+            self._fs, path = object_store.open_filesystem(self.url)
+        except (ImportError, ValueError) as error:  # a library that is not installed, or an unknown protocol
+            what = object_store.needed_package(self.url) or "the library that fsspec names"
+            step = f"install {what}, or choose a folder of this machine"
+            raise StoreError(self.url, f"can't be opened: {error}", step) from error
+        self.base = path.rstrip("/")
+        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
+        self.root = Path(path) if "file" in protocols else None
+        self._process = os.getpid()
+        self._tables: dict[str, tuple[Any, Callable | None, pa.Table]] = {}  # by name, with the version of the file
+        self._unfinished: dict[Path, int] = {}  # files of `open_temp`, added before they are opened -> lock, if any
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    @property
+    def fs(self) -> Any:
+        """The file system; after a fork another one, since fsspec's has a thread of its own."""
+        if self._process != os.getpid():
+            self._process, (self._fs, _) = os.getpid(), object_store.open_filesystem(self.url)
+        return self._fs
+
+    def _explained(self, rel: str) -> AbstractContextManager[None]:
+        """Turn what goes wrong with `rel` into a StoreError. A missing file stays FileNotFoundError."""
+        path = self.path(rel)
+        return explained(path) if self.root is not None else explained_object(path)
+
+    def path(self, rel: str) -> str:
+        """The full name of `rel`, for messages: a path of this machine, or a URL."""
+        return self.key(rel) if self.root is not None else self._fs.unstrip_protocol(self.key(rel))
+
+    def key(self, rel: str) -> str:
+        """The full name of `rel` in the file system."""
+        return f"{self.base}/{rel}" if rel else self.base
+
+    def relative(self, path: str) -> str:
+        return path.removeprefix(f"{self.path('')}/")
+
+    def local(self, rel: str) -> Path | None:
+        """The path of `rel` on this machine's disk; None on an object store."""
+        return None if self.root is None else self.root / rel
+
+    def exists(self, rel: str) -> bool:
+        with self._explained(rel):
+            local = self.local(rel)
+            if local is not None:
+                return local.exists()
+            try:
+                object_store.object_info(self.fs, self.key(rel))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def list_names(self, prefix: str = "", expected: Collection[str] = ()) -> list[str]:
+        """Files under folder `prefix` at any depth, relative to it, sorted; [] where there is no such folder.
+        Temporary files are left out. One listing. expected: names, or how they begin, that are likely there: they make
+        a long listing of a remote store faster."""
+        local = self.local(prefix)
+        if local is None:
+            return [entry.name for entry in self.list_files(prefix, expected=expected)]
+        with explained(self.path(prefix)):
+            names = [name for name, entry in files.walk(local) if not entry.is_dir()]  # no linked folders
+        return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
+
+    def list_files(self, prefix: str = "", temporaries: bool = False, expected: Collection[str] = ()) -> list[Entry]:
+        """As `list_names`, with sizes and times. temporaries: what stores did not finish instead; of an object store
+        the uploads that were begun, and the files in the scratch folder of this machine."""
+        found, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
+        if local is None and temporaries:
+            with self._explained(prefix):
+                found = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
+            local = spool_folder()
+        shown = activity(f"listing {self.path(prefix)}", unit="files")
+        with self._explained(prefix) if local is None else explained(str(local)), shown as task:
+            if local is None:
+                for about in object_store.list_objects(self.fs, top, expected):
+                    found.append(about)
+                    task.done = len(found)
+            else:
+                wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
+                for name, entry in files.walk(local):
+                    with suppress(FileNotFoundError):
+                        if wanted(name.rpartition("/")[2]):
+                            found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
+                    task.done = len(found)
+        return sorted(found)
+
+    def size(self, rel: str) -> int:
+        """Bytes of the file `rel`."""
+        with self._explained(rel):
+            local = self.local(rel)
+            if local is not None:
+                return files.file_size(local)
+            return object_store.object_info(self.fs, self.key(rel))["size"]
+
+    def read_bytes(self, rel: str) -> bytes:
+        with self._explained(rel):
+            local = self.local(rel)
+            return local.read_bytes() if local is not None else object_store.read_now(self.fs, self.key(rel))
+
+    def open(self, rel: str) -> pa.NativeFile:
+        """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
+        few as object_store.ObjectCache needs."""
+        with self._explained(rel):
+            local = self.local(rel)
+            if local is None:
+                return object_store.open_object(self.fs, self.key(rel))
+            if not local.stat().st_size:  # an empty file can't be mapped
+                return pa.BufferReader(b"")
+            return pa.memory_map(str(local), "r")
+
+    def open_whole(self, rel: str) -> pa.NativeFile:
+        """`rel` to be read completely: an object in memory, by two requests; StoreError where not all of it came."""
+        if self.root is not None:
+            return self.open(rel)
+        return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), self.size(rel)))
+
+    def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
+        """A table of `write_table`, in memory maps where it is local, every byte compared with its checksum. check:
+        raises ValueError where the values are not those of the wanted table. DamageError where anything is wrong. A
+        file that did not change is read once."""
+        path, known = self.path(rel), self._tables.get(rel)
+        if known is not None and known[:2] == (self._version(rel), check):
+            return known[2]
+        version: Any
+        if self.root is None:
+            file, version = self._open_remote_table(rel)
+        else:
+            file = self.open(rel)
+            version = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+        with file, explained(path):
+            with as_damage(path, "it is not as it was written"):
+                table = arrow_ipc.read_table(file)
+            with as_damage(path, "its values can't be right"):
+                if check is not None:
+                    check(table)
+        if version:
+            self._tables[rel] = (version, check, table)
+        return table
+
+    def _open_remote_table(self, rel: str) -> tuple[pa.NativeFile, str]:
+        """A whole object and its version. A large one is copied to this machine and mapped: it is fetched once and
+        needs no memory. The copy has no name and goes with the process."""
+        with self._explained(rel):
+            about = object_store.object_info(self.fs, self.key(rel))
+        version = object_store.object_version(about)
+        if about["size"] < MAPPED_BYTES:
+            return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), about["size"])), version
+        with self.open_temp(rel) as copy:
+            try:
+                object_store.copy_object(self.fs, self.key(rel), copy.name, about["size"])
+                return pa.memory_map(copy.name, "r"), version
+            finally:
+                self._remove_temp(Path(copy.name))
+
+    def _version(self, rel: str) -> Any:
+        with self._explained(rel):
+            if self.root is not None:
+                return _file_signature(os.stat(self.key(rel)))
+            return object_store.object_version(object_store.object_info(self.fs, self.key(rel)))
+
+    def read_json(self, rel: str) -> dict[str, Any]:
+        """The JSON object in `rel`. DamageError where it is not as `publish_json` wrote it."""
+        try:
+            if self.size(rel) > MAX_JSON_BYTES:
+                raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
+            return json_records.parse_record(self.read_bytes(rel))
+        except ValueError as error:
+            reason = f"it is no JSON object as it was written ({json_checks.printable(error)})"
+            raise DamageError(self.path(rel), reason) from error
+
+    def open_temp(self, rel: str) -> BinaryIO:
+        """A new file for what will become `rel`. Give its `.name` to `publish`, or the file to `discard_temp`."""
+        local = self.local(rel)
+        folder = spool_folder() if local is None else local.parent
+        with explained(self.path(rel) if local is not None else str(folder)):
+            temp = files.temporary(folder / rel.rpartition("/")[2])
+            if local is None and not self._unfinished:
+                files.remove_abandoned(folder)
+            self._unfinished[temp] = -1
+            for _ in range(OPEN_TRIES):
+                files.make_folders(folder)
+                with suppress(FileNotFoundError):  # gc removed the folder, which was empty
+                    if local is not None:
+                        return WriteBehind(open(temp, "xb").detach())
+                    file = files.ScratchFile(open(temp, "xb").detach())  # noqa: SIM115 (returned)
+                    self._unfinished[temp] = files.lock(file)
+                    return file
+            raise FileNotFoundError(errno.ENOENT, "its folder was removed each time it was made", str(temp))
+
+    def publish(self, temp: str | Path, rel: str) -> None:
+        """Make the finished file `temp` appear as `rel`, in place of an older one; `temp` is removed in any case."""
+        try:
+            local = self.local(rel)
+            if local is None:
+                object_store.put_object(self.fs, Path(temp), self.key(rel))
+            else:
+                with explained(self.path(rel)):
+                    files.put(Path(temp), local)
+        finally:
+            self._remove_temp(Path(temp))
+
+    def discard_temp(self, file: BinaryIO) -> None:
+        """Remove and close a file of `open_temp`, unless it was published; a full disk may refuse its last data."""
+        self._remove_temp(Path(file.name))
+        try:
+            file.close()
+        except (OSError, StoreError):
+            file.close()
+
+    def discard_all_temps(self) -> None:
+        """Remove every unfinished file of this object, also those whose opening a signal interrupted."""
+        for temp in list(self._unfinished):
+            self._remove_temp(temp)
+
+    def _remove_temp(self, temp: Path) -> None:
+        temp.unlink(missing_ok=True)
+        if (lock := self._unfinished.pop(temp, -1)) >= 0:
+            os.close(lock)
+
+    @contextmanager
+    def create(self, rel: str) -> Iterator[BinaryIO]:
+        """Write `rel` in the body. It is published when the body ends and removed when the body raises."""
+        file = self.open_temp(rel)
+        try:
+            with explained(self.path(rel)), file:
+                yield file
+            self.publish(file.name, rel)
+        finally:
+            self._remove_temp(Path(file.name))
+
+    def publish_bytes(self, rel: str, data: bytes) -> None:
+        with self.create(rel) as file:
+            file.write(data)
+
+    def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
+        """Publish a JSON object, with the checksum of its values."""
+        self.publish_bytes(rel, json_records.format_record(record))
+
+    @contextmanager
+    def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:
+        """Write the table `rel` in slices in the body; published, with its checksum, when the body ends."""
+        with self.create(rel) as file, arrow_ipc.open_writer(file, schema) as writer:
+            yield writer
+
+    def write_table(self, rel: str, table: pa.Table) -> None:
+        """Publish `table` as an Arrow IPC file; its bytes depend on the rows, not on their chunks."""
+        with self.create_table(rel, table.schema) as writer:
+            writer.write_table(table.combine_chunks())
+
+    def move(self, rel: str, target: str) -> None:
+        """Rename the file `rel` to the unused name `target`; an object store copies and removes it."""
+        with self._explained(rel):
+            source, to = self.local(rel), self.local(target)
+            if source is None or to is None:
+                self.fs.invalidate_cache()
+                self.fs.cp_file(self.key(rel), self.key(target))
+                self.fs.rm_file(self.key(rel))
+                return
+            files.make_folders(to.parent)
+            files.replace(str(source), str(to))
+            files.sync(to.parent)
+            files.sync(source.parent)
+
+    def remove(self, rel: str) -> None:
+        """Remove `rel`; nothing happens where it is absent."""
+        with self._explained(rel):
+            local = self.local(rel)
+            if local is not None:
+                local.unlink(missing_ok=True)
+            elif self.exists(rel):  # in a bucket with versions, removing what is not there leaves a marker
+                self.fs.rm_file(self.key(rel))
+
+    def remove_empty_folders(self, prefix: str) -> None:
+        """Remove the empty folders at and below `prefix`; an object store has none."""
+        top = self.local(prefix)
+        if top is not None and prefix:
+            for folder, _, _ in os.walk(top, topdown=False):
+                with suppress(OSError):  # not empty, or gone already
+                    os.rmdir(folder)
+
+    def remove_stale_temps(self, older_than_s: float) -> list[str]:
+        """Remove temporary files not written to for `older_than_s` seconds, and abort uploads begun before; returns
+        their paths. Give more than the longest time that one file takes to write, since another process may be writing.
+        Only names that `open_temp` makes count, and uploads of this project's files: others belong to someone else."""
+        top, before, removed = self.root or spool_folder(), time.time() - older_than_s, []
+        with explained(str(top)):
+            for folder, _, names in os.walk(top):
+                for path in (Path(folder, name) for name in names if is_temporary(name)):
+                    with suppress(FileNotFoundError):  # its writer has just renamed or removed it
+                        if path.stat().st_mtime < before:
+                            path.unlink()
+                            removed.append(str(path))
+        if self.root is None:
+            with self._explained(""):
+                for upload, name in list(object_store.list_uploads(self.fs, self.base)):
+                    if is_project_file(upload.name) and upload.modified < before:
+                        with suppress(FileNotFoundError):  # completed, or aborted by another process
+                            object_store.abort_upload(self.fs, self.key(upload.name), name)
+                            removed.append(f"{self.path(upload.name)} (an upload that was not completed)")
+        return sorted(removed)
+
+
+def spool_folder() -> Path:
+    """Where files for object stores are written before they are uploaded; one folder for each user. TMPDIR moves it."""
+    return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
+
+
+def _file_signature(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,0 +1,149 @@
+"""The shards of a set in a remote store: which versions are there, and their copies, fetched, verified and opened."""
+
+import os
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from cache.shards.shard import ARROW_SUFFIX, SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
+from cache.shards.shard_io import open_reader, verify
+from cache.store.damage import DamageError
+from cache.store.object_store import copy_object
+from cache.store.store import Store
+from cache.supply.copy_folder import CopyFolder, FileVersion, HeldCopy, StartedCopy
+from schemas.cli.progress import activity
+from schemas.errors import USAGE, LatentpressError
+
+
+class LocalCacheError(LatentpressError):
+    """train.local_cache does not suit the run or this machine."""
+
+    exit_code = USAGE
+
+
+class RemoteShard(NamedTuple):
+    """A shard as it was listed. name: of its copy, which is another when the shard is replaced. bytes: with a tar's
+    description. sidecar: bytes of that description, 0 for an Arrow shard. bytes 0: it is not there."""
+
+    name: str
+    bytes: int
+    sidecar: int
+
+
+def list_shards(store: Store, paths: Sequence[str]) -> list[RemoteShard]:
+    """The shards of a set, by one listing of each folder that they are in."""
+    wanted = {path: number for number, path in enumerate(paths)}
+    found = {}
+    for folder in sorted({path.rpartition("/")[0] for path in paths}):
+        names = [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder]
+        for entry in store.list_files(folder, expected=names):
+            rel = f"{folder}/{entry.name}"
+            if rel in wanted or rel.removesuffix(SIDECAR_SUFFIX) + TAR_SUFFIX in wanted:
+                found[rel] = entry
+    shards = []
+    for path in paths:
+        sidecar = path.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX if path.endswith(TAR_SUFFIX) else None
+        files = [found[rel] for rel in (path, sidecar) if rel in found]
+        if path not in found:
+            shards.append(RemoteShard("", 0, 0))
+            continue
+        key = "\n".join([store.url.rstrip("/"), path, *(f"{entry.size} {entry.version}" for entry in files)])
+        suffix = TAR_SUFFIX if sidecar else ARROW_SUFFIX
+        sizes = [entry.size for entry in files]
+        shards.append(RemoteShard(xxhash.xxh3_128_hexdigest(key.encode()) + suffix, max(1, sum(sizes)), sum(sizes[1:])))
+    return shards
+
+
+class CopyStore(Store):
+    """The shard at `rel` of a remote store, and its description, opened from a copy, under the originals' names."""
+
+    def __init__(self, remote: Store, folder: Path, rel: str, copy: str) -> None:
+        super().__init__(folder)
+        self._remote = remote
+        self._stem, self._copy = (name.removesuffix(TAR_SUFFIX) for name in (rel, copy))
+
+    def path(self, rel: str) -> str:
+        return self._remote.path(rel)
+
+    def local(self, rel: str) -> Path:
+        return Path(self.base, self._copy + rel.removeprefix(self._stem))
+
+
+class ShardCopies:
+    """The shards at `paths` of a remote store, by number, as copies in a folder. Threads may share it, each with shards
+    of its own."""
+
+    def __init__(self, store: Store, paths: Sequence[str], folder: CopyFolder) -> None:
+        self.folder, self.shards = folder, list_shards(store, paths)
+        self._store, self._paths = store, paths
+        self._verified: dict[int, FileVersion] = {}
+        self._coming: dict[int, StartedCopy] = {}
+
+    def size_of(self, numbers: Iterable[int]) -> int:
+        """Bytes."""
+        return sum(self.shards[number].bytes for number in numbers)
+
+    def missing(self, number: int) -> DamageError:
+        return DamageError(self._store.path(self._paths[number]), "the file is missing")
+
+    def fetch(self, number: int, started: StartedCopy) -> HeldCopy:
+        """Copy the shard. StoreError where that fails, DamageError where it is not there any more."""
+        shard, rel = self.shards[number], self._paths[number]
+        self._coming[number] = started
+        try:
+            if shard.sidecar:
+                described = rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX
+                copy_object(self._store.fs, self._store.key(described), str(started.description), shard.sidecar)
+            copy_object(self._store.fs, self._store.key(rel), str(started.part), shard.bytes - shard.sidecar)
+            return started.finish()
+        except FileNotFoundError as error:
+            started.abandon()
+            raise self.missing(number) from error
+        except BaseException:
+            started.abandon()
+            raise
+        finally:
+            del self._coming[number]
+
+    @contextmanager
+    def show_fetching(self, numbers: Sequence[int], held: Container[int]) -> Iterator[None]:
+        """While the body waits for these shards, show how much of them is here. held: those that are, as it changes."""
+
+        def count(number: int) -> int:
+            if number in held:
+                return self.shards[number].bytes
+            with suppress(KeyError, FileNotFoundError):  # it is on its way, or not yet
+                return os.stat(self._coming[number].part).st_size
+            return 0
+
+        what = f"waiting for data: fetching {len(numbers)} shard{'s' if len(numbers) > 1 else ''}"
+        if not numbers:
+            with activity("waiting for data"):
+                yield
+            return
+        with activity(what, total=self.size_of(numbers), unit="bytes") as shown:
+            shown.measure = lambda: sum(map(count, numbers))
+            yield
+
+    def is_sound(self, number: int, copy: HeldCopy) -> bool:
+        """Whether each row of a copy is what was written; found once for each version of its file."""
+        if self._verified.get(number) == copy.version:
+            return True
+        if verify(self._copy_store(number), self._paths[number]):
+            return False
+        self._verified[number] = copy.version
+        return True
+
+    def open(self, number: int) -> BaseShardReader:
+        return open_reader(self._copy_store(number), self._paths[number])
+
+    def discard(self, number: int, copy: HeldCopy) -> None:
+        """Remove a damaged copy, unless another process did and fetched another."""
+        self._verified.pop(number, None)
+        self.folder.discard(self.shards[number].name, copy.version)
+
+    def _copy_store(self, number: int) -> CopyStore:
+        return CopyStore(self._store, self.folder.folder, self._paths[number], self.shards[number].name)

@@ -1,0 +1,171 @@
+"""The bodies of requests to webhooks: JSON of the schema in `schemas.notification`, or a Discord message."""
+
+import base64
+import json
+import re
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from cache.runs.scores import read_curves
+from cache.runs.training_run import RunProgress, read_progress
+from schemas.config.pipeline import Config
+from schemas.notification import Notification, NotifiedFailure, NotifiedModel, NotifiedPicture
+from schemas.text_format import format_duration
+from stages.discovery.sources.urls import scrub_secrets
+from stages.follow.run_events import Event, read_eval_loss
+from stages.pages.validation_pictures import PictureLimits, SmallPicture, list_latents, read_pictures
+
+#: Discord's limits, in UTF-16 units: content 2000, the texts of all embeds together 6000.
+MAX_CONTENT, MAX_NAME, MAX_PROMPT = 2000, 100, 400
+MAX_REASON = 1000
+MAX_PICTURE_BYTES = 200_000
+MAX_CLIP_BYTES = 800_000  # ten of them, the most of one message, are below 10 MiB
+_MARKDOWN = re.compile(r"([\\*_~`|>#\[\]<@]|:(?=//))")  # the last makes a link of an address
+_LIST = re.compile(r"^(\s*\d*)([-+.)])", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file of a multipart request."""
+
+    name: str
+    data: bytes
+    media_type: str
+
+
+@dataclass(frozen=True)
+class Body:
+    document: dict[str, Any]
+    files: tuple[Upload, ...] = ()
+
+    def shown(self) -> dict[str, Any]:
+        """For a person: pictures as their sizes."""
+        document = json.loads(json.dumps(self.document))
+        for picture in document.get("pictures", ()):
+            picture["data"] = f"{len(picture['data'])} characters of base64"
+        files = [{"name": each.name, "media_type": each.media_type, "bytes": len(each.data)} for each in self.files]
+        return document | ({"files": files} if files else {})
+
+
+def make_body(config: Config, event: Event, form: Literal["json", "discord"]) -> Body:
+    """The body for an event; losses, scores and pictures are the run's present ones."""
+    folder, progress = Path(config.output) / config.train.run, read_progress(config)
+    pictures: list[SmallPicture] = []
+    left_out = 0
+    if event.event == "validation":
+        clip_bytes = MAX_CLIP_BYTES if form == "discord" else 0
+        limits = PictureLimits(config.notify.picture_size, MAX_PICTURE_BYTES, clip_bytes)
+        pictures = list(islice(read_pictures(config, folder, event.step, limits), config.notify.pictures))
+        left_out = len(list_latents(config, folder, event.step)) - len(pictures)
+    notification = _describe(config, event, progress, pictures, left_out)
+    if form == "discord":
+        return _discord(notification, pictures)
+    return Body(notification.model_dump(mode="json"))
+
+
+def _describe(
+    config: Config, event: Event, progress: RunProgress, pictures: list[SmallPicture], left_out: int
+) -> Notification:
+    folder = Path(config.output) / config.train.run
+    validation = event.event == "validation"
+    failure = event.failure
+    return Notification(
+        id=event.id,
+        event=event.event,
+        time=event.time,
+        run=config.train.run,
+        step=event.step,
+        steps=config.train.steps,
+        model=NotifiedModel(family=config.model.family, flavour=config.model.flavour_spec.name),
+        loss=progress.loss,
+        seconds_left=progress.seconds_left,
+        eval_loss=read_eval_loss(folder, event.step).get("eval_loss") if validation else None,
+        scores=_read_scores(folder, event.step) if validation else {},
+        pictures=tuple(
+            NotifiedPicture(
+                name=picture.name,
+                prompt=_sendable(picture.prompt),
+                width=picture.width,
+                height=picture.height,
+                data=base64.b64encode(picture.data).decode(),
+            )
+            for picture in pictures
+        ),
+        pictures_left_out=left_out,
+        failure=None
+        if failure is None
+        else NotifiedFailure(stage=failure.stage, reason=_reason(failure.reason), advice=_reason(failure.advice)),
+    )
+
+
+def _read_scores(folder: Path, step: int) -> dict[str, float]:
+    return {curve.name: point.value for curve in read_curves(folder) for point in curve.points if point.step == step}
+
+
+def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
+    embeds, files = [], []
+    for number, picture in enumerate(pictures):
+        name = f"{number}.jpg" if picture.clip is None else f"{number}.mp4"
+        data, kind = (picture.data, "image/jpeg") if picture.clip is None else (picture.clip, "video/mp4")
+        files.append(Upload(name, data, kind))
+        embed: dict[str, Any] = {"title": _plain(picture.name, MAX_NAME)}
+        embed |= {"description": _plain(picture.prompt, MAX_PROMPT)} if picture.prompt else {}
+        # An embed can't show an uploaded clip: it plays below the message.
+        embed |= {"image": {"url": f"attachment://{name}"}} if picture.clip is None else {}
+        embeds.append(embed)
+    document: dict[str, Any] = {
+        "content": _cut(_headline(about), MAX_CONTENT),
+        "embeds": embeds,
+        "allowed_mentions": {"parse": []},
+    }
+    if files:
+        document["attachments"] = [{"id": number, "filename": each.name} for number, each in enumerate(files)]
+    return Body(document, tuple(files))
+
+
+def _headline(about: Notification) -> str:
+    run, place = f"**{_plain(about.run, MAX_NAME)}**", f"step {about.step} of {about.steps}"
+    model = _plain(f"{about.model.family}, {about.model.flavour}", MAX_NAME)
+    if about.event == "started":
+        return f"{run} started ({model}), {f'going on from {place}' if about.step else f'{about.steps} steps'}"
+    if about.event == "checkpoint":
+        return f"{run}: checkpoint at {place}"
+    if about.event == "finished":
+        return f"{run} finished: {place}{_number(', loss', about.loss)}"
+    if about.event == "failed" and about.failure is not None:
+        failure = about.failure
+        advice = f"\n{_plain(failure.advice, MAX_REASON // 2)}" if failure.advice else ""
+        return f"{run} failed in {failure.stage}, {place}: {_plain(failure.reason, MAX_REASON)}{advice}"
+    left = "" if about.seconds_left is None else f", {format_duration(about.seconds_left)} left"
+    scores = "".join(_number(f", {_plain(name, MAX_NAME)}", value) for name, value in about.scores.items())
+    more = f" ({about.pictures_left_out} more pictures are not shown)" if about.pictures_left_out else ""
+    numbers = f"{_number(', eval loss', about.eval_loss)}{_number(', loss', about.loss)}"
+    return f"{run}: validation at {place}{numbers}{scores}{left}{more}"
+
+
+def _number(name: str, value: float | None) -> str:
+    return "" if value is None else f"{name} {value:.4g}"
+
+
+def _reason(text: str) -> str:
+    return _sendable(scrub_secrets(text))[: 4 * MAX_REASON]
+
+
+def _sendable(text: str) -> str:
+    """Text that UTF-8 can hold; bytes of file names may be half a surrogate pair."""
+    return text.encode(errors="replace").decode()
+
+
+def _plain(text: str, limit: int) -> str:
+    """Text that Discord shows as it is, of at most `limit` units."""
+    return _cut(_LIST.sub(r"\1\\\2", _MARKDOWN.sub(r"\\\1", _sendable(text))), limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    """At most `limit` UTF-16 units, as Discord counts them."""
+    units = text.encode("utf-16-le")
+    if len(units) <= 2 * limit:
+        return text
+    return units[: 2 * (limit - 3)].decode("utf-16-le", errors="ignore") + "..."

@@ -1,0 +1,117 @@
+"""What has happened to a run, by its folder: started, validation, checkpoint, finished, failed."""
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cache.runs.failure_note import KILLED, Failure, read_failure
+from cache.runs.scores import read_lines
+from cache.runs.training_run import CHECKPOINTS, METRICS_FILE, RunProgress, read_last_metrics, read_progress, step_of
+from schemas.config.pipeline import Config
+from schemas.config.sharing import EventName
+from stages.pages.validation_pictures import find_picture
+
+PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
+SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first
+_PHASES = ("started", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class Event:
+    """key: unique in the run. id: the same in every request about the event. time: when it was found, UTC."""
+
+    key: str
+    event: EventName
+    step: int
+    id: str
+    time: str
+    failure: Failure | None = None
+
+
+def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
+    """The events that are not among `known`, in order, and the number of validations that wait for their pictures or
+    scores. watching: whether decode and score may still make these; if not, and no trainer is at work, a validation is
+    sent with those that are there."""
+    folder = Path(config.output) / config.train.run
+    progress = read_progress(config)
+    keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
+    found: list[Event] = []
+
+    def add(event: EventName, step: int, mark: str, failure: Failure | None = None) -> None:
+        if (key := f"{event}-{mark}") not in keys:
+            keys.add(key)
+            moment = datetime.now(UTC).strftime("%FT%TZ")
+            found.append(Event(key, event, step, uuid.uuid4().hex, moment, failure))
+
+    if _has_started(progress, phase, folder):
+        add("started", progress.step, f"{sum(e.event == 'started' for e in known)}")
+    ready, pending = _find_validations(config, folder, progress, watching)
+    rows: list[tuple[int, EventName]] = [(step, "validation") for step in ready]
+    rows += [(step, "checkpoint") for step, _ in _find_steps(folder / CHECKPOINTS)]
+    for step, event in sorted(rows, key=lambda row: (row[0], row[1] == "checkpoint")):
+        add(event, step, f"{step}")
+    if progress.state == "finished" and not pending:
+        add("finished", progress.step, f"{progress.step}")
+    failure = None if progress.state == "running" else read_failure(folder)
+    if failure and not (progress.state == "unknown" and failure.reason == KILLED):  # then it may still be at work
+        add("failed", progress.step, f"{failure.time}", failure)
+    return found, pending
+
+
+def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bool:
+    """Whether training has begun, for the first time or again, and there is no "started" event of that yet."""
+    if phase is None:
+        return progress.state == "running" or (folder / METRICS_FILE).exists()
+    if phase.event == "finished":
+        return progress.state == "running" and progress.steps > phase.step
+    return phase.event == "failed" and progress.state in ("running", "finished")
+
+
+def _find_validations(config: Config, folder: Path, progress: RunProgress, watching: bool) -> tuple[list[int], int]:
+    """(steps of those that can be sent, how many wait for pictures or scores)."""
+    lines = read_last_metrics(folder / METRICS_FILE)
+    trained = max((line["step"] for line in lines if "loss" in line), default=0)
+    evaluated = {line["step"] for line in lines if "eval_loss" in line}
+    latents = {step: list(path.glob("*.safetensors")) for step, path in _find_steps(folder / "validation")}
+    ready, pending = [], 0
+    steps = sorted(evaluated | {step for step, files in latents.items() if files})
+    scored = _find_scored(folder) if "score" in config.stage_order else set(steps)
+    for step in steps:
+        if not (trained > step or progress.state == "finished"):
+            continue  # the trainer may still be denoising prompts
+        files = latents.get(step, [])
+        pictures = [picture for file in files if (picture := find_picture(folder, file))]
+        if len(pictures) < len(files):
+            waits = _age(files) < PICTURES_WAIT_S
+        else:
+            waits = step not in scored and step == steps[-1] and _age(pictures) < SCORES_WAIT_S
+        if waits and (watching or progress.state == "running"):
+            pending += 1
+        else:
+            ready.append(step)
+    return ready, pending
+
+
+def _age(files: Sequence[Path]) -> float:
+    """Seconds since the newest was written; without files, since 1970."""
+    return time.time() - max((file.stat().st_mtime for file in files), default=0.0)
+
+
+def _find_scored(folder: Path) -> set[int]:
+    return {line["step"] for line in read_lines(folder)}
+
+
+def read_eval_loss(folder: Path, step: int) -> dict[str, Any]:
+    """The line of metrics of this validation; empty where there is none any more."""
+    lines = read_last_metrics(folder / METRICS_FILE)
+    return next((line for line in reversed(lines) if line["step"] == step and "eval_loss" in line), {})
+
+
+def _find_steps(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("step-*"):
+        if (step := step_of(path)) is not None:
+            yield step, path

@@ -1,0 +1,96 @@
+"""The decoded validation samples of a run, by step, with what the trainer wrote about each. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cache.models.weights import hash_file
+from cache.runs.training_run import read_description, step_of
+from schemas.identity import hash_json
+from stages.media.errors import MediaError
+from stages.media.preview_mark import is_preview
+
+SUFFIXES = (".png", ".mp4")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A validation sample at a step. group: its prompt's name, and what varies but the seed. picture: its file."""
+
+    name: str
+    group: str
+    seed: int
+    prompt: str
+    picture: Path
+
+    def content(self) -> str:
+        """Hash of what a score is of: the file and the prompt. "" where the file can't be read."""
+        try:
+            return hash_json([hash_file(self.picture, None), self.prompt])
+        except OSError:
+            return ""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """waiting: names of the samples that are not decoded yet."""
+
+    step: int
+    samples: tuple[Sample, ...]
+    waiting: tuple[str, ...]
+
+
+def find_samples(folder: Path) -> list[StepSamples]:
+    """Those of each step of the run in `folder`, by step."""
+    found = []
+    for place in folder.glob("validation/step-*"):
+        step = step_of(place)
+        latents = sorted(path for path in place.glob("*.safetensors") if not path.name.startswith("."))
+        if step is None or not latents:
+            continue
+        samples, waiting = [], []
+        for latent in latents:
+            picture = _find_picture(folder / "samples" / place.name, latent)
+            about = read_description(latent)
+            if picture is None:
+                waiting.append(latent.stem)
+            else:
+                group, seed = about.get("group", latent.stem), about.get("seed", 0)
+                samples.append(Sample(latent.stem, str(group), int(seed), str(about.get("prompt", "")), picture))
+        found.append(StepSamples(step, tuple(samples), tuple(waiting)))
+    return sorted(found, key=lambda each: each.step)
+
+
+def _find_picture(folder: Path, latent: Path) -> Path | None:
+    """The picture or clip of a latent; one that is older is of an earlier training of the same name, and a preview is
+    not scored."""
+    for suffix in SUFFIXES:
+        path = folder / f"{latent.stem}{suffix}"
+        try:
+            if path.stat().st_mtime_ns >= latent.stat().st_mtime_ns and not is_preview(path):
+                return path
+        except OSError:
+            continue
+    return None
+
+
+def frame_numbers(count: int, most: int) -> list[int]:
+    """At most `most` of `count` frames: the middle ones of equal parts."""
+    number = min(count, most)
+    return [(2 * part + 1) * count // (2 * number) for part in range(number)]
+
+
+def read_sample(path: Path, most: int) -> np.ndarray:
+    """frames_FHWC uint8 of a picture, or at most `most` of a clip. Raises MediaError."""
+    from stages.media.image import load_image
+    from stages.media.video import probe_video, read_frames
+
+    if path.suffix == ".png":
+        return np.asarray(load_image(path))[None]
+    about = probe_video(path)
+    # In the middle of a frame's time; the clips that decode writes have a constant rate.
+    times = [(number + 0.5) / about.rate for number in frame_numbers(about.frames, most)]
+    if not times:
+        raise MediaError("no-frames", path, "has no frames", "delete it, and run `latentpress decode`")
+    return np.stack(list(read_frames(path, times)))

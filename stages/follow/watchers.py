@@ -1,0 +1,254 @@
+"""The watchers that `latentpress run` starts beside `train`, and `Watch`, by which a watcher follows training.
+
+A watcher is a program with --watch. It can also be started by hand, on any machine that can read the run's folder. It
+polls what the trainer has written there. The trainer does not know of watchers: one that fails, hangs or is killed
+neither stops nor slows training. A new watcher is a row of WATCHERS.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from cache.models.compatibility import check_preview_autoencoder
+from cache.runs.training_run import is_running, may_be_running, read_progress
+from cache.runs.training_wait import describe_wait
+from schemas.cli.console import Console, Options
+from schemas.cli.interruption import StopHandler, signals_blocked
+from schemas.cli.kept_log import LOG_VARIABLE, LOGS
+from schemas.cli.progress import Progress, activity
+from schemas.config.encoding import StageName
+from schemas.config.pipeline import Config
+from schemas.errors import OK
+from schemas.text_format import shown_path
+from stages.follow.measures import check_measures
+
+BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
+FINISH_S = 600.0  # for a watcher to end once it is told to
+INTERRUPTED_S = 10.0  # the same where `run` itself is interrupted: schedulers wait 30 s before they kill
+NICENESS = 10  # of a watcher beyond that of `run`, so that the trainer's threads run first
+WATCH_S = 2.0  # between two polls
+START_S = 120.0  # for which a watcher that was started by hand waits for a trainer to begin
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """A program that `run` starts with --watch.
+
+    since: the stage that it is started with; None: the beginning of `run`, also where nothing is left to train. until:
+    the stage after which it is told to finish; None: the end of `run`. applies: whether this configuration has
+    work for it. library, extra: where this library is missing the watcher is not started, and the log says which extra
+    has it.
+    """
+
+    program: str
+    since: StageName | None = "train"
+    until: StageName | None = "train"
+    applies: Callable[[Config], bool] = lambda config: True
+    library: str = ""
+    extra: str = ""
+
+
+def decodes_while_training(config: Config) -> bool:
+    """By default: pictures, on the processor or on the configured device. On a processor clips take minutes and tens of
+    gigabytes, so they are decoded only where a device is configured."""
+    decode = config.stages.decode
+    if "decode" not in config.stages.order or not config.validation.prompts:
+        return False
+    if decode.while_training is not None:
+        return decode.while_training
+    return not config.model.family_spec.video or decode.device != "auto"
+
+
+WATCHERS = (
+    Watcher("decode", applies=decodes_while_training, library="av", extra="encode"),
+    Watcher("score", applies=lambda config: "score" in config.stage_order, library="transformers", extra="encode"),
+    Watcher("report", library="bokeh", extra="report"),
+    Watcher("notify", since=None, until=None, applies=lambda config: bool(config.notify.webhooks)),
+)
+
+
+def check_models(config: Config) -> None:
+    """LatentpressError where a model that a watcher needs is missing or of the wrong kind: before training begins."""
+    if config.validation.preview_autoencoder:
+        check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
+    if "score" in config.stage_order:
+        check_measures(config)
+
+
+class Watchers:
+    """The watchers of one `run`: started by `start`, told to finish by `finish`, all of them at the end of the block.
+
+    failed: program, exit code and log of each that ended with an error.
+    """
+
+    def __init__(self, config: Config, options: Options, console: Console, stop_handler: StopHandler) -> None:
+        self._config, self._console, self._stop_handler = config, console, stop_handler
+        self._options = replace(options, json=False, device=None, workers=None)  # those of the stages
+        self._folder = Path(config.output) / config.train.run
+        self._running: dict[Watcher, subprocess.Popen] = {}
+        self.failed: list[dict[str, str | int]] = []
+
+    def start(self, stage: StageName | None = None) -> None:
+        """Start the watchers whose `since` is `stage`. With a stage, none is started where nothing is left to train."""
+        rows = [it for it in WATCHERS if it.since == stage and it.applies(self._config)]
+        if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
+            return
+        for watcher in rows:
+            if watcher.library and find_spec(watcher.library) is None:
+                advice = f"pip install -e '.[{watcher.extra}]'"
+                self._console.log(f"{watcher.program} is not run beside training without {watcher.library}: {advice}")
+                continue
+            try:
+                self._running[watcher] = self._start(watcher)
+            except OSError as error:
+                self._console.warn(f"{watcher.program} is not run beside training: {error}")
+
+    def _start(self, watcher: Watcher) -> subprocess.Popen:
+        module = f"stages.{watcher.program.replace('-', '_')}"
+        command = [sys.executable, "-P", "-m", module, *self._options.argv(), "--watch"]
+        log = self._log(watcher)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
+        # SIGTERM is blocked until `Watch` handles it: told to finish while it imports, it polls once all the same.
+        with log.open("wb") as file, signals_blocked(signal.SIGTERM):
+            environment = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
+            environment[BESIDE] = str(os.getpid())
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+        with suppress(OSError):  # it has ended
+            niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
+            os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
+        self._console.log(f"beside training: {watcher.program} --watch, its log: {shown_path(log)}")
+        return process
+
+    def _log(self, watcher: Watcher) -> Path:
+        return self._folder / LOGS / f"{watcher.program}.log"
+
+    def finish(self, stage: StageName | None = None) -> None:
+        """Tell the watchers whose `until` is `stage` to finish (None: all), and wait until they have ended. Those that
+        take longer than FINISH_S, or INTERRUPTED_S where `run` is interrupted, are killed."""
+        told = {it: process for it, process in self._running.items() if stage is None or it.until == stage}
+        for process in told.values():
+            if process.poll() is None:
+                process.terminate()
+        limit_s = INTERRUPTED_S if self._stop_handler.reason else FINISH_S
+        names = ", ".join(watcher.program for watcher in told)
+        with activity(f"waiting for what runs beside training to finish, at most {limit_s:.0f} s: {names}"):
+            killed = self._wait_until_ended(told)
+        for watcher, process in told.items():
+            del self._running[watcher]
+            if watcher in killed and self._stop_handler.reason:
+                continue
+            if process.returncode != OK:
+                self._add_failure(watcher, process.returncode, watcher in killed)
+
+    def _wait_until_ended(self, told: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
+        """Those that had to be killed. An interruption of `run` shortens the time limit while it waits."""
+        began = time.monotonic()
+        while running := {it for it, process in told.items() if process.poll() is None}:
+            if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
+                for watcher in running:
+                    told[watcher].kill()
+                    told[watcher].wait()
+                break
+            time.sleep(0.05)
+        return running
+
+    def _add_failure(self, watcher: Watcher, code: int, is_killed: bool) -> None:
+        log = str(self._log(watcher))
+        self.failed.append({"program": watcher.program, "exit_code": code, "log": log})
+        how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        if is_killed:
+            how = f"did not finish within {FINISH_S:.0f} s, and was ended"
+        self._console.warn(f"{watcher.program} --watch, beside training, {how}; its log: {log}")
+
+    def __enter__(self) -> "Watchers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finish()
+
+
+class Watch:
+    """Polls runs that are being trained, for a program with --watch:
+
+        for last in Watch(folders):
+            ...  # handle what the trainer has written since the previous poll
+
+    It goes on until no trainer is at work. Then, or where the program is told to finish (SIGTERM, Ctrl-C), there is one
+    more poll, the last, so that nothing that a trainer wrote is missed. A watcher that `run` started goes on until it
+    is told to finish, or until both `run` and the trainer have ended.
+
+    Between polls the terminal shows what is waited for, and for how long. A program that shows progress of its own
+    calls `hide_wait` first.
+
+    told: whether it was told to finish; on_told is then called.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], pause_s: float = WATCH_S, on_told: Callable[[], object] = lambda: None
+    ) -> None:
+        self.told, self._on_told = False, on_told
+        self._folders, self._pause_s = folders, pause_s
+        self._seen, self._began = False, time.monotonic()
+        self._shown, self._wait = ExitStack(), dict[str, Progress]()  # what is waited for -> where it is shown
+
+    def __iter__(self) -> Iterator[bool]:
+        with StopHandler(stop=self._tell).stop_on_signals(), self._shown:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            while not (last := self._has_ended()):
+                yield last
+                self._show_wait()
+                next_poll = time.monotonic() + self._pause_s
+                while not self.told and time.monotonic() < next_poll:
+                    time.sleep(min(0.1, self._pause_s))
+            self.hide_wait()
+            yield last
+
+    def hide_wait(self) -> None:
+        """Stop showing what is waited for, until the next pause."""
+        self._wait.clear()
+        self._shown.close()
+
+    def _show_wait(self) -> None:
+        what, state = describe_wait(next(filter(_is_trained, self._folders), self._folders[0]))
+        if what not in self._wait:
+            self.hide_wait()
+            self._wait[what] = self._shown.enter_context(activity(what))
+        self._wait[what].say(0, state)
+
+    def _tell(self) -> None:
+        if self.told:  # Ctrl-C a second time
+            raise KeyboardInterrupt
+        self.told = True
+        self._on_told()
+
+    def _has_ended(self) -> bool:
+        if self.told:
+            return True
+        beside = os.environ.get(BESIDE)
+        if beside and os.getppid() == int(beside):
+            return False
+        running = any(map(_is_trained, self._folders))
+        self._seen = self._seen or running or bool(beside)
+        return not running and (self._seen or time.monotonic() - self._began > START_S)
+
+
+def is_watcher() -> bool:
+    """Whether `run` started this program, or the one that started it, beside training."""
+    return bool(os.environ.get(BESIDE))
+
+
+def _is_trained(folder: Path) -> bool:
+    """Whether a trainer is at work there: by its lock or, where there are no locks, by the age of what it wrote."""
+    running = is_running(folder)
+    return may_be_running(folder) if running is None else running

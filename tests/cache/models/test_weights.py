@@ -1,0 +1,266 @@
+"""Finding weights and naming them by their content."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from cache.models.compatibility import CheckpointMismatch, check_component, check_task
+from cache.models.weights import WeightsError, fetch_components, fingerprint_weights
+from schemas.config.encoding import Model, Resources
+from schemas.config.pipeline import Config
+
+COMMIT, OTHER = "0" * 38 + "ab", "1" * 40
+
+
+def checkpoint(folder: Path) -> Path:
+    for name, content in {
+        "model_index.json": "{}",
+        "vae/config.json": '{"a": 1}',
+        "vae/model.safetensors": "weights",
+        "tokenizer/tokenizer.json": "{}",
+        "tokenizer/deep/more.txt": "x",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_a_directory_is_named_by_the_content_of_its_parts(tmp_path):
+    here = checkpoint(tmp_path / "here")
+    there = shutil.copytree(here, tmp_path / "elsewhere/under another name")
+    first = fingerprint_weights(str(here), ["vae", "tokenizer"], None)
+    assert json.loads(json.dumps(first)) == first
+    assert fingerprint_weights(str(there), ["tokenizer", "vae"], None) == first
+    assert fingerprint_weights(str(here), ["vae"], None) != first
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new file", "config"])
+def test_any_change_of_a_part_changes_the_name(tmp_path, change):
+    folder = checkpoint(tmp_path)
+    weights = folder / "vae/model.safetensors"
+    before, other = (
+        fingerprint_weights(str(folder), ["vae"], None),
+        fingerprint_weights(str(folder), ["tokenizer"], None),
+    )
+    if change == "content":
+        weights.write_text("Weights")  # as long as before, and perhaps in the same second
+        os.utime(weights, ns=(1, 1))
+    elif change == "name":
+        weights.rename(folder / "vae/model.fp16.safetensors")
+    elif change == "new file":
+        (folder / "vae/extra.json").write_text("")
+    else:
+        (folder / "vae/config.json").write_text('{"a": 2}')
+    assert fingerprint_weights(str(folder), ["vae"], None) != before
+    assert fingerprint_weights(str(folder), ["tokenizer"], None) == other
+
+
+def test_what_systems_leave_behind_changes_nothing(tmp_path):
+    folder = checkpoint(tmp_path)
+    before = fingerprint_weights(str(folder), ["vae"], None)
+    (folder / "vae/.DS_Store").write_text("x")
+    (folder / "vae/.cache").mkdir()
+    (folder / "vae/.cache/lock").write_text("x")
+    (folder / "README.md").write_text("x")
+    assert fingerprint_weights(str(folder), ["vae"], None) == before
+
+
+def test_resolve_gives_the_directory_itself(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path / "model")
+    assert fetch_components(str(folder), None, ["vae"]) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fetch_components("~/model", None, ["vae"]) == folder
+
+
+def test_a_missing_part_is_answered_with_what_is_there_and_what_belongs(tmp_path):
+    folder = checkpoint(tmp_path)
+    (folder / "text_encoder").mkdir()  # without a file in it
+    for call in (fingerprint_weights, fetch_components):
+        arguments = {"source": str(folder), "revision": None, "parts": ["vae", "text_encoder"]}
+        with pytest.raises(WeightsError, match=r"lacks text_encoder; it holds model_index.json") as caught:
+            call(**arguments)
+        assert isinstance(caught.value, ValueError)
+        assert "vae, text_encoder" in caught.value.next_step
+
+
+def test_of_a_folder_of_many_files_some_are_named(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{number:03}.png").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"lacks vae; it holds 000\.png, .*007\.png, 92 more\n"):
+        fetch_components(str(tmp_path), None, ["vae"])
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./models/x", "model", "a/b/c", "no such/repo"])
+def test_what_is_neither_directory_nor_repository_is_refused(source):
+    with pytest.raises(WeightsError, match="neither a directory nor a repository id"):
+        fingerprint_weights(source, ["vae"], None)
+
+
+CALL = """
+import json, sys
+from cache.models.weights import WeightsError, fetch_components, fingerprint_weights
+call, *arguments = json.loads(sys.argv[1])
+try:
+    print(json.dumps([str({"fingerprint_of": fingerprint_weights, "resolve": fetch_components}[call](*arguments)), ""]))
+except WeightsError as error:
+    print(json.dumps(["", str(error)]))
+assert "torch" not in sys.modules
+"""
+
+
+def offline(home: Path, *call) -> list[str]:
+    """[result, error] of a call in a process that has only the cache at `home`."""
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", CALL, json.dumps(call)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A Hugging Face cache with one repository: `main` is COMMIT, and OTHER is there as well."""
+    repo = tmp_path / "hub/models--someone--something"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text(COMMIT)
+    for commit in (COMMIT, OTHER):
+        checkpoint(repo / "snapshots" / commit)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_repository_is_named_by_its_commit(home):
+    result, error = offline(home, "fingerprint_of", "someone/something", ["vae", "tokenizer"], None)
+    expected = {"repo": "someone/something", "commit": COMMIT, "parts": ["tokenizer", "vae"]}
+    assert (result, error) == (str(expected), "")
+    result, _ = offline(home, "fingerprint_of", "someone/something", ["vae"], OTHER)
+    assert OTHER in result and COMMIT not in result
+
+
+@pytest.mark.slow
+def test_a_repository_is_resolved_from_the_cache(home):
+    for revision, commit in ((None, COMMIT), ("main", COMMIT), (OTHER, OTHER)):
+        result, error = offline(home, "resolve", "someone/something", revision, ["vae"])
+        assert (Path(result).name, error) == (commit, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["fingerprint_of", "resolve"])
+def test_a_repository_that_is_not_there_says_what_to_do(home, call):
+    arguments = (["vae"], "v2") if call == "fingerprint_of" else ("v2", ["vae"])
+    result, error = offline(home, call, "someone/other", *arguments)
+    assert result == "" and "model.path" in error
+    if call == "resolve":
+        assert "someone/other at revision v2 can't be reached" in error and "HF_ENDPOINT" in error
+    else:
+        assert "the commit of someone/other at revision v2" in error and "model.revision" in error
+
+
+def test_large_files_are_read_once_and_again_when_they_change(tiny, tmp_path, monkeypatch):
+    from cache.models import weights
+    from cache.store.store import Store
+
+    monkeypatch.setattr(weights, "MEMO_MIN_BYTES", 1)
+    folder = tmp_path / "model"
+    (folder / "vae").mkdir(parents=True)
+    file = folder / "vae" / "weights.safetensors"
+    file.write_bytes(b"first")
+    memo = Store(tmp_path / "root")
+    first = weights.fingerprint_weights(str(folder), ("vae",), None, memo)
+    weights._hashes.clear()
+    with monkeypatch.context() as never:
+        never.setattr(weights, "_hash_content", lambda *_: pytest.fail("read again"))
+        assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first
+    (remembered,) = (tmp_path / "root" / "weights").iterdir()
+    written = remembered.read_bytes()
+    for place in range(0, len(written), 7):
+        remembered.write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) == first, f"a flipped bit in byte {place}"
+    assert remembered.read_bytes() == written
+    file.write_bytes(b"other")
+    os.utime(file, ns=(1, 1))
+    assert weights.fingerprint_weights(str(folder), ("vae",), None, memo) != first
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "flavour"),
+    [
+        ("kandinsky5-image-t2i", "sana", None),
+        ("kandinsky5-image-t2i", "kandinsky5-image", "i2i-lite-sft"),
+        ("sana", "kandinsky5-image", None),
+    ],
+)
+def test_a_checkpoint_of_another_family_or_task_is_refused_by_name(tiny, tmp_path, kind, family, flavour):
+    given = Model(family=family, flavour=flavour, path=str(tiny(kind)))
+    with pytest.raises(CheckpointMismatch, match=f"is a checkpoint for {kind.rpartition('-')[0] or kind}"):
+        check_task(given)
+    check_task(given.model_copy(update={"path": str(checkpoint(tmp_path / "no index"))}))
+
+
+def test_a_part_of_another_family_is_refused_by_name(tiny):
+    given = Model(family="sana", path=str(tiny("kandinsky5-image-t2i")))
+    for part, found in (("vae", "AutoencoderKL"), ("text_encoder", "qwen2_5_vl")):
+        with pytest.raises(CheckpointMismatch, match=f"{part} is a {found}"):
+            check_component(given, part)
+        check_component(given.model_copy(update={"path": str(tiny("sana"))}), part)
+
+
+@pytest.mark.parametrize("name", ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"])
+def test_damaged_weights_are_named(tiny, tmp_path, name):
+    folder = shutil.copytree(tiny("kandinsky5-image-t2i"), tmp_path / "model")
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    settings = {"root": "r", "datasets": [{"id": "a", "instance_data_dir": "a"}]}
+    config = Config.model_validate(settings | {"model": {"family": "kandinsky5-image", "path": str(folder)}})
+    from stages.encoding import model_loading
+    from stages.encoding.vae import base
+
+    with pytest.raises(WeightsError, match="vae") as caught:
+        base.load_autoencoder(config, model_loading.select_device(Resources(device="cpu", threads=1)))
+    assert "whole copy" in caught.value.next_step
+
+
+def test_a_published_repository_of_another_task_is_refused_without_the_network():
+    repo = "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers"
+    check_task(Model(family="kandinsky5-video", flavour="t2v-lite-pretrain-5s", path=repo))
+    with pytest.raises(CheckpointMismatch, match="is a checkpoint for kandinsky5-video t2v"):
+        check_task(Model(family="kandinsky5-video", flavour="i2v-lite-5s", path=repo))
+
+
+REPO = {
+    "model_index.json": True,
+    "README.md": False,
+    "vae/config.json": True,
+    "vae/diffusion_pytorch_model.safetensors": True,
+    "vae/diffusion_pytorch_model.bin": False,
+    "vae/evil.pkl": False,
+    "transformer/diffusion_pytorch_model.safetensors": False,
+    "tokenizer/merges.txt": True,
+    "tokenizer/vocab.json": True,
+    "tokenizer/tokenizer.model": True,
+    "tokenizer/chat_template.jinja": True,
+    "tokenizer/tokenizer.py": False,
+    "text_encoder/model-00001-of-00002.safetensors": True,
+    "text_encoder/model.safetensors.index.json": True,
+    "text_encoder/pytorch_model-00001-of-00002.bin": False,
+    "text_encoder/pytorch_model.pt": False,
+}
+
+
+def test_of_a_repository_safetensors_configurations_and_tokenizers_are_fetched(monkeypatch, tmp_path) -> None:
+    def snapshot(repo_id: str, revision: str | None, allow_patterns: list[str], tqdm_class: type) -> str:
+        for name in filter_repo_objects(REPO, allow_patterns=allow_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("x")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert fetch_components("someone/something", None, ["vae", "tokenizer", "text_encoder"]) == tmp_path
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {name for name, wanted in REPO.items() if wanted}

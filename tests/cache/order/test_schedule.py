@@ -1,0 +1,367 @@
+"""The order of training is a pure function, fair to every sample, and cheap."""
+
+import re
+import tracemalloc
+from collections import Counter
+from dataclasses import replace
+from decimal import ROUND_HALF_UP, Decimal
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil, floor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.buckets import photograph_sizes
+from cache.order.schedule import (
+    BatchSchedule,
+    BucketDraws,
+    MicroBatchRows,
+    Span,
+    small_bucket_advice,
+)
+from cache.sets.draws import choose_captions, draw_caption_dropout
+from schemas.geometry import choose_buckets, resolution_buckets
+from schemas.randomness import permute
+
+BUCKETS = ("64x64@1", "64x96@1", "640x640@5")
+A, B, _ = BUCKETS
+weights = st.one_of(st.just(1.0), st.sampled_from([0.1, 0.3, 0.5, 1.5, 2.25, 1e-4]), st.floats(0.01, 3))
+
+
+@st.composite
+def spans(draw, weight=weights) -> list[Span]:
+    """Up to five spans in up to three buckets, in any order."""
+    result, start = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        count, bucket = draw(st.integers(1, 12)), draw(st.sampled_from(BUCKETS))
+        result.append(Span(bucket, start, count, draw(st.integers(0, 3)), draw(weight)))
+        start += count
+    return result
+
+
+def rows_of(bucket: str, plan_spans: list[Span]) -> set[int]:
+    return {span.start + i for span in plan_spans if span.bucket == bucket for i in range(span.count)}
+
+
+def draws_of(plan: BatchSchedule) -> int:
+    return sum(bucket.draws for bucket in plan.buckets)
+
+
+def short_of(plan: BatchSchedule) -> list[tuple[str, int]]:
+    """Name and number of distinct samples of each small bucket."""
+    return [(bucket.name, bucket.distinct) for bucket in plan.small_buckets]
+
+
+def epoch_of(plan: BatchSchedule, epoch: int) -> list[MicroBatchRows]:
+    """The micro-batches of an epoch, which may begin and end within a step."""
+    count, size = plan.micro_batches_per_epoch, plan.micro_batches_per_step
+    first, last = epoch * count, (epoch + 1) * count
+    listed = [each for step in range(first // size, -(-last // size)) for each in plan.step(step)]
+    found = listed[first % size :][:count]
+    assert {each.epoch for each in found} == {epoch}
+    return found
+
+
+def micro_batch(plan: BatchSchedule, number: int) -> MicroBatchRows:
+    """Number `number` of a schedule of one micro-batch a step."""
+    [found] = plan.step(number)
+    return found
+
+
+@settings(max_examples=20)
+@given(spans(), st.integers(0, 40), st.integers(0, 12))
+def test_an_order_may_begin_with_a_later_step(members: list[Span], begun: int, step: int) -> None:
+    plan, moved = (BatchSchedule(members, 7, 2, 4) for _ in range(2))
+    moved.step(step)  # which must not be taken for those of the order that begins later
+    moved.first_step = begun
+    assert moved.step_buckets(begun + step) == plan.step_buckets(step)
+    for one, other in zip(moved.step(begun + step, 1, 2), plan.step(step, 1, 2), strict=True):
+        assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
+    ranges = moved.plan(begun + step, begun + step + 3), plan.plan(step, step + 3)
+    assert all(np.array_equal(getattr(ranges[0], name), getattr(ranges[1], name)) for name in vars(ranges[0]))
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
+def test_shuffled_is_a_permutation(size: int, key: int) -> None:
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+@pytest.mark.slow
+def test_small_permutations_are_all_reached_and_fair() -> None:
+    seen = Counter(tuple(permute(np.arange(4), 4, key).tolist()) for key in range(1200))
+    assert len(seen) == 24
+    chi2 = sum((n - 50) ** 2 / 50 for n in seen.values())
+    assert chi2 < 64  # 23 degrees of freedom: one in 100,000
+
+
+sizes = st.tuples(st.integers(1, 9), st.integers(1, 6))  # batch size, micro-batches of a step
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(spans(weight=st.sampled_from([1.0, 2.0, 3.0])), st.integers(0, 2**40), st.integers(0, 5), sizes)
+def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoch, size) -> None:
+    """Where weights are whole numbers: exactly, in every epoch; what is over fills a bucket's last micro-batch."""
+    batch_size, count = size
+    plan = BatchSchedule(plan_spans, seed, batch_size, batch_size * count)
+    batches = epoch_of(plan, epoch)
+    drawn = Counter(row for batch in batches for row in batch.rows.tolist())
+    wanted = Counter()
+    for span in plan_spans:
+        wanted.update({span.start + i: (1 + span.repeats) * int(span.weight) for i in range(span.count)})
+    surplus = drawn - wanted
+    assert not wanted - drawn
+    assert surplus.total() == sum(bucket.fill for bucket in plan.buckets)
+    assert all(bucket.fill < batch_size for bucket in plan.buckets)
+    for batch in batches:
+        assert set(batch.rows.tolist()) <= rows_of(batch.bucket, plan_spans)
+        assert len(batch.rows) == batch_size
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(spans(), st.integers(0, 2**40), st.integers(1, 4))
+def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) -> None:
+    """Floor or ceil of E d / n times, the passes of a row counting up from 0 without a gap."""
+    plan = BatchSchedule(plan_spans, seed, 1, 1)  # nothing to fill
+    passes: dict[int, list[int]] = {}
+    for number in range(epochs * plan.micro_batches_per_epoch):
+        batch = micro_batch(plan, number)
+        passes.setdefault(int(batch.rows[0]), []).append(int(batch.passes[0]))
+    for span in plan_spans:
+        share = Fraction(epochs * span.draws, span.count)
+        for row in range(span.start, span.start + span.count):
+            seen = passes.get(row, [])
+            assert len(seen) in (floor(share), ceil(share))
+            assert sorted(seen) == list(range(len(seen)))
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(spans(), st.integers(0, 99), st.integers(0, 4), st.integers(1, 40))
+def test_within_an_epoch_no_row_has_a_pass_twice(plan_spans, seed, epoch, size) -> None:
+    """Fill included: a sample with enough captions shows another one each time."""
+    drawn = epoch_of(BatchSchedule(plan_spans, seed, size, size), epoch)
+    for bucket in BUCKETS:
+        own = [batch for batch in drawn if batch.bucket == bucket]
+        pairs = [pair for batch in own for pair in zip(batch.rows.tolist(), batch.passes.tolist(), strict=True)]
+        assert len(set(pairs)) == len(pairs)
+
+
+@given(st.integers(1, 10**7), st.integers(0, 1000), st.decimals("0.0001", "1000", places=4))
+def test_draws_are_rounded_from_the_exact_product(count, extra, weight) -> None:
+    exact = weight * count * (1 + extra)
+    rounded = int(exact.quantize(Decimal(1), ROUND_HALF_UP))
+    assert Span("a", 0, count, extra, float(weight)).draws == max(1, rounded)
+
+
+def test_weights_in_words() -> None:
+    """0.5: every row every other epoch; 1.5: once and twice in turn; of two datasets in one bucket both are drawn."""
+    plan = BatchSchedule([Span(A, 0, 10, 0, 0.5), Span(A, 10, 4, 0, 1.5)], 0, 11, 11)
+    epochs = [Counter(row for batch in epoch_of(plan, epoch) for row in batch.rows.tolist()) for epoch in range(4)]
+    assert not any(bucket.fill for bucket in plan.buckets) and plan.steps_per_epoch == 1
+    for first, second in ((epochs[0], epochs[1]), (epochs[2], epochs[3])):
+        assert {first[row] + second[row] for row in range(10)} == {1}
+        assert [first[row] + second[row] for row in range(10, 14)] == [3, 3, 3, 3]
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(spans(), st.integers(0, 99), st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 40))
+def test_positions_count_through_a_step(plan_spans, seed, batch_size, step) -> None:
+    """Any number of ranks shares them: rank r takes numbers r, r + R, ... of the list."""
+    schedule = BatchSchedule(plan_spans, seed, batch_size, 12)
+    found = schedule.step(step)
+    assert len(found) == 12 // batch_size
+    for other in (schedule, BatchSchedule(plan_spans, seed, batch_size, 12)):  # whatever was asked for before
+        other.step(step + 3)
+        for one, same in zip(other.step(step), found, strict=True):
+            assert one.rows.tolist() == same.rows.tolist() and one.passes.tolist() == same.passes.tolist()
+    assert np.concatenate([each.positions for each in found]).tolist() == list(range(12))
+    plan = BatchSchedule(plan_spans, seed, batch_size, 12)
+    for world in (each for each in (1, 2, 3, 4) if plan.micro_batches_per_step % each == 0):
+        parts = [plan.step(step, rank, world) for rank in range(world)]
+        together = [each for row in zip(*parts, strict=True) for each in row]
+        assert [each.rows.tolist() for each in together] == [each.rows.tolist() for each in found]
+        assert [each.positions.tolist() for each in together] == [each.positions.tolist() for each in found]
+    assert plan.step_buckets(step) == Counter(each.bucket for each in found)
+    with pytest.raises(ValueError, match="can't be divided"):
+        BatchSchedule(plan_spans, seed, 5, 12)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(spans(), st.integers(0, 99), st.integers(1, 4), st.sampled_from([2, 3, 4]), st.integers(0, 3))
+def test_a_step_is_of_one_bucket_or_of_neighbours_in_cost(plan_spans, seed, batch_size, count, epoch) -> None:
+    """At most one step of an epoch begins or ends in each bucket's list without being of that bucket alone."""
+    plan = BatchSchedule(plan_spans, seed, batch_size, batch_size * count)
+    per_epoch = plan.micro_batches_per_epoch
+    costs = {bucket: number // 2 for number, bucket in enumerate(BUCKETS)}  # the first two are alike, the third is not
+    first, last = epoch * per_epoch, (epoch + 1) * per_epoch
+    mixed = 0
+    for step in range(-(-first // count), last // count):  # whole steps of this epoch
+        found = [costs[each.bucket] for each in plan.step(step)]
+        assert found == sorted(found, reverse=bool(epoch % 2))
+        mixed += len({each.bucket for each in plan.step(step)}) > 1
+    assert mixed <= len(plan.buckets) - 1
+    ends = plan.step(last // count)  # perhaps of two epochs, whose neighbours are alike
+    order = [costs[each.bucket] for each in ends if each.epoch in (epoch, epoch + 1)]
+    changes = sum(x != y for x, y in pairwise(order))
+    assert changes <= 2
+
+
+def test_small_collections_repeat_nothing() -> None:
+    """Eight photos in six buckets, in steps of four: two steps show each photo once."""
+    counts = {"640x448@1": 2, "448x640@1": 2, "512x512@1": 1, "576x448@1": 1, "448x576@1": 1, "704x384@1": 1}
+    starts = np.cumsum([0, *counts.values()])
+    spans = [Span(name, int(start), count) for (name, count), start in zip(counts.items(), starts, strict=False)]
+    plan = BatchSchedule(spans, 0, 1, 4)
+    assert plan.steps_per_epoch == 2 and not plan.small_buckets
+    together = set()
+    for epoch in range(20):
+        steps = [plan.step(2 * epoch + number) for number in range(2)]
+        assert sorted(int(each.rows[0]) for step in steps for each in step) == list(range(8))
+        together |= {frozenset(int(each.rows[0]) for each in step) for step in steps}
+    assert len(together) > 10, "other photos are together in other epochs"
+
+
+def test_an_epoch_may_end_within_a_step() -> None:
+    plan = BatchSchedule([Span(A, 0, 3)], 0, 1, 2)
+    assert plan.steps_per_epoch == 1.5
+    listed = [each for step in range(3) for each in plan.step(step)]
+    assert [each.epoch for each in listed] == [0, 0, 0, 1, 1, 1]
+    for epoch in (listed[:3], listed[3:]):
+        assert sorted(int(each.rows[0]) for each in epoch) == [0, 1, 2]
+    whole = BatchSchedule([Span(A, 0, 3)], 0, 1, 8)  # a step of more than two epochs
+    assert [each.epoch for each in whole.step(0)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert Counter(int(each.rows[0]) for number in range(3) for each in whole.step(number)) == {0: 8, 1: 8, 2: 8}
+
+
+def test_seeds_and_epochs_differ_and_repeat_themselves() -> None:
+    def order(seed: int, epoch: int) -> tuple[int, ...]:
+        plan = BatchSchedule([Span(A, 0, 500)], seed, 10, 10)
+        return tuple(np.concatenate([each.rows for each in epoch_of(plan, epoch)]).tolist())
+
+    assert len({order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    assert order(1, 1) == order(1, 1)
+
+
+def test_epochs_mix_their_batches_anew() -> None:
+    """Not only the order of the batches differs: other samples are together."""
+    plan = BatchSchedule([Span(A, 0, 40)], 0, 4, 4)
+    first, second = ({frozenset(each.rows.tolist()) for each in epoch_of(plan, epoch)} for epoch in (0, 1))
+    assert len(first & second) < 3
+
+
+def test_buckets_alternate_within_an_epoch() -> None:
+    plan = BatchSchedule([Span(A, 0, 300), Span(B, 300, 300)], 0, 10, 10)
+    names = [batch.bucket for batch in epoch_of(plan, 0)]
+    changes = sum(x != y for x, y in pairwise(names))
+    assert names.count(A) == names.count(B) == 30 and 15 < changes < 45
+
+
+def test_leftovers_are_filled_and_short_buckets_named() -> None:
+    plan = BatchSchedule([Span(A, 0, 10), Span(B, 10, 3, 1)], 0, 8, 16)
+    assert plan.buckets == [BucketDraws(A, 10, 10, 10, 6), BucketDraws(B, 3, 3, 6, 2)]
+    assert short_of(plan) == [(B, 3)]
+    assert short_of(BatchSchedule([Span(B, 10, 3, 200)], 0, 8, 8)) == [(B, 3)], "repeats add no samples"
+    assert short_of(BatchSchedule([Span(B, 0, 20, 0, 0.1)], 0, 8, 8)) == [(B, 2)], "of 20, an epoch draws 2"
+    last = next(each for each in epoch_of(plan, 0) if each.bucket == B)
+    assert set(last.rows.tolist()) == {10, 11, 12}
+    with pytest.raises(ValueError, match="no samples"):
+        BatchSchedule([], 0, 8, 8)
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 12), st.integers(1, 6))
+def test_the_remedy_for_short_buckets_cures_them(counts, batch_size, count) -> None:
+    """With the named batch size nothing is warned of and no micro-batch has a sample twice; repeats change neither."""
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    spans = [Span(f"{64 + 16 * i}x64@1", start, n) for i, (start, n) in enumerate(zip(starts, counts, strict=True))]
+    plan = BatchSchedule(spans, 0, batch_size, batch_size * count)
+    for short in plan.small_buckets:
+        assert any(twice(batch) for batch in epoch_of(plan, 0) if batch.bucket == short.name)
+    if not plan.small_buckets:
+        return
+    repeated = [replace(span, repeats=plan.global_batch) for span in spans]
+    assert short_of(BatchSchedule(repeated, 0, batch_size, plan.global_batch)) == short_of(plan)
+    advised = int(re.search(r"train\.batch_size: (\d+)", small_bucket_advice(plan.small_buckets))[1])
+    cured = BatchSchedule(spans, 0, advised, advised * count)
+    assert not cured.small_buckets and not any(twice(batch) for batch in epoch_of(cured, 0))
+
+
+def test_a_larger_bucket_step_cures_them_too() -> None:
+    """As the advice says, up to a quarter of the edge: fewer buckets, fewer small ones, fewer repeated photographs."""
+    width, height = photograph_sizes()
+    small, repeated = [], []
+    for step in (1, 64, 128, 256, 512):
+        sizes = resolution_buckets(1024, "pixel_area", 16, step=step)
+        counts = np.bincount(choose_buckets(width, height, sizes))
+        spans = [Span("{}x{}@1".format(*sizes[number]), 0, int(counts[number])) for number in np.flatnonzero(counts)]
+        plan = BatchSchedule(spans, 0, 8, 8)
+        small.append((len(plan.buckets), len(plan.small_buckets)))
+        repeated.append(sum(bucket.fill for bucket in plan.buckets))
+    assert small[0] > small[1] > small[2] > small[3] == small[4] and small[2][1] == 0
+    assert repeated[0] > repeated[1] > repeated[2]
+    assert "a larger `bucket_step`, up to a quarter" in small_bucket_advice([BucketDraws(A, 1, 1, 1, 7)])
+
+
+def twice(batch: MicroBatchRows) -> bool:
+    return len(set(batch.rows.tolist())) < len(batch.rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 7), st.integers(0, 6), st.integers(1, 5), st.integers(0, 999))
+def test_every_alternative_is_seen_as_often(count, extra, alternatives, seed) -> None:
+    """Over as many passes as there are alternatives (in repeats or epochs), each caption is drawn equally often."""
+    plan = BatchSchedule([Span(A, 0, count, extra)], seed, 1, 1)
+    drawn: dict[int, Counter] = {row: Counter() for row in range(count)}
+    for number in range(plan.micro_batches_per_epoch * alternatives):
+        batch = micro_batch(plan, number)
+        number = choose_captions(seed, batch.rows, batch.passes, np.full(1, alternatives))
+        drawn[int(batch.rows[0])][int(number[0])] += 1
+    for counts in drawn.values():
+        assert counts == Counter(dict.fromkeys(range(alternatives), 1 + extra))
+
+
+def test_first_captions_differ_between_samples() -> None:
+    rows = np.arange(4000)
+    first = choose_captions(3, rows, np.zeros_like(rows), np.full(4000, 4))
+    assert np.abs(np.bincount(first) - 1000).max() < 150
+
+
+def test_dropout_share_and_independence_of_world() -> None:
+    flags = np.concatenate([draw_caption_dropout(5, step, np.arange(100), 0.1) for step in range(200)])
+    assert abs(flags.mean() - 0.1) < 0.01
+    assert not draw_caption_dropout(5, 0, np.arange(1000), 0.0).any()
+    assert draw_caption_dropout(5, 0, np.arange(1000), 1.0).all()
+    assert (draw_caption_dropout(5, 7, np.arange(3, 9), 0.5) == draw_caption_dropout(5, 7, np.arange(9), 0.5)[3:]).all()
+
+
+def test_a_billion_samples_cost_nothing() -> None:
+    tracemalloc.start()
+    members = [Span(A, 0, 10**9, 1000), Span(A, 10**9, 10**9, 0, 0.3), Span(B, 2 * 10**9, 10**6)]
+    plan = BatchSchedule(members, 0, 64, 256)
+    steps = [plan.step(step) for step in (0, 1, 10**9, int(plan.steps_per_epoch) - 1)]
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert all(len({row for each in found for row in each.rows.tolist()}) > 250 for found in steps)
+    assert draws_of(plan) == 1001 * 10**9 + 3 * 10**8 + 10**6
+
+
+@pytest.mark.slow
+def test_many_datasets_in_one_bucket() -> None:
+    """Ten thousand of a hundred samples each, of unlike weights."""
+    members = [Span(A, 100 * i, 100, i % 3, (1.0, 0.5, 0.25, 1.75)[i % 4]) for i in range(10_000)]
+    plan = BatchSchedule(members, 0, 64, 64)
+    drawn = Counter(int(row) // 100 % 12 for number in range(400) for row in micro_batch(plan, number).rows)
+    shares = np.array([members[i].draws for i in range(12)])
+    assert draws_of(plan) == shares.sum() * (10_000 // 12) + sum(span.draws for span in members[9996:])
+    found = np.array([drawn[i] for i in range(12)])
+    assert np.abs(found / found.sum() - shares / shares.sum()).max() < 0.01

@@ -1,0 +1,209 @@
+"""The order by shards: the draws and steps of the order over the whole set, and few shards at a time."""
+
+from collections import Counter
+from fractions import Fraction
+from math import ceil, floor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.order.schedule import BatchSchedule, Span
+from cache.order.set_columns import IntColumn
+from cache.order.shard_order import order_by_shards
+from tests.cache.order.test_schedule import BUCKETS, epoch_of, spans
+
+A, B, C = BUCKETS
+
+
+def column(shards: np.ndarray, chunks: int = 1) -> IntColumn:
+    return IntColumn(pa.chunked_array([pa.array(part.astype(np.int32)) for part in np.array_split(shards, chunks)]))
+
+
+@st.composite
+def sharded(draw) -> tuple[list[Span], np.ndarray]:
+    """Spans, and the shard of each row: each bucket has shards of its own, which its spans share; rows of a span in
+    the order of their shards, or not."""
+    members = draw(spans())
+    shards = np.zeros(sum(span.count for span in members), np.int64)
+    each, ordered = draw(st.integers(1, 5)), draw(st.booleans())
+    for span in members:
+        own = draw(st.lists(st.integers(0, each - 1), min_size=span.count, max_size=span.count))
+        first = each * BUCKETS.index(span.bucket)
+        shards[span.start : span.start + span.count] = first + np.array(sorted(own) if ordered else own)
+    return members, shards
+
+
+def by_shards(members, shards, seed, batch_size, global_batch, shuffle_shards) -> BatchSchedule:
+    order = order_by_shards(column(shards, 2), shuffle_shards)
+    return BatchSchedule(members, seed, batch_size, global_batch, order)
+
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 5))  # batch size, micro-batches of a step
+shuffles = st.integers(2, 9)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(sharded(), st.integers(0, 2**40), st.integers(0, 3), sizes, shuffles)
+def test_an_epoch_draws_what_the_order_over_the_whole_set_draws(given, seed, epoch, size, shuffle) -> None:
+    """The same rows in the same passes, each draw once; what is over fills a bucket's last micro-batch."""
+    (members, shards), (batch_size, count) = given, size
+    plan = by_shards(members, shards, seed, batch_size, batch_size * count, shuffle)
+    whole = BatchSchedule(members, seed, 1, 1)
+    buckets = {row: span.bucket for span in members for row in range(span.start, span.start + span.count)}
+    drawn, wanted = Counter(), Counter()
+    for each in epoch_of(plan, epoch):
+        assert {buckets[row] for row in each.rows.tolist()} == {each.bucket}
+        drawn.update(zip(each.rows.tolist(), each.passes.tolist(), strict=True))
+    assert set(drawn.values()) == {1}, "within an epoch no row has a pass twice"
+    for each in epoch_of(whole, epoch):
+        wanted.update(zip(each.rows.tolist(), each.passes.tolist(), strict=True))
+    fill = sum(bucket.fill for bucket in plan.buckets)
+    assert drawn.total() == wanted.total() + fill
+    if all((np.diff(shards[span.start : span.start + span.count]) >= 0).all() for span in members):
+        assert not wanted - drawn and (drawn - wanted).total() == fill
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(sharded(), st.integers(0, 2**40), st.integers(1, 4), shuffles)
+def test_over_the_epochs_every_row_is_drawn_its_share(given, seed, epochs, shuffle) -> None:
+    members, shards = given
+    plan = by_shards(members, shards, seed, 1, 1, shuffle)  # nothing to fill
+    passes: dict[int, list[int]] = {}
+    for number in range(epochs * plan.micro_batches_per_epoch):
+        [each] = plan.step(number)
+        passes.setdefault(int(each.rows[0]), []).append(int(each.passes[0]))
+    for span in members:
+        share = Fraction(epochs * span.draws, span.count)
+        for row in range(span.start, span.start + span.count):
+            seen = passes.get(row, [])
+            assert len(seen) in (floor(share), ceil(share)) and sorted(seen) == list(range(len(seen)))
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(sharded(), st.integers(0, 99), st.sampled_from([1, 2, 3, 6]), shuffles, st.integers(0, 40), st.integers(1, 5))
+def test_any_step_of_any_number_of_ranks(given, seed, batch_size, shuffle, first, steps) -> None:
+    """What a step is depends neither on the steps asked for before, nor on the ranks that share it."""
+    schedule = by_shards(*given, seed, batch_size, 12, shuffle)
+    planned = schedule.plan(first, first + steps)
+    for step in reversed(range(first, first + steps)):
+        fresh = by_shards(*given, seed, batch_size, 12, shuffle)
+        for world in (1, 2, 3):
+            parts = [fresh.step(step, rank, world) for rank in range(world)]
+            found = sorted((each for part in parts for each in part), key=lambda each: each.positions[0])
+            assert np.concatenate([each.positions for each in found]).tolist() == list(range(12))
+            own = slice((step - first) * 12 // batch_size, (step - first + 1) * 12 // batch_size)
+            assert [each.rows.tolist() for each in found] == planned.rows[own].tolist()
+            assert [each.passes.tolist() for each in found] == planned.passes[own].tolist()
+        assert fresh.step_buckets(step) == Counter(each.bucket for each in found)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(sharded(), st.integers(0, 99), st.integers(1, 4), st.sampled_from([2, 3, 4]), st.integers(0, 3), shuffles)
+def test_steps_are_those_of_the_list(given, seed, batch_size, count, epoch, shuffle) -> None:
+    """As over the whole set: as many steps of the same buckets, and the same at an epoch's ends."""
+    plan = by_shards(*given, seed, batch_size, batch_size * count, shuffle)
+    whole = BatchSchedule(given[0], seed, batch_size, batch_size * count)
+    per_epoch = plan.micro_batches_per_epoch
+    first, last = -(-epoch * per_epoch // count), (epoch + 1) * per_epoch // count
+    steps = [[tuple(each.bucket for each in of.step(n)) for n in range(first, last)] for of in (plan, whole)]
+    assert Counter(steps[0]) == Counter(steps[1])
+    for step in (epoch * per_epoch // count, last):
+        found = [[(each.epoch, each.bucket) for each in of.step(step)] for of in (plan, whole)]
+        if found[0][0][0] != found[0][-1][0]:  # shared with another epoch
+            assert found[0] == found[1]
+
+
+def large_set(counts: list[int], rows: int, generations: int = 1) -> tuple[list[Span], np.ndarray]:
+    """A bucket for each of `counts`, of two datasets, in shards of this many rows. generations: plans by which the
+    samples were added, each with shards of its own."""
+    members, shards, start, taken = [], [], 0, 0
+    rng = np.random.default_rng(0)
+    for number, count in enumerate(counts):
+        name = f"{64 + 16 * number}x64@1"
+        added = rng.integers(0, generations, count)
+        own = np.zeros(count, np.int64)
+        for each in range(generations):
+            at = np.flatnonzero(added == each)
+            own[at] = taken + np.arange(len(at)) // rows
+            taken = max(taken, int(own.max()) + 1)
+        first = rng.permutation(count) < count // 3  # of the first dataset: shards have rows of both
+        shards += [own[first], own[~first]]
+        members += [Span(name, start, int(first.sum())), Span(name, start + int(first.sum()), int((~first).sum()))]
+        start += count
+    return members, np.concatenate(shards)
+
+
+def shards_by_step(plan: BatchSchedule, shards: np.ndarray, steps: int) -> list[set[int]]:
+    found = shards[plan.plan(0, steps).rows].reshape(steps, -1)
+    return [set(each.tolist()) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("counts", "rows", "generations", "batch"),
+    [
+        ([4000], 25, 1, 20),
+        ([3000, 1500, 700, 300, 120, 31], 25, 1, 20),
+        ([2000, 900], 25, 3, 16),
+        ([4000, 900], 5, 1, 24),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [4, 24])
+def test_steps_need_few_shards(counts, rows, generations, batch, shuffle) -> None:
+    """Any steps in a row that use up less than half of N shards need N, one more of each bucket, and what a step has
+    more than a shard; and each shard is needed for a short stretch of its bucket's steps."""
+    members, shards = large_set(counts, rows, generations)
+    plan = by_shards(members, shards, 7, 4, batch, shuffle)
+    steps = 2 * int(plan.steps_per_epoch)
+    needs = shards_by_step(plan, shards, steps)
+    window, more = max(1, shuffle // 2 * rows // batch), len(counts) + 2 * -(-batch // rows)
+    ends = int(plan.steps_per_epoch)
+    for first in range(0, ends - len(counts) - window):  # the last steps of an epoch are of what buckets have left
+        assert len(set.union(*needs[first : first + window])) <= shuffle + more
+    whole = shards_by_step(BatchSchedule(members, 7, 4, batch), shards, steps)
+    if shuffle == 4 and batch < rows:
+        assert max(len(set.union(*whole[n : n + window])) for n in range(ends - window)) > 2 * (shuffle + more)
+    if len(counts) == 1:
+        for shard in range(len(set(shards.tolist()))):
+            needing = [step for step in range(ends) if shard in needs[step]]
+            assert needing[-1] - needing[0] <= 2 * window + 2
+
+
+def test_samples_of_a_section_are_mixed() -> None:
+    """Micro-batches have samples of most shards of their section; other epochs, seeds and places have other ones."""
+    members, shards = large_set([4000], 25)
+    plan = by_shards(members, shards, 0, 8, 8, 16)
+    epochs = [plan.plan(500 * epoch, 500 * (epoch + 1)).rows for epoch in range(2)]
+    mixed = [len(set(shards[rows].tolist())) for rows in epochs[0]]
+    assert np.mean(mixed) > 4.9, "8 draws of 8 shards have 5.3 on average"
+    first, second = ({frozenset(rows.tolist()) for rows in each} for each in epochs)
+    assert len(first & second) < 3
+    order = [dict.fromkeys(shards[rows].ravel().tolist()) for rows in epochs]
+    assert list(order[0]) != list(order[1]) and list(order[0]) != sorted(order[0])
+    assert np.array_equal(np.sort(epochs[0].ravel()), np.arange(4000))
+
+
+def test_buckets_come_as_their_shards_come() -> None:
+    """A bucket's steps are spread over the epoch, like its shards."""
+    members, shards = large_set([3000, 1000], 25)
+    plan = by_shards(members, shards, 0, 5, 10, 8)
+    names = [plan.step(step)[0].bucket for step in range(400)]
+    small = [number for number, name in enumerate(names) if name == members[-1].bucket]
+    assert 98 <= len(small) <= 102 and abs(np.mean(small) - 200) < 40
+    quarters = np.histogram(small, bins=4, range=(0, 400))[0]
+    assert quarters.min() > 8
+
+
+def test_the_digest_says_which_rows_share_a_shard() -> None:
+    members, shards = large_set([300, 100], 25)
+    found = [
+        by_shards(members, each, 0, 2, 4, n).order.digest for each, n in ((shards, 2), (shards, 8), (shards // 2, 2))
+    ]
+    assert found[0] == found[1] != found[2]
+    assert BatchSchedule(members, 0, 2, 4).order.digest is None

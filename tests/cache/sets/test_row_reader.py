@@ -1,0 +1,217 @@
+"""Rows found for copying: those of the careful way, verified as often as asked for, whatever happens to the files."""
+
+import os
+import time
+from ctypes import string_at
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cache.order.set_columns import BoolColumn, IntColumn, ListColumn, TextColumn
+from cache.sets import row_reader
+from cache.sets.row_reader import RowReader
+from cache.sets.set_lookup import open_set
+from cache.sets.trainset import SetError, TrainSet
+from cache.shards.mapped_shards import TAR_WEIGHT, map_limit
+from cache.store.damage import DamageError
+from cache.store.store import Store
+from tests.cache.sets.exports import export, make_source
+from tests.cache.sets.exports import opened as exported
+from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
+
+FORMS = pytest.mark.parametrize("form", ["arrow", "webdataset"])
+LENGTHS = [2, 3, 3, 5]
+
+
+def make_set(store: Store, form: str, shards: int = 2, rows: int = 3) -> TrainSet:
+    """Samples s0, s1, ... in several shards; sample i's latent holds i, and its captions i and i + 1."""
+    count = shards * rows
+    rels = [
+        shard(store, "latents", f"l{n:02}", {f"s{i}": latent(i) for i in range(n * rows, n * rows + rows)}, form)
+        for n in range(shards)
+    ]
+    texts = {f"t{i}": {"embeds": np.full((LENGTHS[i % 4], 4), i, np.float32)} for i in range(count + 1)}
+    text = shard(store, "text", "t", texts, form)
+    index = [
+        entry(f"s{i:02}"[:1] + str(i), "32x32", (1 + i // rows, i % rows), [i, i + 1], 0 if i % 2 else None)
+        for i in range(count)
+    ]
+    listed = [(text, "text"), *((rel, "latents") for rel in rels)]
+    publish(store, listed, [(f"t{i}", 0, i) for i in range(count + 1)], index, null_text=None)
+    return open_set(store, "s1", FAMILY, TASK)
+
+
+def read(reader: RowReader, rows, captions=None, dropped=None, wait: float = 0.002):
+    """Name -> bytes of each sample, copied as `trainer.reading` does. Files are looked at once a millisecond."""
+    time.sleep(wait)
+    chosen = (np.array(rows), np.array(captions or [0] * len(rows)), np.array(dropped or [False] * len(rows)))
+    found = []
+    for sample in reader.find(*chosen, "32x32"):
+        tensors = {}
+        for part in sample.parts:
+            copies = [string_at(part.base + one.start, one.size) for one in part.layout.tensors]
+            if not part.verified:
+                reader.verify(part, [memoryview(copy) for copy in copies])
+            tensors |= dict(zip([one.name for one in part.layout.tensors], copies, strict=True))
+        found.append((sample.id, tensors))
+    return found
+
+
+def carefully(data: TrainSet, row: int, caption: int = 0, dropped: bool = False):
+    sample = data.sample(row, caption, dropped)
+    return sample.id, {name: bytes(one.raw()) for name, one in (sample.tensors | sample.text).items()}
+
+
+@FORMS
+@pytest.mark.parametrize("verify", ["always", "first"])
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_rows_are_those_of_the_careful_way(tmp_path: Path, form, verify, place) -> None:
+    data = make_set(Store(tmp_path if place == "disk" else f"memory://{tmp_path.name}"), form)
+    reader = RowReader(data, verify)
+    for _ in range(3):
+        assert read(reader, [4, 0, 1, 0], [1, 0, 1, 1]) == [
+            carefully(data, *each) for each in ((4, 1), (0, 0), (1, 1), (0, 1))
+        ]
+        assert read(reader, [1, 3], None, [True, False]) == [carefully(data, 1, 0, True), carefully(data, 3)]
+    assert reader.caption_counts(np.array([5, 0])).tolist() == [2, 2]
+    with pytest.raises(SetError, match="no null prompt for s2"):
+        read(reader, [2], None, [True])
+    reader.close()
+
+
+@FORMS
+@pytest.mark.parametrize("verify", ["always", "first"])
+def test_an_export_is_read_like_the_set_it_was_made_of(tmp_path: Path, form, verify) -> None:
+    source = make_source(Store(tmp_path / "root"), "arrow")
+    export(source, target := Store(tmp_path / "export"), form=form)
+    data = exported(target)
+    reader, rows = RowReader(data, verify), list(range(len(data)))
+    counts = reader.caption_counts(np.array(rows)).tolist()
+    for _ in range(2):
+        assert read(reader, rows) == [carefully(data, row) for row in rows]
+        last = [count - 1 for count in counts]
+        assert read(reader, rows, last) == [carefully(data, *each) for each in zip(rows, last, strict=True)]
+        assert read(reader, rows, None, [True] * len(rows)) == [carefully(data, row, 0, True) for row in rows]
+    (path,) = [p for p in tmp_path.glob("export/samples/*/000000.*") if p.suffix in (".arrow", ".tar")]
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(carefully(data, 0)[1]["latent"]) + 3] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DamageError, match="latentpress export") as caught:
+        read(reader, rows)
+    assert caught.value.row == 0
+
+
+def flip(store: Store, name: str, value: float) -> tuple[Path, os.stat_result]:
+    """Change a bit of the tensor that holds `value`; the file and what it was."""
+    (path,) = [p for p in Path(store.url).glob(f"*/*/{name}.*") if p.suffix in (".arrow", ".tar")]
+    about = path.stat()
+    with open(path, "r+b") as file:
+        data = file.read()
+        at = data.index(np.full(8, value, "<f4").tobytes()) + 5
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    return path, about
+
+
+@FORMS
+@pytest.mark.parametrize("verify", ["always", "first"])
+def test_damage_is_found_as_often_as_asked_for(tmp_path: Path, form, verify) -> None:
+    store = Store(tmp_path)
+    reader = RowReader(make_set(store, form), verify)
+    flip(store, "l00", 2)
+    for _ in range(2):
+        assert read(reader, [0, 1])
+        with pytest.raises(DamageError, match="checksum") as caught:
+            read(reader, [2])
+        assert caught.value.row == 2 and caught.value.id == "s2" and "encode-latents" in str(caught.value)
+    path, before = flip(store, "l01", 4)  # not read yet
+    with pytest.raises(DamageError):
+        read(reader, [4])
+    assert read(reader, [3])
+    before = path.stat()
+    flip(store, "l01", 3)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as damage of a disk or of memory would be
+    if verify == "first":
+        assert read(reader, [3]), "a row that was read is not verified again"
+    else:
+        with pytest.raises(DamageError):
+            read(reader, [3])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(DamageError):  # the file was written to
+        read(reader, [3])
+
+
+@FORMS
+@pytest.mark.parametrize("verify", ["always", "first"])
+def test_a_shard_that_is_cut_is_named_and_kills_nothing(tmp_path: Path, form, verify) -> None:
+    reader = RowReader(make_set(Store(tmp_path), form), verify)
+    assert read(reader, [0, 1, 2])
+    (path,) = [p for p in tmp_path.glob("latents/*/l00.*") if p.suffix in (".arrow", ".tar")]
+    os.truncate(path, 100)
+    for row in (1, 0, 1):  # at once after each other
+        with pytest.raises(DamageError, match="it was cut while it was open"):
+            read(reader, [row], wait=0.002 * (row == 1))
+    assert read(reader, [3])
+
+
+def test_another_row_in_its_place_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
+    rel = shard(store, "latents", "l", {"b": latent(2), "a": latent(1)}, "arrow")
+    index = [entry("a", "32x32", (1, 0), [0]), entry("a", "32x32", (1, 1), [0])]
+    publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
+    reader = RowReader(open_set(store, "s1", FAMILY, TASK), "first")
+    assert read(reader, [1])
+    for _ in range(2):
+        with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
+            read(reader, [0])
+
+
+@FORMS
+def test_few_shards_are_mapped_and_what_was_verified_is_remembered(tmp_path: Path, form, monkeypatch) -> None:
+    weight = TAR_WEIGHT if form == "webdataset" else 1
+    data = make_set(Store(tmp_path), form, shards=6, rows=2)
+    reader = RowReader(data, "first", limit=3 * weight)
+    files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    assert [row[0] for row in read(reader, list(range(12)))] == [f"s{i}" for i in range(12)]
+    assert len(reader.shards) == 3
+    if files:
+        assert len(os.listdir("/proc/self/fd")) - files <= 3 + 8
+    monkeypatch.setattr(row_reader.RowReader, "verify", lambda *_: pytest.fail("verified again"))
+    assert [row[0] for row in read(reader, list(range(12)))] == [f"s{i}" for i in range(12)]
+
+
+def test_the_limit_of_maps_leaves_files_to_others() -> None:
+    assert 32 <= map_limit() <= 1024
+
+
+def test_columns_of_any_chunks() -> None:
+    numbers, lists = [3, None, 5, 7, None, 1, 2], [[1], [], [2, 3], [4], [5, 6, 7], [], [8]]
+    marks, texts = [True, False, True, True, False, False, True], ["a", "", "ü", "ccc", "d", "e", "ff"]
+    for cuts in ([0, 7], [0, 3, 7], [0, 1, 1, 4, 7]):
+        pieces = [(pa.array([*each, None])[:-1] for each in (numbers, marks, texts)) for _ in "x"]
+        ints, bools, strings = pieces[0]
+        nested = pa.array(lists, pa.list_(pa.int32()))
+
+        def chunk(array: pa.Array, cuts: list[int] = cuts) -> pa.ChunkedArray:
+            parts = [array[a:b] for a, b in pairwise(cuts)]
+            return pa.chunked_array(parts, array.type)
+
+        column = IntColumn(chunk(ints.cast(pa.int32())))
+        assert [column.get(i) for i in range(7)] == numbers and column.number(3) == 7
+        some = np.array([6, 1, 3, 3, 4, 0])
+        assert column.take(some).tolist() == [2, -1, 7, 7, -1, 3] and column.take(some[:0]).tolist() == []
+        for first, last in ((0, 1), (2, 4), (5, 7), (2, 2)):  # without nulls
+            assert column.between(first, last).tolist() == numbers[first:last]
+        assert [BoolColumn(chunk(bools)).get(i) for i in range(7)] == marks
+        assert [TextColumn(chunk(strings)).get(i).decode() for i in range(7)] == texts
+        column = ListColumn(chunk(nested))
+        assert [[column.get(i, j) for j in range(column.length(i))] for i in range(7)] == lists
+        assert column.lengths(some).tolist() == [len(lists[i]) for i in some]
+        assert column.take(np.array([6, 4, 4, 0]), np.array([0, 2, 0, 0])).tolist() == [8, 7, 5, 1]
+        for wrong in (lambda c=column: c.get(1, 0), lambda c=column: c.get(7, 0), lambda c=column: c.get(-1, 0)):
+            with pytest.raises(IndexError):
+                wrong()

@@ -1,0 +1,74 @@
+"""What is computed of the tables of a large set, slice by slice, is what a plain loop finds."""
+
+from itertools import groupby, pairwise
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.sets import exported_set, table_checks
+from cache.sets.table_runs import find_runs
+from schemas.tables import INDEX_SCHEMA
+
+ROWS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0.5, 1.0]), st.integers(0, 1)), max_size=40)
+
+
+def in_chunks(table: pa.Table, cuts: list[int]) -> pa.Table:
+    """The same rows in several chunks, some of them empty."""
+    bounds = [0, *sorted(min(cut, len(table)) for cut in cuts), len(table)]
+    return pa.concat_tables([table.slice(first, stop - first) for first, stop in pairwise(bounds)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.lists(st.integers(0, 40), max_size=4))
+def test_runs_of_equal_values(rows: list[tuple], cuts: list[int]) -> None:
+    schema = pa.schema([("bucket", pa.string()), ("weight", pa.float64()), ("repeats", pa.int32())])
+    table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
+    expected, first = [], 0
+    for values, members in groupby(rows):
+        count = len(list(members))
+        expected.append((values, first, first + count))
+        first += count
+    assert find_runs(in_chunks(table, cuts), tuple(schema.names)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 20), st.integers(-2, 2), st.integers(1, 9))
+def test_the_order_of_an_exports_rows(counts: list[int], at: int, by: int, slice_rows: int) -> None:
+    """Rows of an export follow each other: one number that is another, in either column, is found in any slices."""
+    places = [(shard, row) for shard, count in enumerate(counts) for row in range(count)]
+    columns = np.array(places, np.int32).T
+    shards = pa.table(
+        [[f"samples/a/{n:06d}.arrow" for n in range(len(counts))], ["samples"] * len(counts)], ["path", "kind"]
+    )
+    texts = pa.table({"text_id": pa.array(["t"])})
+
+    def check(shard: np.ndarray, row: np.ndarray) -> None:
+        index = pa.table({"sample_id": ["s"] * len(places), "shard": shard, "row": row})
+        exported_set.check_export_tables(index, texts, shards)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exported_set, "CHECKED_ROWS", slice_rows)
+        check(*columns)
+        for column in range(2):
+            changed = columns.copy()
+            changed[column, at % len(places)] += by
+            if not by:
+                continue
+            with pytest.raises(ValueError):
+                check(*changed)
+
+
+def test_a_column_is_checked_in_every_chunk() -> None:
+    row = {"sample_id": "a", "role": "train", "dataset": "d", "bucket": "64x32@1", "repeats": 0, "weight": 1.0}
+    row |= {"regularisation": False, "shard": 0, "row": 0, "texts": [0], "null_text": None}
+    right = pa.Table.from_pylist([row] * 3, INDEX_SCHEMA)
+    table_checks.check_index(pa.concat_tables([right, right]))
+    table_checks.check_index(right.slice(0, 0))
+    for name, value in (("role", "x"), ("bucket", "x"), ("weight", float("nan")), ("repeats", -1)):
+        wrong = pa.Table.from_pylist([row, row | {name: value}, row], INDEX_SCHEMA)
+        for table in (pa.concat_tables([right, wrong]), pa.concat_tables([wrong, right])):
+            with pytest.raises(ValueError):
+                table_checks.check_index(table)

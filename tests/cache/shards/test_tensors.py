@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cache.shards.tensors import NUMPY_DTYPES, Array, count_bytes
+
+names = st.sampled_from(sorted(NUMPY_DTYPES))
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+
+
+@given(names, shapes, st.randoms())
+def test_round_trip_keeps_every_bit(name, shape, random):
+    raw = random.randbytes(count_bytes(name, shape))
+    array = Array(name, shape, raw)
+    again = Array.from_numpy(array.numpy(), name)
+    assert again == array
+    assert array.numpy().shape == shape
+    assert bytes(again.raw()) == raw
+
+
+def test_numpy_is_a_view_that_cannot_be_written():
+    data = bytearray(np.arange(4, dtype="<f4").tobytes())
+    view = Array("float32", (4,), data).numpy()
+    data[:4] = np.float32(7).tobytes()
+    assert view[0] == 7
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+
+
+def test_bfloat16_is_its_pattern():
+    one = Array.from_numpy(np.array([0x3F80], "<u2"), "bfloat16")
+    assert (one.dtype, one.shape, bytes(one.raw())) == ("bfloat16", (1,), b"\x80\x3f")
+    torch = pytest.importorskip("torch")
+    assert torch.from_numpy(one.numpy().copy()).view(torch.bfloat16).item() == 1.0
+
+
+def test_big_endian_and_strided_input_become_plain():
+    big = np.arange(6, dtype=">i4").reshape(2, 3).T
+    array = Array.from_numpy(big)
+    assert np.array_equal(array.numpy(), big)
+    assert bytes(array.raw()) == big.astype("<i4").tobytes()
+
+
+def test_equality_is_of_dtype_shape_and_bytes():
+    array = Array("int32", (2,), bytes(8))
+    assert array == Array("int32", (2,), np.zeros(8, np.uint8))
+    assert array != Array("float32", (2,), bytes(8))
+    assert array != Array("int32", (2, 1), bytes(8))
+    assert array != Array("int32", (2,), bytes(7) + b"\1")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Array("float64", (1,), bytes(8)), "choose from float32"),
+        (lambda: Array("float32", (2,), bytes(7)), "8 bytes"),
+        (lambda: Array("float32", (-1, -1), bytes(4)), "negative"),
+        (lambda: Array.from_numpy(np.zeros(1)), "float64"),
+        (lambda: Array.from_numpy(np.zeros(1, "f4"), "bfloat16"), "made from uint16"),
+        (lambda: Array.from_numpy(np.zeros(1, "f4"), "float16"), "convert it first"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()

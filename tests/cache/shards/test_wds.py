@@ -1,0 +1,198 @@
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+from cache.shards import shard_io
+from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
+from cache.shards.tensors import NUMPY_DTYPES, Array
+from cache.shards.wds import (
+    ShardWriter,
+    add_checksum,
+    from_safetensors,
+    parse_with_checksum,
+    tar_header,
+    to_safetensors,
+)
+from cache.store.damage import DamageError
+from cache.store.store import Store
+
+COLUMNS = {"latent": "float16", "condition": "float16"}
+
+
+def latent_row(number: int) -> ShardRow:
+    rng = np.random.default_rng(number)
+    tensors = {"latent": Array.from_numpy(rng.standard_normal((2, 1, 3, number + 1)).astype("f2"))}
+    if number % 2:
+        tensors["condition"] = Array.from_numpy(rng.standard_normal((2, 1, 1, 1)).astype("f2"))
+    return ShardRow(f"{number:032x}", tensors, {"start": number / 3})
+
+
+def latents_meta(**changes) -> ShardMeta:
+    values = {"kind": "latents", "fingerprint": "beef", "unit": "u", "bucket": "64x64@1"}
+    return ShardMeta(**(values | changes))
+
+
+def write(store: Store, rows: int = 3, first: int = 0) -> str:
+    with ShardWriter(store, "latents/beef/u", latents_meta(), COLUMNS) as out:
+        for number in range(first, first + rows):
+            out.add(latent_row(number))
+        return out.finish()
+
+
+def test_safetensors_opens_what_we_write_and_we_what_it_writes():
+    numpy_format = pytest.importorskip("safetensors.numpy")
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.integers(0, 100, (number, 3)).astype(dtype)
+        for number, (name, dtype) in enumerate(NUMPY_DTYPES.items())
+        if name != "bfloat16"
+    }
+    tensors = {name: Array.from_numpy(array) for name, array in arrays.items()}
+    theirs = numpy_format.load(b"".join(to_safetensors(tensors)))
+    assert all(np.array_equal(theirs[name], array) for name, array in arrays.items())
+    assert from_safetensors(memoryview(numpy_format.save(arrays))) == tensors
+
+
+@pytest.mark.parametrize(("name", "size"), [("a.json", 0), ("f" * 79 + ".safetensors", 8**11 - 1)])
+def test_headers_are_those_of_tarfile(name, size):
+    theirs = tarfile.TarInfo(name)
+    theirs.size = size
+    assert tar_header(name, size) == theirs.tobuf(tarfile.USTAR_FORMAT)
+
+
+def test_bfloat16_through_torch():
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load
+
+    value = torch.randn(3, 5).to(torch.bfloat16)
+    array = Array.from_numpy(value.view(torch.uint16).numpy(), "bfloat16")
+    ours = b"".join(to_safetensors({"x": array, "scalar": Array("float32", (), np.float32(2).tobytes())}))
+    loaded = load(ours)
+    assert loaded["x"].dtype == torch.bfloat16 and torch.equal(loaded["x"], value)
+    assert loaded["scalar"].item() == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 7, b"\xff" * 8, (2).to_bytes(8, "little") + b"{"])
+def test_no_safetensors(data):
+    with pytest.raises(ValueError):
+        from_safetensors(memoryview(data))
+
+
+def test_webdataset_alone_reads_it(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    from safetensors.numpy import load
+
+    rel = write(Store(tmp_path))
+    samples = list(webdataset.WebDataset(str(tmp_path / rel), shardshuffle=False).decode())
+    assert [sample["__key__"] for sample in samples] == [latent_row(number).id for number in range(3)]
+    for number, sample in enumerate(samples):
+        expected = latent_row(number)
+        assert sample["json"] == expected.info
+        loaded = load(sample["safetensors"])
+        assert loaded.keys() == expected.tensors.keys()
+        assert np.array_equal(loaded["latent"], expected.tensors["latent"].numpy())
+
+
+def test_headers_say_nothing_of_clock_or_machine(tmp_path):
+    rel = write(Store(tmp_path))
+    with tarfile.open(tmp_path / rel) as tar:
+        members = tar.getmembers()
+    assert [member.name for member in members[:2]] == [f"{0:032x}.safetensors", f"{0:032x}.json"]
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in members} == {(0, 0, 0, "", "", 0o644)}
+    assert (tmp_path / rel).stat().st_size % tarfile.RECORDSIZE == 0
+
+
+def test_the_sidecar_places_every_member(tmp_path):
+    store = Store(tmp_path)
+    rel = write(store)
+    sidecar = json.loads(store.read_bytes("latents/beef/u.tar.json"))
+    data = store.read_bytes(rel)
+    assert (sidecar["count"], sidecar["size"]) == (3, len(data))
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for entry in sidecar["rows"]:
+            for part, suffix in (("tensors", "safetensors"), ("info", "json")):
+                member = tar.getmember(f"{entry['id']}.{suffix}")
+                assert entry[part] == [member.offset_data, member.size]
+
+
+def test_reading_a_row_touches_that_row_only(tmp_path):
+    store = Store(tmp_path)
+    rel = write(store)
+    data = bytearray(store.read_bytes(rel))
+    entry = json.loads(store.read_bytes("latents/beef/u.tar.json"))["rows"][2]
+    start, end = entry["tensors"][0], sum(entry["info"])
+    blank = bytes(start) + data[start:end] + bytes(len(data) - end)
+    store.publish_bytes(rel, blank)
+    with shard_io.open_reader(store, rel) as reader:
+        assert reader.read(2) == latent_row(2)
+        assert [damage.row for damage in reader.verify()] == [None, 0, 1]
+
+
+def test_seal_finds_every_flipped_bit():
+    sealed = add_checksum({"b": 1, "a": ["ü", 0.5]})
+    assert parse_with_checksum(sealed)["a"] == ["ü", 0.5]
+    for place in range(len(sealed)):
+        for bit in range(8):
+            changed = bytearray(sealed)
+            changed[place] ^= 1 << bit
+            with pytest.raises(ValueError):
+                parse_with_checksum(bytes(changed))
+
+
+def test_without_its_sidecar_it_is_damaged(tmp_path):
+    store = Store(tmp_path)
+    rel = write(store)
+    store.remove("latents/beef/u.tar.json")
+    with pytest.raises(DamageError, match=r"u\.tar\.json is missing"):
+        shard_io.open_reader(store, rel)
+
+
+def test_the_sidecar_is_published_before_the_tar(tmp_path, monkeypatch):
+    import cache.store.files as module
+
+    published, original = [], module.replace
+
+    def replace(source: str, target: str) -> None:
+        published.append(target.rpartition("/")[2])
+        original(source, target)
+
+    monkeypatch.setattr(module, "replace", replace)
+    write(Store(tmp_path))
+    assert published == ["u.tar.json", "u.tar"]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_two_writers_of_one_unit_end_with_one_whole_shard(tmp_path, monkeypatch, last):
+    """Sidecars and tars of two workers with unlike bytes interleave; the tar that comes last is whole."""
+    import cache.store.files as module
+
+    store = Store(tmp_path)
+    original = module.replace
+    writers = [ShardWriter(store, "latents/beef/u", latents_meta(), COLUMNS) for _ in range(2)]
+    for number, out in enumerate(writers):
+        out.add(latent_row(number))
+    first, second = writers[1 - last], writers[last]
+
+    def replace(source: str, target: str) -> None:
+        if target.endswith("u.tar") and not started:
+            started.append(True)
+            first.finish()  # the other worker does its whole publishing between our sidecar and our tar
+        original(source, target)
+
+    started: list[bool] = []
+    monkeypatch.setattr(module, "replace", replace)
+    second.finish()
+    assert shard_io.verify(store, "latents/beef/u.tar") == []
+    with shard_io.open_reader(store, "latents/beef/u.tar") as reader:
+        assert reader.read(0) == latent_row(last)
+
+
+def test_a_name_that_webdataset_would_cut_is_our_bug(tmp_path):
+    with ShardWriter(Store(tmp_path), "u", latents_meta(), COLUMNS) as out:
+        for name in ("a.b", "a/b", "", "x" * 90):
+            with pytest.raises(AssertionError):
+                out.add(ShardRow(name, {}))
+        out.set_aside(RejectedMember("a", "b", "c"))

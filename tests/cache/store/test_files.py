@@ -1,0 +1,54 @@
+"""Files and folders that appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from cache.store.files import is_temporary, remove_abandoned_folders, replacing, replacing_folder, temporary
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+def test_a_file_takes_the_place_of_an_older_one_when_the_body_ends(tmp_path) -> None:
+    path = tmp_path / "new" / "a.json"
+    for text in ("old", "new"):
+        with replacing(path) as temporary:
+            temporary.write_text(text)
+            assert temporary.parent == path.parent and is_temporary(temporary.name)
+            assert not path.exists() or path.read_text() == "old"
+    assert path.read_text() == "new" and names(path.parent) == ["a.json"]
+
+
+def test_a_folder_takes_the_place_of_an_older_one_with_all_its_files(tmp_path) -> None:
+    path = tmp_path / "step-1"
+    for name in ("old", "new"):
+        with replacing(path) as temporary:
+            (temporary / "deep").mkdir(parents=True)
+            (temporary / "deep" / name).write_text(name)
+    assert names(tmp_path) == ["deep", "new", "step-1"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_body_that_raises_leaves_what_was_there(tmp_path, folder) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(KeyError), replacing(path) as temporary:
+        if folder:
+            temporary.mkdir()
+        (temporary / "b" if folder else temporary).write_text("half")
+        raise KeyError
+    assert names(tmp_path) == ["a"] and path.read_text() == "old"
+
+
+def test_a_large_folder_that_a_killed_process_left_is_removed_by_the_next(tmp_path) -> None:
+    path = tmp_path / "merged"
+    left, other = temporary(path), temporary(tmp_path / "other")
+    for folder in (left, other):
+        (folder / "transformer").mkdir(parents=True)
+    with replacing_folder(path) as living:
+        remove_abandoned_folders(path)
+        assert living.is_dir() and not left.exists() and other.is_dir()
+        (living / "weights").touch()
+    assert names(path) == ["weights"]

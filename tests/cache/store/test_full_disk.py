@@ -1,0 +1,167 @@
+"""A disk that refuses: each way of writing says why, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from cache.store.store import Store
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+
+
+WRITE_ALL = r"""
+import os, sys
+import cache.store.store as module
+from cache import arrow, shard_io, wds  # imported before a process gives up its rights
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensors import Array
+import pyarrow as pa
+
+def attempts(root):
+    store = module.Store(root)
+    big = bytes(3 << 20)
+    meta = ShardMeta("text", "f", "u", "")
+    def write(format):
+        with shard_io.open_writer(store, "u-" + format, meta, {"a": "uint8"}, format) as out:
+            for number in range(3):
+                out.add(ShardRow(f"r{number}", {"a": Array("uint8", (len(big),), big)}))
+            out.finish()
+    return {
+        "bytes": lambda: store.publish_bytes("x", big),
+        "table": lambda: store.write_table("t.arrow", pa.table({"x": [big]})),
+        "arrow": lambda: write("arrow"),
+        "webdataset": lambda: write("webdataset"),
+    }
+
+def try_all(root):
+    for name, attempt in attempts(root).items():
+        try:
+            attempt()
+            print(name, "SUCCEEDED")
+        except module.StoreError as error:
+            print(name, str(error).replace("\n", "; "))
+    print("left:", [file for _, _, files in os.walk(root) for file in files])
+"""
+
+
+def refusals(code: str) -> dict[str, str]:
+    """What each way of writing said; asserts that none left a file behind."""
+    done = run(WRITE_ALL + textwrap.dedent(code))
+    assert done.returncode == 0, done.stderr
+    *lines, left = done.stdout.splitlines()
+    assert left == "left: []"
+    return dict(line.split(" ", 1) for line in lines)
+
+
+WAYS = {"bytes": "/x", "table": "/t.arrow", "arrow": "/u-arrow.arrow", "webdataset": "/u-webdataset.tar"}
+
+
+@pytest.mark.slow
+def test_a_file_size_limit(tmp_path):
+    said = refusals(f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try_all({str(tmp_path)!r})
+    """)
+    for way, name in WAYS.items():
+        assert said[way].startswith(f"{tmp_path}{name}: a file may not grow larger"), said[way]
+        assert "ulimit -f" in said[way]
+
+
+@pytest.fixture
+def small_disk():
+    """A tmpfs of 1 MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+        if mounted.returncode:
+            pytest.skip(f"mounting is not permitted: {mounted.stderr.decode().strip()}")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk(small_disk):
+    said = refusals(f"try_all({small_disk!r})")
+    for way, name in WAYS.items():
+        assert said[way].startswith(f"{small_disk}{name}: the disk is full; free space"), said[way]
+
+
+@pytest.mark.slow
+def test_a_read_only_disk(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    said = refusals(f"try_all({small_disk!r})")
+    assert "the file system is read-only" in said["bytes"] and set(said) == set(WAYS)
+
+
+@pytest.mark.slow
+def test_no_permission():
+    """Root may write anywhere, so the writer becomes another user where it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        said = refusals(f"""
+            if os.getuid() == 0:
+                os.setuid(65534)
+            try_all({folder!r})
+        """)
+    for way, name in WAYS.items():
+        assert said[way].startswith(f"{folder}{name}: permission denied; give this user"), said[way]
+
+
+@pytest.mark.slow
+def test_a_folder_is_checked_before_work_whose_results_go_there():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        done = run(f"""
+            import os
+            from pathlib import Path
+            from cache.store.files import StoreError, check_writable
+            if os.getuid() == 0:
+                os.setuid(65534)
+            for path in (Path({folder!r}), Path({folder!r}, "below", "it")):
+                try:
+                    check_writable(path)
+                    print("SUCCEEDED")
+                except StoreError as error:
+                    print(error.message, "-", error.next_step)
+        """)
+    here, below = done.stdout.splitlines()
+    assert here.startswith(f"{folder}: can't be written to: permission denied - give this user"), done.stderr
+    assert below.startswith(f"{folder}/below/it: can't be written to: permission denied - give this user")
+
+
+@pytest.mark.slow
+def test_no_permission_to_read_or_list():
+    with tempfile.TemporaryDirectory() as folder:
+        Store(folder).publish_bytes("a/b", b"1")
+        os.chmod(f"{folder}/a/b", 0)
+        os.chmod(f"{folder}/a", 0o300)
+        os.chmod(folder, 0o755)
+        done = run(f"""
+            import os
+            from cache.store.store import Store, StoreError
+            if os.getuid() == 0:
+                os.chown({folder!r} + "/a", 65534, -1)
+                os.setuid(65534)
+            store = Store({folder!r})
+            for attempt, name in ((store.list_names, "a"), (store.read_bytes, "a/b"), (store.open, "a/b")):
+                try:
+                    attempt(name)
+                    print("SUCCEEDED")
+                except StoreError as error:
+                    print(error.message)
+        """)
+        os.chmod(f"{folder}/a", 0o755)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    assert all("permission denied" in line for line in lines), lines

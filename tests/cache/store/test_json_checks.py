@@ -1,0 +1,78 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.store import json_checks
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@pytest.mark.slow
+@given(values, st.booleans())
+def test_any_plain_json_comes_back(value, ascii_alone):
+    assert json_checks.parse_json(json.dumps(value, ensure_ascii=ascii_alone).encode()) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "NaN", "[-Infinity]", "1e999", '{"a":1,"a":1}', '[{"a":{"b":1,"b":2}}]', "1" * 5000),
+        *('"\\ud800"', '{"\\udfff":1}', "[" * 33 + "]" * 33, "[" * 10**6, '{"a":' * 10**5, "\ufeff1"),
+    ],
+)
+def test_anything_else_is_refused(text):
+    with pytest.raises(ValueError):
+        json_checks.parse_json(text.encode())
+
+
+def test_bytes_that_are_not_utf8_are_refused():
+    for data in (b"\xff", '"a"'.encode("utf-16"), b'"\xed\xa0\x80"'):
+        with pytest.raises(ValueError):
+            json_checks.parse_json(data)
+
+
+def test_depth_counts_what_is_nested_and_not_what_is_many():
+    assert len(json_checks.parse_json(b"[" + b"[[]]," * 5000 + b"[]]")) == 5001
+    assert json_checks.parse_json(b"[" * 32 + b"]" * 32)
+
+
+@given(st.text() | st.binary() | st.integers())
+def test_what_is_shown_is_one_short_printable_line(value):
+    line = json_checks.printable(value)
+    assert line.isprintable() and len(line) <= json_checks.MAX_SHOWN_CHARS
+
+
+@pytest.mark.parametrize("value", ["", "a\nb", "\x1b[2J", "x" * 201, "\ud800", None, 1, b"a", ["a"]])
+def test_names(value):
+    with pytest.raises(ValueError):
+        json_checks.check_name(value, "it")
+    with pytest.raises(ValueError):
+        json_checks.check_names([value], "they")
+    assert json_checks.check_name("ü-1", "it") == "ü-1"
+
+
+@pytest.mark.parametrize("value", ["", ".", "..", "../x", "a/b", "-a", "a b", "a\n", "é", "x" * 71, None, 1, ["a"]])
+def test_plain_names(value):
+    with pytest.raises(ValueError):
+        json_checks.check_path_name(value, "it")
+    assert json_checks.check_path_name("a-1_B", "it") == "a-1_B"
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 1.0, True, "1", None, [1]])
+def test_counts(value):
+    with pytest.raises(ValueError):
+        json_checks.check_count(value, "it")
+    with pytest.raises(ValueError):
+        json_checks.check_span([0, value], "it")
+    assert json_checks.check_count(2**63 - 1, "it") == 2**63 - 1
+
+
+def test_names_that_stand_twice_are_refused():
+    with pytest.raises(ValueError, match="twice"):
+        json_checks.check_names(["a", "b", "a"], "they")

@@ -1,0 +1,35 @@
+"""A program that another one runs: on a terminal its start and its end are shown, elsewhere nothing but its log."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import run_in_terminal, screen_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+YAML = "root: w\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: x}]\n"
+PROBE = """\
+from pathlib import Path
+
+from schemas.cli.console import Options
+from stages.engines.stage_processes import StageProcesses
+
+code, report = StageProcesses({}).run("report", Options(Path("pipeline.yaml"), dry_run=True))
+print(report["program"], code)
+"""
+
+
+@pytest.mark.slow
+def test_start_and_end_are_shown_on_a_terminal_alone(tmp_path) -> None:
+    (tmp_path / "pipeline.yaml").write_text(YAML)
+    (tmp_path / "probe.py").write_text(PROBE)
+    code, written = run_in_terminal([sys.executable, "probe.py"], 100, tmp_path, {"PYTHONPATH": str(ROOT)})
+    lines = screen_lines(written)
+    assert code == 0 and lines[0] == "starting report ..." and lines[-2:] == ["ending report ...", "report 0"], written
+    assert written.rpartition("ending report ...")[2].startswith("\r\x1b[2K"), "the line is gone at the end"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "probe.py"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == ("report 0\n", "")

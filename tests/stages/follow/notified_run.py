@@ -1,0 +1,47 @@
+"""A run whose events `latentpress notify` sends."""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cache.runs.training_run import LOCK_NAME
+from tests.project import Project
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+SCHEMA = json.loads((Path(__file__).resolve().parents[3] / "schemas" / "notification.schema.json").read_text())
+HOOK, OTHER = "LATENTPRESS_WEBHOOK", "ANOTHER_WEBHOOK"
+
+
+def finish(run: FakeRun) -> None:
+    (run.folder / "checkpoints/step-000040").mkdir(parents=True)
+    (run.folder / "result.json").write_text("{}")
+
+
+def trained(home: Project) -> FakeRun:
+    """A run that did 40 steps, with validations at 0, 20 and 40, the pictures of the last one not decoded."""
+    run = FakeRun(home)
+    run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 21)), eval_line(20, 1.5))
+    run.metrics(*(step_line(step) for step in range(21, 41)), eval_line(40, 1.25))
+    for step in (0, 20, 40):
+        run.latent(step, "one", prompt="a colour")
+        run.latent(step, "two", prompt="another @everyone")
+    for step in (0, 20):
+        run.picture(step, "one", (200, 0, 0), (900, 600))
+        run.picture(step, "two", (0, 200, 0))
+    (run.folder / "checkpoints/step-000020").mkdir(parents=True)
+    finish(run)
+    return run
+
+
+EVENTS = [("started", 40), ("validation", 0), ("validation", 20), ("checkpoint", 20)]
+EVENTS += [("validation", 40), ("checkpoint", 40), ("finished", 40)]
+
+
+@contextmanager
+def training(run: FakeRun) -> Iterator[None]:
+    """While it lasts a trainer is at work in the folder."""
+    with (run.folder / LOCK_NAME).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,172 @@
+"""`latentpress notify` while a run trains, and when it fails."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import jsonschema
+import pytest
+
+from cache.runs.failure_note import KILLED, clear_failure, noting_failure, record_failure
+from schemas.errors import LatentpressError
+from stages import notify
+from stages.follow import run_events
+from tests.background import until
+from tests.project import Project
+from tests.stages.follow.notified_run import SCHEMA, finish, training
+from tests.stages.report_run import FakeRun, eval_line, step_line
+from tests.webhook_server import WebhookServer
+
+
+def test_watching_sends_what_happens_and_waits_for_the_pictures(
+    home: Project, hook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(home)
+    watching = threading.Thread(target=lambda: home.run(notify.run, watch=True))
+
+    def expect(count: int) -> None:
+        until(lambda: len(hook.received) >= count, f"event {count}")
+
+    with training(run):
+        watching.start()
+        expect(1)
+        run.metrics(eval_line(0, 2.0))
+        run.latent(0, "one")
+        run.picture(0, "one", (1, 2, 3))
+        time.sleep(0.2)
+        assert hook.events() == [("started", 0)], "another prompt may still be denoised"
+        run.latent(0, "two")
+        run.metrics(step_line(1), step_line(2))
+        (run.folder / "checkpoints/step-000002").mkdir(parents=True)
+        expect(2)
+        assert hook.events()[1:] == [("checkpoint", 2)], "the validation waits for a picture"
+        run.picture(0, "two", (1, 2, 3))
+        expect(3)
+        assert hook.events()[2:] == [("validation", 0)] and len(hook.received[2].document["pictures"]) == 2
+        run.metrics(*(step_line(step) for step in range(3, 41)))
+        finish(run)
+    watching.join(60)
+    assert not watching.is_alive()
+    assert hook.events()[3:] == [("checkpoint", 40), ("finished", 40)]
+
+
+def test_pictures_that_do_not_come_are_waited_for_only_so_long(
+    home: Project, hook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(home)
+    run.metrics(eval_line(0, 2.0), step_line(1))
+    run.latent(0, "one")
+    with training(run):
+        home.run(notify.run)
+        assert hook.events() == [("started", 1)]
+        old = time.time() - run_events.PICTURES_WAIT_S - 1
+        os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
+        home.run(notify.run)
+    assert hook.events()[1:] == [("validation", 0)] and hook.received[1].document["pictures_left_out"] == 1
+
+
+@pytest.fixture
+def scored(home: Project) -> FakeRun:
+    """A run with scores, and a validation at step 0 of which all pictures are there."""
+    home.settings["validation"]["scores"] = {"clip": "org/clip"}
+    run = FakeRun(home)
+    run.metrics(eval_line(0, 2.0), step_line(1))
+    run.latent(0, "one")
+    run.picture(0, "one", (1, 2, 3))
+    return run
+
+
+def test_the_scores_of_a_validation_are_waited_for(home: Project, hook: WebhookServer, scored: FakeRun) -> None:
+    with training(scored):
+        home.run(notify.run)
+        assert hook.events() == [("started", 1)], "score is at work"
+        line = {"step": 0, "scores": {"clip_score": 30.5}}
+        (scored.folder / "scores.jsonl").write_text(json.dumps(line) + "\n")
+        home.run(notify.run)
+    assert hook.events()[1:] == [("validation", 0)]
+    assert hook.received[1].document["scores"] == {"clip_score": 30.5} and hook.received[1].document["pictures"]
+
+
+def end_training(run: FakeRun) -> None:
+    finish(run)
+
+
+def validate_again(run: FakeRun) -> None:
+    run.metrics(eval_line(20, 1.5))
+
+
+def grow_old(run: FakeRun) -> None:
+    old = time.time() - run_events.SCORES_WAIT_S - 1
+    os.utime(run.folder / "samples/step-000000/one.png", (old, old))
+    os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
+
+
+@pytest.mark.parametrize(("happens", "watching"), [(validate_again, True), (grow_old, True), (end_training, False)])
+def test_scores_that_do_not_come_hold_nothing_up_for_long(
+    home: Project, scored: FakeRun, happens: Callable[[FakeRun], None], watching: bool
+) -> None:
+    """Not once the next validation is there, after a quarter of an hour, or at the end of `run`."""
+    with training(scored):
+        found, pending = run_events.find_events(scored.config, (), watching=True)
+        assert [event.event for event in found] == ["started"] and pending == 1
+    happens(scored)
+    found, pending = run_events.find_events(scored.config, (), watching=watching)
+    assert ("validation", 0) in [(event.event, event.step) for event in found] and pending == 0
+
+
+def test_scores_that_nobody_makes_are_not_waited_for(home: Project, scored: FakeRun) -> None:
+    stages = [stage for stage in home.config().stages.order if stage != "score"]
+    config = home.config(f"stages.order=[{', '.join(stages)}]", "train.run=run")
+    with training(scored):
+        found, pending = run_events.find_events(config, (), watching=True)
+    assert [event.event for event in found] == ["started", "validation"] and pending == 0
+
+
+def test_a_failure_is_told_with_its_reason_and_what_follows(home: Project, hook: WebhookServer) -> None:
+    run = FakeRun(home)
+    run.metrics(*(step_line(step) for step in range(1, 4)))
+
+    class Finished(LatentpressError):
+        pass
+
+    with pytest.raises(LatentpressError), noting_failure(run.folder, "train", Finished):
+        raise LatentpressError("the loss is not finite at https://me:hidden@host/x", "lower train.optimizer.lr")
+    home.run(notify.run)
+    failed = hook.received[-1].document
+    jsonschema.validate(failed, SCHEMA)
+    assert hook.events() == [("started", 3), ("failed", 3)]
+    told = {"stage": "train", "reason": "the loss is not finite at https://host/x"}
+    assert failed["failure"] == told | {"advice": "lower train.optimizer.lr"}
+    assert home.run(notify.run).done == 0
+    with training(run), pytest.raises(KeyboardInterrupt), noting_failure(run.folder, "train", Finished):
+        home.run(notify.run)
+        raise KeyboardInterrupt
+    assert hook.events()[2:] == [("started", 3)], "it goes on"
+    home.run(notify.run)
+    assert len(hook.received) == 3, "to be stopped is no failure"
+
+
+def test_a_run_that_was_killed_has_failed(home: Project, hook: WebhookServer) -> None:
+    run = FakeRun(home)
+    run.metrics(step_line(1))
+    with training(run):
+        record_failure(run.folder, "train", KILLED, "latentpress train")  # as noting_failure does first
+        home.run(notify.run)
+        assert hook.events() == [("started", 1)]
+    home.run(notify.run)
+    assert hook.received[1].document["failure"]["reason"] == KILLED
+    clear_failure(run.folder)
+    finish(run)
+    run.metrics(*(step_line(step) for step in range(2, 41)))
+    home.run(notify.run)
+    assert hook.events()[2:] == [("started", 40), ("checkpoint", 40), ("finished", 40)]
+
+
+def test_a_failed_stage_before_training_is_told(home: Project, hook: WebhookServer) -> None:
+    folder = home.folder / "output" / "run"
+    folder.mkdir(parents=True)
+    record_failure(folder, "encode-latents", "the disk is full")
+    home.run(notify.run)
+    assert hook.events() == [("failed", 0)]

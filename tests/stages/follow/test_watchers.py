@@ -1,0 +1,358 @@
+"""What runs beside training: it is started, listens, is told to finish, and never harms training."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache.runs.failure_note import KILLED, clear_failure, record_failure
+from cache.runs.training_run import LOCK_NAME
+from schemas.cli import progress
+from schemas.cli.console import Console, Options, Report
+from schemas.cli.interruption import StopHandler
+from schemas.cli.progress import show_activities
+from stages import report, run
+from stages.follow import watchers
+from stages.follow.watchers import Watch, Watcher, Watchers
+from tests.background import LIMIT_S, until
+from tests.processes import ForkedProgram
+from tests.project import Project
+from tests.stages.report_run import FakeRun, eval_line, step_line
+
+
+def follow() -> None:
+    """A watcher's program."""
+    print(*sys.argv[1:], flush=True)
+    watch = Watch([Path("absent")], 0.01)
+    for number, last in enumerate(watch):
+        print("look", number, "last" * last, "told" * watch.told, flush=True)
+
+
+def fail() -> None:
+    sys.exit("the key of the service is wrong")
+
+
+def hang() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("deaf", flush=True)
+    while True:
+        time.sleep(1)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """pretend(follow, fail) makes watchers of these functions, forks of this process; none outlives the test."""
+    made: list[ForkedProgram] = []
+
+    class Program(ForkedProgram):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    def make(*mains: Callable[[], None], **given: Any) -> None:
+        rows = []
+        for main in mains:
+            monkeypatch.setitem(sys.modules, f"stages.{main.__name__}", SimpleNamespace(main=main))
+            rows.append(Watcher(main.__name__, **given))
+        monkeypatch.setattr(watchers, "WATCHERS", tuple(rows))
+
+    monkeypatch.setattr(subprocess, "Popen", Program)
+    yield make
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def beside(home: Project, handler: StopHandler | None = None, **options: Any) -> Watchers:
+    given = Options(home.folder / "pipeline.yaml", ("train.seed=3",), **options)
+    return Watchers(home.config(), given, Console(), handler or StopHandler(stop=lambda: None))
+
+
+def log(home: Project, name: str) -> str:
+    path = home.folder / f"output/run/logs/{name}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_watcher_follows_until_its_stage_has_ended(project, pretend) -> None:
+    home = project()
+    pretend(follow)
+    with beside(home, json=True, device="cpu") as started:
+        started.start("train")
+        until(lambda: "look 2" in log(home, "follow"))
+        started.finish("bucket")
+        assert "told" not in log(home, "follow")
+        started.finish("train")
+        said = log(home, "follow").splitlines()
+        assert said[0] == f"--config {home.folder}/pipeline.yaml --set train.seed=3 --watch"
+        assert said[-1].endswith("last told") and sum("last" in line for line in said) == 1
+    assert started.failed == []
+
+
+def test_one_without_a_stage_follows_until_run_ends(project, pretend) -> None:
+    home = project()
+    pretend(follow, until=None)
+    with beside(home) as started:
+        started.start("train")
+        until(lambda: "look" in log(home, "follow"))
+        seen = len(log(home, "follow"))
+        started.finish("train")
+        until(lambda: len(log(home, "follow")) > seen)
+    assert "told" in log(home, "follow") and started.failed == []
+
+
+def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, capsys) -> None:
+    home = project()
+    pretend(fail, follow)
+    with beside(home) as started:
+        started.start("train")
+        until(lambda: "service" in log(home, "fail") and "look" in log(home, "follow"))
+        pid = started._running[watchers.WATCHERS[1]].pid
+        lowest = 19  # of Linux, however nice this process is
+        expected = min(lowest, os.getpriority(os.PRIO_PROCESS, 0) + watchers.NICENESS)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == expected
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: all(process.poll() is not None for process in started._running.values()))
+    logs = home.folder / "output/run/logs"
+    assert started.failed == [
+        {"program": "fail", "exit_code": 1, "log": str(logs / "fail.log")},
+        {"program": "follow", "exit_code": -9, "log": str(logs / "follow.log")},
+    ]
+    said = capsys.readouterr().err
+    assert f"fail --watch, beside training, ended with exit code 1; its log: {logs}/fail.log" in said
+    assert "follow --watch, beside training, was ended by SIGKILL" in said
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys, interrupted) -> None:
+    """Where `run` is interrupted that is no failure: the next run does what is left."""
+    home, handler = project(), StopHandler(stop=lambda: None)
+    monkeypatch.setattr(watchers, "INTERRUPTED_S" if interrupted else "FINISH_S", 0.2)
+    pretend(hang)
+    with beside(home, handler) as started:
+        started.start("train")
+        until(lambda: "deaf" in log(home, "hang"))
+        handler.reason = "SIGTERM" if interrupted else ""
+    assert [row["exit_code"] for row in started.failed] == ([] if interrupted else [-9])
+    assert ("did not finish within 0 s, and was ended" in capsys.readouterr().err) is not interrupted
+
+
+def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    monkeypatch.setattr(watchers, "FINISH_S", 4 * progress.TICK_S)
+    home = project()
+    pretend(hang)
+    show_activities(Console())
+    with beside(home) as started:
+        started.start("train")
+        until(lambda: "deaf" in log(home, "hang"))
+    assert "waiting for what runs beside training to finish, at most 1 s: hang\n" in capsys.readouterr().err
+    show_activities(None)
+
+
+def test_one_that_is_told_before_it_listens_has_its_last_look(project, pretend) -> None:
+    home = project()
+
+    def late() -> None:
+        print("begins", flush=True)
+        until(lambda: signal.SIGTERM in signal.sigpending())
+        follow()
+
+    pretend(late)
+    with beside(home) as started:
+        started.start("train")
+        until(lambda: "begins" in log(home, "late"))
+    assert started.failed == [] and log(home, "late").endswith("last told\n")
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_nothing_starts_without_its_library_its_use_or_training(project, pretend, monkeypatch, capsys) -> None:
+    home = project()
+    pretend(follow, library="absent_library", extra="some")
+    beside(home).start("train")
+    said = capsys.readouterr().err
+    assert "follow is not run beside training without absent_library: pip install -e '.[some]'" in said
+    pretend(follow, applies=lambda config: config.train.seed == 5)
+    beside(home).start("train")
+    pretend(follow)
+    beside(home, dry_run=True).start("train")
+    monkeypatch.setattr(watchers, "read_progress", lambda config: SimpleNamespace(state="finished"))
+    beside(home).start("train")
+    assert not (home.folder / "output").exists() and capsys.readouterr().err == ""
+
+
+def test_a_log_that_cannot_be_written_leaves_the_watcher_out(project, pretend, capsys) -> None:
+    home = project()
+    (home.folder / "output/run").mkdir(parents=True)
+    (home.folder / "output/run/logs").write_text("a file")
+    pretend(follow)
+    with beside(home) as started:
+        started.start("train")
+    assert "follow is not run beside training: " in capsys.readouterr().err
+
+
+def test_run_ends_well_and_names_the_watcher_that_failed(project, pretend, monkeypatch) -> None:
+    home, running = project(), list[Watchers]()
+    pretend(fail)
+    start = Watchers.start
+    monkeypatch.setattr(Watchers, "start", lambda self, *stage: (running.append(self), start(self, *stage)))
+
+    def train(self: Any, stage: str, options: Options) -> tuple[int, dict]:
+        if stage == "train":
+            until(lambda: all(process.poll() is not None for process in running[0]._running.values()))
+        return 0, Report(stage, done=1, details={"page": "report.html"}).to_dict()
+
+    monkeypatch.setattr(run.StageProcesses, "run", train)
+    made = home.run(run.run, "stages.order=[index,train]")
+    (row,) = made.details["watchers_that_failed"]
+    assert (made.exit_code, made.done, row["program"], row["exit_code"]) == (0, 2, "fail", 1)
+    assert "beside training: fail --watch, its log: " in home.said
+
+
+def hold(folder: Path) -> Any:
+    """A trainer's lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / LOCK_NAME).open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def test_a_watch_ends_with_the_trainer_after_a_last_look(tmp_path) -> None:
+    lock = hold(tmp_path)
+    looks = []
+    for last in Watch([tmp_path / "other", tmp_path], 0.01):
+        looks.append(last)
+        if len(looks) == 3:
+            lock.close()
+    assert looks == [False, False, False, True]
+
+
+def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(watchers, "START_S", 0.2)
+    assert [*Watch([tmp_path], 0.01)][-1] is True
+
+
+def test_a_watch_without_locks_ends_where_the_trainer_says_that_it_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(watchers, "is_running", lambda folder: None)
+    looks = []
+    record_failure(tmp_path, "train", KILLED)  # as long as it is at work
+    for last in Watch([tmp_path], 0.01):
+        looks.append(last)
+        if len(looks) == 3:
+            clear_failure(tmp_path)
+    assert looks == [False, False, False, True]
+
+
+def test_a_watcher_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone(tmp_path, monkeypatch) -> None:
+    """As with cache.rolling.alternate, where training begins again and again."""
+    monkeypatch.setenv(watchers.BESIDE, str(os.getppid()))
+    looks = []
+    for last in Watch([tmp_path], 0.01):
+        looks.append(last)
+        if len(looks) == 3:
+            monkeypatch.setenv(watchers.BESIDE, "1" if os.getppid() != 1 else "2")
+    assert looks == [False, False, False, True]
+
+
+def test_a_watch_is_told_once_and_interrupted_the_second_time(tmp_path) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    lock, watch, looks = hold(tmp_path), Watch([tmp_path], 60), []
+    with pytest.raises(KeyboardInterrupt):
+        for last in watch:
+            looks.append(last)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+    lock.close()
+    assert looks == [False, True] and watch.told
+
+
+def test_a_watch_says_what_it_waits_for_and_how_long(project, capsys) -> None:
+    home = project()
+    trained = FakeRun(home, "run", "train.steps=1000", "validation.every=200")
+    lock, said = hold(trained.folder), ""
+    show_activities(Console())
+    stages = iter(
+        [
+            ([], ["waiting for the first step of training"]),
+            (
+                [step_line(120, seconds_left=880)],
+                ["waiting for the validation of step 200: step 120 of 1000, about 0:01:20 left"],
+            ),
+            ([step_line(200)], ["waiting for the validation of step 200, which has begun: step 200 of 1000"]),
+            ([eval_line(200, 0.5)], ["waiting for the validation of step 400: step 200 of 1000"]),
+            ([step_line(1000), eval_line(1000, 0.4)], ["waiting for training to end: step 1000 of 1000"]),
+        ]
+    )
+    expected: list[str] = []
+    try:
+        for _ in Watch([trained.folder], 0.01):
+            said += capsys.readouterr().err
+            if said.splitlines() != expected:  # the display's thread has not looked at the clock yet
+                continue
+            lines, new = next(stages, ([], []))
+            trained.metrics(*lines)
+            expected = [*expected, *new]
+            if not new:
+                lock.close()
+    finally:
+        show_activities(None)
+    assert said.splitlines() == expected and len(expected) == 5
+
+
+def test_a_watch_without_a_trainer_says_so_and_nothing_while_there_is_work(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(watchers, "START_S", LIMIT_S)
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    show_activities(Console())
+    watch, said, silent = Watch([tmp_path / "absent"], 0.01), "", list[bool]()
+    try:
+        for _ in watch:
+            said += capsys.readouterr().err
+            if said:
+                watch.hide_wait()
+                said += capsys.readouterr().err
+                time.sleep(4 * progress.TICK_S)
+                silent.append(not capsys.readouterr().err)
+                watch.told = True
+    finally:
+        show_activities(None)
+    assert set(said.splitlines()) == {"waiting for training to begin"}  # again where it waits again
+    assert silent and all(silent)
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.slow
+def test_the_report_is_made_again_when_there_is_something_new(project, monkeypatch, told) -> None:
+    """Told to finish, it leaves the last page to `run`."""
+    home = project()
+    trained = FakeRun(home)
+    page, made = trained.folder / "report.html", []
+
+    class Looks(Watch):
+        def __init__(self, folders: list[Path]) -> None:
+            assert folders == [trained.folder]
+            super().__init__(folders)
+
+        def __iter__(self) -> Iterator[bool]:
+            yield False
+            made.append(page.exists())
+            trained.metrics(eval_line(3, 0.5))
+            yield False
+            made.append(page.stat().st_mtime_ns)
+            yield False
+            made.append(page.stat().st_mtime_ns)
+            self.told = told
+            yield True
+
+    monkeypatch.setattr(report, "Watch", Looks)
+    done = home.run(report.run, watch=True)
+    assert made[0] is False and made[1] == made[2] and done.details["page"] == str(page)
+    assert (page.stat().st_mtime_ns == made[2]) is told and done.done == 1 - told
+    assert "made again, with 1 validations, samples and scores" in home.said

@@ -1,0 +1,87 @@
+"""An adapter means the same in every format: each file is applied as its reader does, against the trained model."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, trained
+from trainer.adapters.files import load_layers, write_adapter
+from trainer.adapters.header import AdapterError, read_adapter
+from trainer.setup import adapters
+from trainer.setup.adapters import choose_targets
+
+ALPHAS = {"above": {"rank": 3, "alpha": 7.5}, "below": {"rank": 4, "alpha": 1.5}}
+BOTH = ("diffusers", "comfyui")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "kandinsky5-video-t2v", "sana"])
+@pytest.mark.parametrize("alpha", list(ALPHAS))
+def test_every_format_gives_the_output_of_training(tiny, tmp_path, kind, alpha) -> None:
+    """The diffusers file through its pipeline, though ComfyUI's is in the same folder; ComfyUI's by its rule."""
+    model = trained(kind, tiny(kind), **ALPHAS[alpha])
+    assert adapters.save_lora(model, tmp_path, kind, formats=BOTH).name == "pytorch_lora_weights.safetensors"
+    if kind == "sana":
+        assert any(key.endswith("ff.conv_point.alpha") for key in load_file(tmp_path / "comfyui_lora.safetensors"))
+    trained_output, theirs = output(kind, model), pipeline(kind, tiny(kind))
+    base = output(kind, theirs.transformer)
+    assert (trained_output - base).abs().max() > 1e-2
+    theirs.load_lora_weights(tmp_path)
+    torch.testing.assert_close(output(kind, theirs.transformer), trained_output, rtol=0, atol=1e-6)
+    plain = pipeline(kind, tiny(kind)).transformer
+    apply_as_comfyui(plain, tmp_path / "comfyui_lora.safetensors")
+    torch.testing.assert_close(exact_output(kind, plain), exact_output(kind, model), rtol=0, atol=1e-5)
+
+
+def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_path) -> None:
+    """Of a diffusers file without a header, converted to ComfyUI's format and back, at half the strength."""
+    kind = "sana"
+    model = KINDS[kind][0].load(str(tiny(kind)))
+    names = choose_targets(model, [r"transformer_blocks\.\d+\.(attn1\.to_q|ff\.conv_point)"])
+    shapes = {name: model.get_submodule(name).weight.shape for name in names}
+    held = {}
+    for rank, (name, shape) in enumerate(shapes.items(), 2):
+        kernel = (1,) * (len(shape) - 2)
+        held[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, shape[1], *kernel) * 0.1
+        held[f"transformer.{name}.lora_B.weight"] = torch.randn(shape[0], rank, *kernel) * 0.1
+    save_file(held, tmp_path / "theirs.safetensors")
+    theirs = pipeline(kind, tiny(kind))
+    theirs.load_lora_weights(tmp_path / "theirs.safetensors")
+    wanted = output(kind, theirs.transformer)
+    layers = load_layers(read_adapter(tmp_path / "theirs.safetensors"), 0.5)
+    [comfyui] = write_adapter(layers, "comfyui", tmp_path / "comfyui.safetensors", {})
+    back = read_adapter(comfyui)
+    assert back.format == "comfyui" and back.ranks == list(range(2, 2 + len(names)))
+    assert all(layer.scale == pytest.approx(0.5) for layer in back.layers.values())
+    plain = pipeline(kind, tiny(kind)).transformer
+    apply_as_comfyui(plain, comfyui)
+    write_adapter(load_layers(back, 2.0), "diffusers", tmp_path / "whole" / "a.safetensors", {"family": kind})
+    write_adapter(load_layers(back), "diffusers", tmp_path / "half" / "a.safetensors", {"family": kind})
+    for folder, expected in (("whole", wanted), ("half", output(kind, plain))):
+        pipe = pipeline(kind, tiny(kind))
+        pipe.load_lora_weights(tmp_path / folder)
+        torch.testing.assert_close(output(kind, pipe.transformer), expected, rtol=0, atol=1e-5)
+    with safe_open(tmp_path / "half" / "a.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.rank_pattern"]
+
+
+def test_comfyui_gets_a_file_for_each_transformer(tmp_path) -> None:
+    layers = {}
+    for part in ("transformer", "transformer_2"):
+        held = {f"{part}.block.to_q.lora_{key}.weight": torch.ones(2, 2) for key in "AB"}
+        save_file(held, tmp_path / "a.safetensors")
+        layers |= load_layers(read_adapter(tmp_path / "a.safetensors"))
+    written = write_adapter(layers, "comfyui", tmp_path / "comfyui_lora.safetensors", {})
+    assert [path.name for path in written] == ["comfyui_lora.safetensors", "comfyui_lora.transformer_2.safetensors"]
+    assert all(sorted(load_file(path))[0] == "diffusion_model.block.to_q.alpha" for path in written)
+
+
+def test_numbers_that_are_not_finite_are_damage(tmp_path) -> None:
+    held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
+    held["transformer.to_q.lora_B.weight"][1, 1] = torch.nan
+    save_file(held, tmp_path / "a.safetensors")
+    with pytest.raises(AdapterError, match=r"a\.safetensors is damaged: transformer\.to_q has numbers"):
+        load_layers(read_adapter(tmp_path / "a.safetensors"))

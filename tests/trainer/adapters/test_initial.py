@@ -1,0 +1,180 @@
+"""Training that starts from an adapter: from its numbers, refused where it does not fit, and resumed with it alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import load_file, save_file
+
+from schemas.cli.console import OK, USAGE
+from schemas.config.adapter import Adapter
+from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, random, trained
+from tests.trainer.runs import LOADS, program
+from trainer.adapters.header import AdapterError
+from trainer.memory.estimate import estimate_memory
+from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t2i", "sana"])
+def test_training_starts_from_an_adapter_and_goes_on_with_it(make_config, make_set, tmp_path, capsys, kind) -> None:
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 10}
+    formats = ["diffusers", "comfyui"]
+    first = make_config(kind, steps=3, validation=look, adapter={**SETTINGS, "formats": formats})
+    make_set(first)
+    code, report, _ = program(first, tmp_path, capsys)
+    assert code == OK
+    run = Path(first.output) / "run"
+    ended = report["details"]["eval_loss"]["last"]
+    assert {path.name for path in (run / "adapter").iterdir()} == {
+        "pytorch_lora_weights.safetensors",
+        "comfyui_lora.safetensors",
+    }
+    # Ours by its run, ComfyUI's, and one without any header: all begin where the first run ended.
+    bare = tmp_path / "bare.safetensors"
+    held = load_file(run / "adapter" / "pytorch_lora_weights.safetensors")
+    # A file without a header does not have the strength, alpha / rank.
+    save_file({key: value * (3 / value.shape[1] if "lora_B" in key else 1) for key, value in held.items()}, bare)
+    for name, init in (("ours", run), ("comfyui", run / "adapter" / "comfyui_lora.safetensors"), ("bare", bare)):
+        settings: dict = {"init": str(init)}
+        config = make_config(kind, run=name, steps=1, validation=look, adapter=settings)
+        code, report, _ = program(config, tmp_path, capsys)
+        assert code == OK and report["details"]["eval_loss"]["first"] == pytest.approx(ended, rel=1e-5)
+        assert "rank" not in YAML(typ="safe").load(run.with_name(name) / "config.yaml")["train"]["adapter"]
+    # A dry run counts the file's ranks.
+    shape = json.loads((Path(config.model.source) / "transformer" / "config.json").read_text())
+    predicted, wanted = (estimate_memory(one, shape, ["64x64"], 8) for one in (config, first))
+    assert (predicted.gradients, predicted.optimizer) == (wanted.gradients, wanted.optimizer)
+    # The same file elsewhere goes on; another one, or none, does not.
+    moved = bare.rename(tmp_path / "moved.safetensors")
+    settings |= {"init": str(moved)}
+    code, report, _ = program(
+        make_config(kind, run="bare", steps=2, validation=look, adapter=settings), tmp_path, capsys
+    )
+    assert code == OK and report["done"] == 1 and report["skipped"] == 1
+    save_file({key: value * 2 for key, value in held.items()}, moved)
+    for init in (str(moved), None):
+        config = make_config(kind, run="bare", steps=3, validation=look, adapter={**settings, "init": init})
+        code, report, said = program(config, tmp_path, capsys)
+        assert code == USAGE and "train.adapter.init is another adapter, or none" in report["error"]["message"]
+        assert "loading the transformer" not in said and "Set train.adapter.init back" in report["error"]["next_step"]
+
+
+@pytest.mark.slow
+def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, tmp_path, capsys) -> None:
+    """Before a model is loaded."""
+    make_set(make_config("sana"))
+    name, file = "transformer.transformer_blocks.0.attn1.to_q", tmp_path / "a.safetensors"
+    held = {f"{name}.lora_A.weight": torch.ones(2, 3), f"{name}.lora_B.weight": torch.ones(3, 2)}
+    save_file(held, file, {"latentpress.family": "kandinsky5-image"})
+    for settings, said in (
+        ({"rank": 4}, "has rank 2; the configuration has rank 4"),
+        ({}, "was trained for kandinsky5-image, and model.family is sana"),
+        ({"init": str(tmp_path / "absent")}, "absent is not there"),
+    ):
+        config = make_config("sana", adapter={"init": str(file), **settings})
+        code, report, log = program(config, tmp_path, capsys, dry_run=True)
+        assert code == USAGE and said in report["error"]["message"] and "loading" not in log
+    save_file(held, file)
+    for settings, said in (
+        ({"targets": [".*to_k"]}, "adapts other modules than this run: only the file has transformer.transformer_bl"),
+        ({}, "attn1.to_q is 3 x 3, and in the transformer"),
+    ):
+        config = make_config("sana", adapter={"init": str(file), **settings})
+        for dry in (True, False):
+            code, report, log = program(config, tmp_path, capsys, dry_run=dry)
+            assert code == USAGE and said in report["error"]["message"] and LOADS not in log
+
+
+@pytest.mark.slow
+def test_a_format_that_is_added_later_is_written_without_a_step(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=1, adapter={"rank": 2})
+    make_set(config)
+    assert program(config, tmp_path, capsys)[0] == OK
+    both = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
+    code, report, _ = program(both, tmp_path, capsys)
+    assert code == OK and (report["done"], report["skipped"]) == (0, 1)
+    assert (Path(config.output) / "run" / "adapter" / "comfyui_lora.safetensors").exists()
+    assert "loading" not in program(both, tmp_path, capsys)[2]
+
+
+BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_pattern": {r".*\.0\..*": 3.0}}
+FEW = r".*blocks\.0\.(attn1|self_attention)\.(to_q|to_query)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
+@pytest.mark.parametrize(
+    ("made", "settings"),
+    [
+        (BY_MODULE, {}),
+        ({**BY_MODULE, "rslora": True}, {}),
+        ({**BY_MODULE, "rslora": True}, {"rslora": True}),
+        ({"targets": FEW}, {}),
+        ({**BY_MODULE, "rslora": True, "dora": True}, {"dora": True}),
+    ],
+    ids=["by module", "rslora", "rslora in both", "few modules", "dora"],
+)
+def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, made, settings) -> None:
+    """Without targets, rank and alpha, which are the file's; and what is saved then is the same adapter."""
+    first, model, pipe = trained(kind, tiny(kind), **made), load(kind, tiny), pipeline(kind, tiny(kind))
+    adapters.save_lora(first, tmp_path, kind)
+    pipe.load_lora_weights(tmp_path)
+    theirs, before = output(kind, pipe.transformer), output(kind, model)
+    make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path), **settings))
+    assert (theirs - before).abs().max() > 1e-3
+    atol = 2e-6 if "dora" in made else 1e-6
+    torch.testing.assert_close(output(kind, model.eval()), theirs, rtol=0, atol=atol)
+    adapters.save_lora(model, tmp_path / "again", kind)
+    pipe.unload_lora_weights()
+    pipe.load_lora_weights(tmp_path / "again")
+    torch.testing.assert_close(output(kind, pipe.transformer), theirs, rtol=0, atol=atol)
+
+
+def test_files_of_other_programs_have_several_ranks(tiny, tmp_path) -> None:
+    """Without a header each module's alpha is its rank; ComfyUI's have alpha tensors."""
+    kind = "sana"
+    first = trained(kind, tiny(kind), **BY_MODULE)
+    save_file(load_file(adapters.save_lora(first, tmp_path, kind)), tmp_path / "bare.safetensors")
+    adapters.save_lora(first, tmp_path, kind, formats=["comfyui"])
+    bare, comfyui = pipeline(kind, tiny(kind)), pipeline(kind, tiny(kind)).transformer
+    bare.load_lora_weights(tmp_path, weight_name="bare.safetensors")
+    apply_as_comfyui(comfyui, tmp_path / "comfyui_lora.safetensors")
+    for name, theirs in (("bare", bare.transformer), ("comfyui_lora", comfyui)):
+        model = load(kind, tiny)
+        make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path / f"{name}.safetensors")))
+        torch.testing.assert_close(output(kind, model.eval()), output(kind, theirs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
+def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> None:
+    family, _ = KINDS[kind]
+    lokr: dict = {"type": "lokr", "decompose_factor": 4}
+    first, pipe = load(kind, tiny), pipeline(kind, tiny(kind))
+    own = {"rank": 2, "alpha": 3.0, "rank_pattern": {".*(to_q|to_query)": 64}}
+    make_trainable(first, family, Adapter(**lokr, **own))
+    for i, parameter in enumerate(adapters.trainable_parameters(first).values()):
+        parameter.data += random(*parameter.shape, seed=i) * 0.1
+    path = adapters.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])
+    pipe.transformer.load_lora_adapter(tmp_path, prefix="transformer", weight_name=path.name)
+    theirs = exact_output(kind, pipe.transformer)
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        model = load(kind, tiny)
+        make_trainable(model, family, Adapter(init=str(file), **lokr))
+        torch.testing.assert_close(exact_output(kind, model.eval()), theirs, rtol=0, atol=1e-6)
+    assert len([*tmp_path.glob("*.safetensors")]) == 3
+    with pytest.raises(AdapterError, match="divides matrices otherwise than this run") as caught:
+        make_trainable(load(kind, tiny), family, Adapter(init=str(path), type="lokr", decompose_factor=8))
+    assert "decompose_factor and decompose_both to those" in caught.value.next_step
+
+
+def load(kind: str, tiny):
+    return KINDS[kind][0].load(str(tiny(kind)))

@@ -1,0 +1,188 @@
+"""`train --dry-run --card`: what fits is known before anything is discovered, without a network."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.tiny_models import make_untrained
+from examples.tiny_shapes import SHAPES
+from schemas.catalogue import FAMILIES
+from schemas.config.loading import load_config
+from schemas.config.pipeline import Config
+from schemas.errors import INCOMPLETE, OK
+from trainer.memory import encoders as encoder_memory
+from trainer.memory.card_fit import check_card, list_buckets, read_shapes
+from trainer.memory.estimate import sum_bytes
+from trainer.memory.meter import MemoryMeter
+from trainer.setup.load import empty_transformer
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Billions of parameters, as published.
+SIZES = {
+    "t2i-lite-sft": 6.0, "i2i-lite-sft": 6.0, "t2v-lite-sft-5s": 2.0, "t2v-lite-sft-10s": 2.0, "i2v-lite-5s": 2.0,
+    "t2v-pro-sft-5s-hd": 19.3, "i2v-pro-sft-5s": 19.3, "sana-1.6b-1024px": 1.6, "sana1.5-4.8b-1024px": 4.7,
+    "sana-600m-512px": 0.59,
+}  # fmt: skip
+ENCODERS = {"kandinsky5-image": 7.07 + 0.123, "kandinsky5-video": 7.07 + 0.123, "sana": 2.61}
+
+
+def configured(family: str, tmp_path: Path, flavour: str | None = None, **sections) -> Config:
+    dataset = {"id": "a", "instance_data_dir": "a", **sections.pop("dataset", {})}
+    if flavour and flavour.startswith("i2i"):
+        dataset["conditioning_data"] = "b"
+    if family == "kandinsky5-video":
+        dataset |= {"dataset_type": "video", "video": {"num_frames": 9}}
+    model = {"family": family, "flavour": flavour, **sections.pop("model", {})}
+    return Config.model_validate({"root": str(tmp_path / "work"), "model": model, "datasets": [dataset], **sections})
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch) -> None:
+    connect = socket.socket.connect
+
+    def refuse(self, *place):
+        assert self.family == socket.AF_UNIX, "a connection"
+        return connect(self, *place)
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kandinsky-image-lora-16gb", "kandinsky-video-lite-lora-16gb", "sana-lora-12gb"])
+def test_a_recipe_fits_its_card_and_a_small_one_is_told_what_helps(name: str) -> None:
+    config = load_config(ROOT / "examples" / "recipes" / f"{name}.yaml")
+    card = float(name.rsplit("-", 1)[1].removesuffix("gb"))
+    report = check_card(config, card, 1)
+    assert report.exit_code == OK and all(row["fits"] for row in report.details["memory"])
+    assert "assumed" not in report.details and "no plan yet" in report.details["buckets_of"]
+    report = check_card(config, 2.5, 1)
+    failed = {row["item"]: row["message"] for row in report.failed}
+    assert report.exit_code == INCOMPLETE and "train" in failed and "would need less with" in failed["train"]
+    assert all("GiB" in message for message in failed.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flavour", "billions"), SIZES.items())
+def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str, billions: float, tmp_path) -> None:
+    family = next(name for name, row in FAMILIES.items() if flavour in row.flavours)
+    config = configured(family, tmp_path, flavour)
+    shapes, assumed = read_shapes(config)
+    folder = tmp_path / "model"
+    for part, shape in shapes.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(shape))
+    local = configured(family, tmp_path, flavour, model={"path": str(folder)})
+    numbers = sum(weight.numel() for weight in empty_transformer(local).parameters()) / 1e9
+    assert numbers == pytest.approx(billions, rel=0.03) and not assumed
+    if flavour not in ("t2i-lite-sft", "i2i-lite-sft", "sana-1.6b-1024px"):  # those of the others are the same
+        return
+    half = config.model_copy(update={"text": config.text.model_copy(update={"precision": "bfloat16"})})
+    with_image = 0.68 if config.model.template.with_image else 0  # the vision model
+    expected = ENCODERS[family] + with_image
+    assert encoder_memory.estimate_text(half, shapes).weights / 2e9 == pytest.approx(expected, rel=0.01)
+
+
+def test_all_flavours_have_shapes() -> None:
+    for family in FAMILIES.values():
+        for flavour in family.flavours.values():
+            shape = family.published_shape("transformer", flavour)
+            assert (shape.get("attention_type") == "nabla") == flavour.sparse
+            assert {"transformer", "text_encoder", "vae"} <= family.shapes.keys()
+
+
+@pytest.mark.parametrize(("family", "part"), [("kandinsky5-image", "flux_vae"), ("kandinsky5-video", "hunyuan_vae")])
+def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path) -> None:
+    """Of the tensors of a tiny one that encodes on a CPU."""
+    latents = {"precision": "float32", "batch_pixels": 2 * 9 * 64 * 96}
+    config = configured(family, tmp_path, latents=latents)
+    frames = 9 if config.model.family_spec.video else 1
+    found = encoder_memory.estimate_latents(config, {"vae": SHAPES["tiny"][part]}, f"96x64@{frames}")
+    vae, meter = make_untrained(part).eval(), MemoryMeter()
+    assert found.weights == sum_bytes(vae.parameters())
+    count = 2 * 9 // frames
+    shape = (count, 3, 9, 64, 96) if frames > 1 else (count, 3, 64, 96)
+    with torch.no_grad(), meter:
+        vae.encode(torch.zeros(shape))
+    assert meter.peak <= found.activations <= 1.5 * meter.peak
+    smaller = encoder_memory.estimate_latents(
+        config.model_copy(update={"latents": config.latents.model_copy(update={"slicing": True})}),
+        {"vae": SHAPES["tiny"][part]},
+        f"96x64@{frames}",
+    )
+    assert smaller.activations < found.activations
+
+
+def test_a_text_encoder_takes_no_more_than_is_predicted(tmp_path) -> None:
+    config = configured("sana", tmp_path, text={"batch_tokens": 4096, "precision": "float32"})
+    shape = SHAPES["tiny"]["gemma"] | {"vocab_size": 300}
+    found = encoder_memory.estimate_text(config, {"text_encoder": shape})
+    model, meter = make_untrained("gemma", vocab_size=300).eval(), MemoryMeter()
+    assert found.weights == sum_bytes(model.parameters())
+    longest = config.model.template.max_length
+    ids = torch.ones(4096 // longest, longest, dtype=torch.long)
+    with torch.no_grad(), meter:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert meter.peak <= found.activations <= 6 * meter.peak
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [({"quantization": "int8-quanto"}, 0.55), ({"quantization": "nf4-bnb"}, 0.35), ({"offload": "blocks"}, 0.1)],
+)
+def test_options_of_the_text_encoder_make_it_smaller(tmp_path, text: dict, share: float) -> None:
+    whole = configured("kandinsky5-image", tmp_path)
+    shapes, _ = read_shapes(whole)
+    less = configured("kandinsky5-image", tmp_path, text=text)
+    needs = [encoder_memory.estimate_text(config, shapes).weights for config in (whole, less)]
+    assert 0 < needs[1] < (share + 0.05) * needs[0]
+
+
+def test_buckets_are_those_of_the_datasets_or_of_the_plan(project, tmp_path) -> None:
+    config = configured("kandinsky5-image", tmp_path, dataset={"resolution": [256, 512], "max_aspect": 1})
+    assert list_buckets(config)[0] == ["256x256@1", "512x512@1"]
+    family = configured("kandinsky5-image", tmp_path, dataset={"buckets": "family"})
+    assert "1024x1024@1" in list_buckets(family)[0] and len(list_buckets(family)[0]) == 7
+    video = configured("kandinsky5-video", tmp_path, "t2v-pro-sft-5s-hd", dataset={"resolution": 512})
+    assert all(name.endswith("@9") for name in list_buckets(video)[0])
+    assert all(int(side) % 128 == 0 for name in list_buckets(video)[0] for side in name[:-2].split("x"))
+    from stages import bucket, discover
+
+    home = project()
+    home.image("one.png", (64, 64))
+    for program in (discover.run, bucket.run):
+        home.run(program, "model.path=null")
+    assert list_buckets(home.config("model.path=null")) == (["64x64@1"], "the plan")
+
+
+def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_path) -> None:
+    folder = tmp_path / "model" / "transformer"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", "num_layers": 3}))
+    shapes, assumed = read_shapes(configured("sana", tmp_path, model={"path": str(folder.parent)}))
+    assert shapes["transformer"]["num_layers"] == 3
+    assert [text.partition(" here")[0].split()[-1] for text in assumed] == ["text_encoder", "vae"]
+    assert all("is taken for that of terminusresearch" in text for text in assumed)
+    _, assumed = read_shapes(configured("sana", tmp_path, model={"path": "someone/finetuned"}))
+    assert len(assumed) == 3
+
+
+@pytest.mark.slow
+def test_the_program(tmp_path) -> None:
+    config = configured("sana", tmp_path, dataset={"resolution": 256}).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "p.yaml").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "stages.cli", "train", "--config", "p.yaml", "--json", "--card", "0.5"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    refused = subprocess.run(command, **options)
+    assert refused.returncode == 2 and "--dry-run" in refused.stdout
+    found = subprocess.run([*command, "--dry-run"], **options)
+    report = json.loads(found.stdout)
+    assert found.returncode == report["exit_code"] == INCOMPLETE, found.stderr
+    assert {row["item"] for row in report["failed"]} >= {"encode-text", "train"}
+    assert not (tmp_path / "work").exists()

@@ -1,0 +1,278 @@
+"""The memory that is predicted from shapes is the memory that a step takes, as the kernel counts it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from examples.tiny_shapes import KINDS, SHAPES
+from schemas.cli.console import OK, Options, run_program
+from tests.conftest import LONG
+from tests.trainer.peak_memory import MALLOC, skip_without_peaks
+from trainer.__main__ import run as program_run
+from trainer.families.base import module_of
+from trainer.memory.advice import RESERVED, explain_fit, find_card
+from trainer.memory.estimate import MemoryEstimate, estimate_memory
+from trainer.methods.base import Method
+from trainer.methods.selection import METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Sides in multiples of 64, for nf4-bnb, and large enough that what a step allocates is not lost among small things.
+MIDDLE = {
+    "t2i": SHAPES["tiny"]["image"] | {"model_dim": 128, "ff_dim": 512, "num_visual_blocks": 2, "visual_cond": False},
+    "sana": SHAPES["tiny"]["sana"]
+    | {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
+}
+SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512")}
+FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
+#: On a CPU: device and offloaded are one there. Of each kind of setting at least one; the long form has more of them.
+GRID = {
+    "t2i": [
+        {"gradient_checkpointing_interval": 2, "adapter": {"rank": 8, "dora": True}},
+        {"batch_size": 2, "offload": {"blocks": True, "activations": True}, "adapter": {"type": "lokr", "rank": 4}},
+        {"base_precision": "nf4-bnb", "batch_size": 2, **ALL},
+        {**FULL, "precision": "bfloat16", "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}},
+    ],
+    "sana": [
+        {
+            **{"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
+            **{"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
+        },
+        {**FULL, **ALL, "optimizer": {"name": "bnb-adamw8bit"}},
+        {**FULL, "precision": "bfloat16", "ema": {}, "offload": {"activations": True}},
+    ],
+}
+LONG_GRID = {
+    "t2i": [
+        {"batch_size": 2, **ALL},
+        {"batch_size": 2},
+        {"batch_size": 2, "offload": {"activations": True}, **ALL},
+        {"batch_size": 2, "offload": {"blocks": True}},
+        {"base_precision": "int8-quanto", "batch_size": 2, **ALL},
+        {"base_precision": "int8-torchao", "batch_size": 2, **ALL},
+        {"precision": "bfloat16", **ALL},
+        {**FULL, "ema": {"device": "cpu"}},
+    ],
+    "sana": [
+        {"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
+        {"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
+        {"batch_size": 2, "methods": {"masked_loss": {}}},
+        {"batch_size": 2, "offload": {"activations": True}, **ALL},
+        {**FULL, "optimizer": {"name": "prodigy"}},
+        {**FULL, "ema": {}, "optimizer": {"name": "pytorch_optimizer.Lion"}},
+        {**FULL, "precision": "bfloat16", "offload": {"activations": True}},
+    ],
+}
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_it_and_loads_nothing(make_config, make_set, tmp_path, capsys) -> None:
+    shown = {}
+    for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
+        config = make_config("i2v", name=name, **options)
+        make_set(config)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
+        said = capsys.readouterr()
+        details = json.loads(said.out)["details"]
+        assert "loading the transformer" not in said.err and details["memory_of_bucket"] == "96x64@5"
+        shown[name] = {row["part"]: row["mib"] for row in details["memory"]}
+        assert [*shown[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
+    assert shown["more"]["activations"] > shown["less"]["activations"]
+
+
+@pytest.mark.slow
+def test_offload_takes_from_the_device_what_it_adds_to_the_host(make_config) -> None:
+    """Frozen weights of all blocks but one, and activations; trained weights stay."""
+    plain, blocks, both = (
+        estimate_memory(make_config("t2i", offload=offload), MIDDLE["t2i"], ["512x512"], 64)
+        for offload in ({}, {"blocks": True}, {"blocks": True, "activations": True})
+    )
+    assert blocks.activations == plain.activations and plain.weights > 2 * blocks.weights
+    assert (blocks.gradients, blocks.optimizer) == (plain.gradients, plain.optimizer)
+    assert both.activations < blocks.activations and both.host > blocks.host
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
+    """Of four: a quarter of everything, and two gathered blocks of four with what is outside of the blocks."""
+    plain, shared, hosted, kept, half = (
+        estimate_memory(make_config("t2i", **FULL, **others, parallel=parallel), MIDDLE["t2i"], ["512x512"], 64, ranks)
+        for parallel, ranks, others in (
+            ({}, 1, {}),
+            ({"strategy": "fsdp2"}, 4, {}),
+            ({"strategy": "fsdp2", "cpu_offload": True}, 4, {}),
+            ({"strategy": "fsdp2", "reshard_after_forward": False}, 4, {}),
+            ({"strategy": "fsdp2", "reshard_after_forward": False}, 4, {"precision": "bfloat16"}),
+        )
+    )
+    assert shared.optimizer == pytest.approx(plain.optimizer / 4, abs=4)
+    assert shared.gradients == pytest.approx(plain.gradients / 4, abs=4)
+    gathered = shared.weights - plain.weights / 4
+    assert 0.5 * plain.weights < gathered < 0.9 * plain.weights
+    assert kept.weights == pytest.approx(plain.weights * 1.25, abs=4)
+    assert 0.5 * plain.weights < half.weights - plain.weights / 4 < 0.7 * plain.weights
+    assert hosted.weights == pytest.approx(gathered, abs=4) and hosted.gradients == hosted.optimizer == 0
+    assert hosted.offloaded == pytest.approx((plain.weights + plain.gradients + plain.optimizer) / 4, abs=4)
+
+
+@pytest.mark.slow
+def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_config, checkpoints) -> None:
+    for kind in ("t2i", "sana"):
+        family = module_of(make_config(kind).model.family_spec)
+        loaded = family.load(str(checkpoints(kind)), dtype=torch.bfloat16)
+        with torch.device("meta"):
+            made = family.untrained(loaded.config, torch.bfloat16)
+        expected = {name: (weight.dtype, weight.shape) for name, weight in loaded.named_parameters()}
+        assert {name: (weight.dtype, weight.shape) for name, weight in made.named_parameters()} == expected
+
+
+@pytest.mark.slow
+def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config, make_set, made, tmp_path) -> None:
+    skip_without_peaks()
+    rows = [(kind, settings) for kind in GRID for settings in GRID[kind] + (LONG_GRID[kind] if LONG else [])]
+    shapes, configs = {}, []
+    for kind, middle in MIDDLE.items():
+        torch.manual_seed(0)
+        folder = tmp_path / kind / "transformer"
+        module_of(make_config(kind).model.family_spec).untrained(middle).save_pretrained(folder)
+        shapes[kind] = json.loads((folder / "config.json").read_text())
+    for number, (kind, settings) in enumerate(rows):
+        config = make_config(kind, name=str(number), **settings)
+        source = config.model.model_copy(update={"path": str(tmp_path / kind)})
+        configs.append(config.model_copy(update={"model": source}))
+        rng, bucket = np.random.default_rng(0), SIZES[kind][number % 2]
+        captions = [made.caption(rng, 32, kind != "sana") for _ in range(5)]
+        items = [made.Item(bucket, made.latent(rng, config, bucket), [caption]) for caption in captions[1:]]
+        make_set(config, items, captions[0])
+    lines = [json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)) for config in configs]
+    command = [sys.executable, "-m", "tests.trainer.peak_memory"]
+    environment = {**os.environ, **MALLOC, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True, env=environment)
+    assert ended.returncode == 0
+    wrong = []
+    measured = [json.loads(line) for line in ended.stdout.splitlines()]
+    for number, ((kind, settings), config, (most, saved)) in enumerate(zip(rows, configs, measured, strict=True)):
+        predicted = estimate_memory(config, shapes[kind], [SIZES[kind][number % 2]], 32)
+        share, on_disk = (predicted.device + predicted.offloaded) / most, predicted.checkpoint / saved
+        print(f"{kind} {settings}: {share:.3f} of {most >> 10} KiB, {on_disk:.3f} of {saved >> 10} KiB on disk")
+        wrong += [] if 0.85 < share < 1.15 and 0.95 < on_disk < 1.05 else [(kind, settings, share, on_disk)]
+    assert len(measured) == len(rows) and not wrong, wrong
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_what_would_fit_the_card(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
+    config = make_config("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
+    make_set(config)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def said(size: int) -> str:
+        card = SimpleNamespace(name="a small card", total_memory=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+        assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
+        return " ".join(capsys.readouterr().err.split())
+
+    shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
+    length = config.text.max_length or config.model.template.max_length
+    whole = estimate_memory(config, shape, ["96x64"], length)
+    enough = said(whole.device + RESERVED - 1)
+    assert "on the device, 1 GiB of it for CUDA and its kernels, and a small card has 1.0 GiB" in enough
+    assert "with train.gradient_checkpointing true of every block" in enough and "offload" not in enough
+    much = said(RESERVED)
+    assert "and with train.offload.activations true" in much and "smaller buckets" in much
+    assert find_card("cuda:1") is find_card("cpu") is None and find_card("auto") == ("a small card", RESERVED)
+    assert explain_fit(config, 1, ("a card", whole.device + RESERVED), whole, pytest.fail) is None
+
+
+def test_what_a_run_already_has_is_not_advised(make_config) -> None:
+    """Each change is predicted with those before it that help, and leaves the section's other keys as they are."""
+    nothing = MemoryEstimate(*[0] * 9, bucket="64x64")
+
+    def predict(config) -> MemoryEstimate:
+        train = config.train
+        offload, parallel, need = train.offload, train.parallel, 40
+        need += 8 * offload.streams + 4 * (offload.blocks_per_group > 1) - 2 * offload.activations
+        need += 1 * (train.ema is not None and train.ema.device == "auto") - 16 * (parallel.strategy == "fsdp2")
+        need += 3 * (not parallel.reshard_after_forward) - 8 * parallel.cpu_offload
+        return replace(nothing, device=need << 30)
+
+    def advice(size: int, ranks: int = 1, **settings) -> str:
+        config = make_config("t2i", **settings)
+        said = explain_fit(config, ranks, ("a card", size << 30), predict(config), predict)
+        return said.partition(" It would need less with ")[2]
+
+    blocks = {"blocks": True, "streams": True, "blocks_per_group": 4}
+    more = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
+    assert advice(1, offload=blocks, ema={"decay": 0.9}) == (
+        "train.ema.device cpu (53.0 GiB), and with train.offload.streams false (45.0 GiB), and with "
+        f"train.offload.blocks_per_group 1 (41.0 GiB), and with train.offload.activations true (39.0 GiB). {more}"
+    )
+    assert advice(45, offload=blocks) == "train.offload.streams false (45.0 GiB)."
+    assert advice(1, offload={"blocks": True, "activations": True}) == ""
+    shared = {"strategy": "fsdp2", "cpu_offload": True, "reshard_after_forward": False}
+    assert advice(17, ranks=2, parallel=shared) == "train.offload.activations true (18.0 GiB), and with " + (
+        "train.parallel.reshard_after_forward true (15.0 GiB)."
+    )
+    assert advice(17, ranks=2) == "train.offload.activations true (39.0 GiB), and with " + (
+        "train.parallel.strategy fsdp2 (23.0 GiB), and with train.parallel.cpu_offload true (15.0 GiB)."
+    )
+
+
+@pytest.mark.slow
+def test_the_choice_of_sparse_attentions_blocks_is_counted(make_config) -> None:
+    """Most of a long clip in a narrow model: for each head a sort of (blocks of 64 tokens)^2 values and indices."""
+    shape, bucket = SHAPES["tiny"]["video"], ["1280x768@961"]
+    plain = estimate_memory(make_config("t2v"), shape, bucket, 8)
+    found = estimate_memory(make_config("t2v"), shape | KINDS["kandinsky5-video-t2v-nabla"].transformer, bucket, 8)
+    heads, blocks = 96 // 32, 241 * 48 * 80 // 64
+    assert 16 < found.activations / (heads * blocks**2) < 80
+    assert found.activations > 2 * plain.activations
+
+
+@pytest.mark.slow
+def test_weights_of_methods_are_counted(make_config, monkeypatch) -> None:
+    class WithWeights(Method):
+        def modules(self) -> torch.nn.Module:
+            return torch.nn.Linear(512, 1024, bias=False)
+
+    shape, bucket = MIDDLE["sana"], ["512x512"]
+    plain = estimate_memory(make_config("sana", methods={"masked_loss": {}}), shape, bucket, 8)
+    monkeypatch.setitem(METHODS, "masked_loss", lambda settings: WithWeights())
+    found = estimate_memory(make_config("sana", methods={"masked_loss": {}}), shape, bucket, 8)
+    size = 4 * 512 * 1024
+    more = [getattr(found, name) - getattr(plain, name) for name in ("weights", "gradients", "optimizer", "checkpoint")]
+    assert more == pytest.approx([size, size, 2 * size, 3 * size], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LONG, reason="it starts programs, each of which imports torch")
+@pytest.mark.parametrize("settings", [{}, {"offload": {"activations": True}, **ALL}, FULL])
+def test_the_host_memory_of_a_program(make_config, make_set, made, tmp_path, settings) -> None:
+    """On a CPU, where all memory is the host's, with a model of 170 MB in float32."""
+    large = MIDDLE["t2i"] | {"model_dim": 768, "ff_dim": 3072, "num_visual_blocks": 4}
+    module_of(make_config("t2i").model.family_spec).untrained(large).save_pretrained(tmp_path / "model" / "transformer")
+    shape = json.loads((tmp_path / "model" / "transformer" / "config.json").read_text())
+    config = make_config("t2i", steps=2, **settings)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "model")})})
+    rng = np.random.default_rng(0)
+    items = [made.Item("512x512", made.latent(rng, config, "512x512"), [made.caption(rng, 64)]) for _ in range(4)]
+    make_set(config, items, made.caption(rng, 64))
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    child = subprocess.Popen([sys.executable, "-m", "trainer", "--config", str(path)], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == OK
+    predicted, measured = estimate_memory(config, shape, ["512x512"], 64).host, used.ru_maxrss << 10
+    print(f"{settings}: {predicted / measured:.3f} of {measured >> 20} MiB")
+    assert 0.85 < predicted / measured < 1.15

@@ -1,0 +1,332 @@
+"""Checkpoints: exact, atomic, checked, pruned."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from cache.store import files
+from schemas.config.training import Optimizer
+from schemas.errors import DAMAGE
+from trainer.run import checkpoint, resume
+from trainer.setup.optimizers import make_optimizer
+
+
+def newest(folder: Path) -> resume.Checkpoint:
+    found, damaged = resume.newest_checkpoint(folder, verify=True)
+    assert found is not None and not damaged
+    return found
+
+
+def model(seed: int) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)}
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def step(parameters, optimizer, number: int) -> float:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(5, 4, generator=generator)
+    hidden = torch.tanh(x @ parameters["a.weight"].T + parameters["a.bias"])
+    loss = ((hidden @ parameters["b.weight"].T - 1) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def trained(steps: int) -> tuple:
+    parameters = model(0)
+    optimizer = make_optimizer(parameters, Optimizer(lr=0.01))
+    losses = [step(parameters, optimizer, number) for number in range(steps)]
+    return parameters, optimizer, losses
+
+
+def test_restored_training_goes_on_exactly(tmp_path: Path) -> None:
+    *_, losses = trained(8)
+    parameters, optimizer, _ = trained(5)
+    checkpoint.save(tmp_path, 5, parameters, optimizer, {"seed": 0}, {"epoch": 1})
+    found = newest(tmp_path)
+    assert found.step == 5 and found.state["epoch"] == 1
+    again = model(9)
+    other = make_optimizer(again, Optimizer(lr=0.01))
+    checkpoint.restore(found, again, other)
+    assert [step(again, other, number) for number in range(5, 8)] == losses[5:]
+
+
+def test_bfloat16_weights_survive(tmp_path: Path) -> None:
+    parameters = {"w": torch.nn.Parameter(torch.randn(4, 4).bfloat16())}
+    optimizer = make_optimizer(parameters, Optimizer())
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
+    again = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))}
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
+    assert torch.equal(again["w"], parameters["w"])
+
+
+@pytest.mark.parametrize("moment", ["write_tensors", "replace"])
+def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
+    """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""
+    parameters, optimizer, _ = trained(2)
+    checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {})
+    child = os.fork()
+    if child == 0:
+        try:
+            owner = checkpoint if moment == "write_tensors" else files
+            monkeypatch.setattr(owner, moment, lambda *_: os._exit(7))
+            checkpoint.save(tmp_path, 3, parameters, optimizer, {}, {})
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert [path.name for path in tmp_path.glob(".step-*")], "something was cut off"
+    assert newest(tmp_path).step == 2
+    checkpoint.prune(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    """The run goes on from the checkpoint before. A few flips change no meaning: white space of the manifest."""
+    parameters, optimizer, _ = trained(2)
+    extra = {"epoch": 1, "ema updates": 2, "gradient noise": [0.5, 0.25], "random": {"seed": 0, "step": 2}}
+    for number in (1, 2):
+        last = checkpoint.save(tmp_path, number, parameters, optimizer, {"seed": 0}, extra)
+    content = (last / name).read_bytes()
+    before = resume.read_checkpoint(last, verify=True)
+    for bit in range(len(content) * 8):
+        raw = bytearray(content)
+        raw[bit // 8] ^= 1 << bit % 8
+        (last / name).write_bytes(raw)
+        found, _ = resume.newest_checkpoint(tmp_path, verify=True)
+        harmless = name == "manifest.json" and content[bit // 8 : bit // 8 + 1].isspace() and found == before
+        assert found is not None and (found.step == 1 or harmless), (bit, raw)
+
+
+def test_a_checkpoint_without_a_manifest_goes_on(tmp_path: Path) -> None:
+    """As releases before wrote it: state.json has the checksums of the files that resuming reads."""
+    parameters, optimizer, _ = trained(2)
+    last = checkpoint.save(tmp_path, 2, parameters, optimizer, {"seed": 0}, {"epoch": 1})
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    del files["state.json"]
+    (last / "manifest.json").unlink()
+    state = json.loads((last / "state.json").read_text()) | {"format_version": 4, "files": files}
+    (last / "state.json").write_text(json.dumps(state))
+    again = model(9)
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer(lr=0.01)))
+    assert all(torch.equal(again[name], parameters[name]) for name in parameters)
+
+
+def rewrite(path: Path, change) -> None:
+    """Change the tensors and the header of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    header = change(tensors, header) or header
+    checkpoint.write_tensors(tensors, path, None if header == "none" else header)
+
+
+def overlap(path: Path) -> None:
+    """Two tensors of a safetensors file at the same bytes."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    first, second = [name for name in header if name != "__metadata__"][:2]
+    header[second] = header[first]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + size :])
+
+
+def described(change) -> dict[str, str]:
+    return {"latentpress.optimizer": json.dumps(change)}
+
+
+ONE = {"a.bias": torch.ones(1)}
+CRAFTED = {
+    "broadcast": ("trainable", lambda tensors, _: tensors.update(ONE), r"a\.bias is of shape \(1,\).*of shape \(3,\)"),
+    "transposed": ("trainable", lambda t, _: t.update({"b.weight": t["b.weight"].T.contiguous()}), "b.weight is of"),
+    "moment": ("optimizer", lambda t, _: t.update({"a.bias/exp_avg": torch.ones(1)}), "a.bias/exp_avg is of shape"),
+    "moment lost": ("optimizer", lambda t, _: t.__delitem__("a.bias/exp_avg"), "a.bias/exp_avg"),
+    "average": (
+        "optimizer",
+        lambda t, _: t.update({"ema/a.bias": torch.ones(1)}),
+        "the moving average of a.bias is of",
+    ),
+    "average lost": ("optimizer", lambda t, _: t.__delitem__("ema/a.bias"), "the moving average of a.bias is missing"),
+    "no header": ("optimizer", lambda *_: "none", ""),
+    "header cut": ("optimizer", lambda _, header: {key: value[:-1] for key, value in header.items()}, ""),
+    "header a list": ("optimizer", lambda *_: described([]), "description is no object"),
+    "no groups": ("optimizer", lambda *_: described({"parameters": {}}), "groups is no list"),
+    "another weight": (
+        "optimizer",
+        lambda *_: described({"parameters": {"x": {}}, "groups": [{}]}),
+        "state of x, which is not trained",
+    ),
+    "no value": (
+        "optimizer",
+        lambda *_: described({"parameters": {"a.bias": {"step": {"float": "much"}}}, "groups": [{}]}),
+        "a.bias/step is no value",
+    ),
+    "overlap": ("trainable", overlap, "[oO]ffset"),
+    "overlap of moments": ("optimizer", overlap, "[oO]ffset"),
+}
+
+
+@pytest.mark.parametrize("craft", CRAFTED)
+def test_what_was_made_with_matching_checksums_is_refused_by_name(tmp_path: Path, craft: str) -> None:
+    part, change, said = CRAFTED[craft]
+    parameters, optimizer, _ = trained(2)
+    averages = {name: weight.detach().clone() for name, weight in parameters.items()}
+    last = checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {}, averages)
+    path = last / f"{part}.safetensors"
+    change(path) if change is overlap else rewrite(path, change)
+    resume.write_manifest(last)
+    again = model(9)
+    with pytest.raises(resume.ResumeError, match=f"step-000002 can't be restored, .*{said}"):
+        checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer(lr=0.01)), averages)
+
+
+def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:
+    metadata = {f"{name}": f'"{name}" \n\x1f\x7f é {{"a": 1}}' for name in "zyxwvutsrqponml"}
+    contents = set()
+    for number in range(8):
+        path = tmp_path / f"{number}.safetensors"
+        checkpoint.write_tensors({"w": torch.ones(3)}, path, metadata)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == metadata and torch.equal(file.get_tensor("w"), torch.ones(3))
+
+
+def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
+    """Of three weights the export holds one as it is, another halved and one in another dtype."""
+    parameters, optimizer, _ = trained(2)
+    names = {"a.weight": "x", "a.bias": "y", "b.weight": "z"}
+
+    def export(folder: Path) -> dict:
+        (folder / "part").mkdir()
+        written = {"x": parameters["a.weight"], "y": parameters["a.bias"] / 2, "z": parameters["b.weight"].bfloat16()}
+        checkpoint.write_tensors({key: value.detach() for key, value in written.items()}, folder / "part/model.st")
+        return {"part/model.st": {key: name for name, key in names.items()}}
+
+    saved = checkpoint.save(tmp_path, 2, parameters, optimizer, {}, {}, export=export)
+    assert load_file(saved / "trainable.safetensors").keys() == {"a.bias", "b.weight"}
+    again = model(9)
+    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
+    assert all(torch.equal(again[name], parameters[name]) for name in names)
+    (saved / "part/model.st").unlink()
+    with pytest.raises(resume.NoUsableCheckpoint, match=r"it has no part/model\.st"):
+        resume.newest_checkpoint(tmp_path)
+
+
+def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+    parameters, optimizer, _ = trained(1)
+    for number in (1, 2, 30, 999_999, 1_000_000):
+        checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
+    checkpoint.prune(tmp_path, 2, 15, [2])
+    kept = ["step-000002", "step-000030", "step-1000000", "step-999999"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1000000", "step-999999"]
+    assert newest(tmp_path).step == 1_000_000
+    assert resume.newest_checkpoint(tmp_path / "none") == (None, [])
+
+
+def test_other_terms_are_refused_and_named_as_settings(tmp_path: Path) -> None:
+    """Old and new value of each; a hash is no value. Terms that are not asked for are not compared."""
+    parameters, optimizer, _ = trained(1)
+    saved = {"seed": 1, "transformer": "abc", "betas": (0.9, 0.95), "adapter": {"rank": 8, "alpha": None, "type": "x"}}
+    saved |= {"methods": {}}
+    data = {"digest": "d1", "set": "a", "samples": 3, "captions": 4}
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {**saved, "data": data}, {})
+    found = newest(tmp_path)
+    resume.check_signature(found, {**saved, "data": {**data, "set": "b"}})
+    resume.check_signature(found, {"seed": 1})
+    other = {"seed": 2, "transformer": "xyz", "betas": (0.9, 0.95), "adapter": {"rank": 4, "alpha": 2.0, "type": "x"}}
+    other |= {"methods": {"masked_loss": {"weight": 0.5}}}
+    with pytest.raises(resume.ResumeError) as caught:
+        resume.check_signature(found, {**other, "data": {"digest": "d2", "set": "b", "samples": 5, "captions": 6}})
+    lines = caught.value.message.splitlines()
+    assert lines[0].endswith("can't be continued with this configuration:") and sorted(lines[1:]) == [
+        "  the transformer has another shape",
+        "  train.adapter.alpha: default in the checkpoint, 2.0 now",
+        "  train.adapter.rank: 8 in the checkpoint, 4 now",
+        '  train.methods.masked_loss: not used in the checkpoint, {"weight": 0.5} now',
+        "  train.seed: 1 in the checkpoint, 2 now",
+        "  training data: set a with 3 samples and 4 captions in the checkpoint, "
+        "set b with 5 samples and 6 captions now",
+    ]
+    assert "Set train.adapter back." in caught.value.next_step and "another train.run" in caught.value.next_step
+
+
+def cut(path: Path, name: str) -> None:
+    path = path / name
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path: Path, name: str) -> None:
+    raw = bytearray((path / name).read_bytes())
+    raw[-3] ^= 1
+    (path / name).write_bytes(raw)
+
+
+DAMAGES = {
+    "empty": lambda path: (path / "state.json").write_bytes(b""),
+    "cut": lambda path: cut(path, "state.json"),
+    "missing": lambda path: (path / "state.json").unlink(),
+    "a list": lambda path: (path / "state.json").write_text("[1]"),
+    "no UTF-8": lambda path: (path / "state.json").write_bytes(b'{"step": "\xff"}'),
+    "nested": lambda path: (path / "state.json").write_text("[" * 10_000),
+    "another step": lambda path: (path / "state.json").write_text(
+        (path / "state.json").read_text().replace('"step": 2', '"step": 7')
+    ),
+    "a path": lambda path: (path / "state.json").write_text(
+        (path / "state.json").read_text().replace('"weights": {', '"weights": {"../../secret": {}')
+    ),
+    "weights flipped": lambda path: flip(path, "trainable.safetensors"),
+    "weights cut": lambda path: cut(path, "optimizer.safetensors"),
+    "weights missing": lambda path: (path / "optimizer.safetensors").unlink(),
+    "a folder": lambda path: ((path / "state.json").unlink(), (path / "state.json").mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_checkpoint_before_a_damaged_one_is_found(tmp_path: Path, damage: str) -> None:
+    """And the damaged one is put aside, where it counts no more and nothing removes it; where there is none before, the
+    run is damaged."""
+    parameters, optimizer, _ = trained(2)
+    for number in (1, 2):
+        last = checkpoint.save(tmp_path, number, parameters, optimizer, {}, {})
+    DAMAGES[damage](last)
+    found, damaged = resume.newest_checkpoint(tmp_path, verify=True)
+    assert found is not None and found.step == 1
+    assert [path for path, _ in damaged] == [last] and damaged[0][1]
+    assert "is kept as damaged-step-000002.1" in checkpoint.quarantine(*damaged[0], found)
+    checkpoint.prune(tmp_path, 1)
+    assert newest(tmp_path).step == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "damaged-step-000002.1"}
+    if damage != "another step":
+        DAMAGES[damage](tmp_path / "step-000001")
+        with pytest.raises(resume.NoUsableCheckpoint, match=r"step-000001: .*\n.*another train\.run") as caught:
+            resume.newest_checkpoint(tmp_path, verify=True)
+        assert caught.value.exit_code == DAMAGE
+
+
+@pytest.mark.parametrize("name", ["step-", "step-x", "step-1.old", "step-²"])
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path, name: str) -> None:
+    parameters, optimizer, _ = trained(1)
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
+    (tmp_path / name).mkdir()
+    (tmp_path / "step-000009").write_text("a file")
+    assert newest(tmp_path).step == 1
+    checkpoint.prune(tmp_path, 1)
+    assert (tmp_path / name).is_dir() and (tmp_path / "step-000009").is_file()
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    parameters, optimizer, _ = trained(1)
+    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
+    other = {"c": torch.nn.Parameter(torch.zeros(1))}
+    with pytest.raises(resume.ResumeError, match=r"other weights.*a\.bias"):
+        checkpoint.restore(newest(tmp_path), other, make_optimizer(other, Optimizer()))

@@ -1,0 +1,109 @@
+"""A trainer killed at every file operation of saving a checkpoint, and in the middle of writing each file."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache.order.schedule import BatchSchedule
+from cache.sets.set_lookup import open_set
+from cache.store.store import Store
+from schemas.cli.console import Console
+from tests.conftest import LONG
+from tests.processes import in_child
+from trainer import train as loop
+from trainer.run import checkpoint, resume
+
+pytestmark = pytest.mark.slow
+
+#: Audit events of Python's own file operations; `shutil.rmtree` and `Path` go through them.
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "os.link"}
+
+
+def prepared(config) -> loop.TrainState:
+    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    schedule = BatchSchedule(data.spans, config.train.seed, 1, 1)
+    return loop.prepare_training(config, data, schedule, Console(stderr=open(os.devnull, "w")), "cpu")
+
+
+def kill_at_operation(number: int, folder: Path) -> None:
+    """Kill this process before the file operation `number` (from 0) below `folder`. fsync has no event, and none of
+    what was written is lost with the process."""
+    taken = iter(range(10**9))
+
+    def seen(event: str, arguments: tuple) -> None:
+        if event in CHANGES and str(folder) in str(arguments[0]) and next(taken) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(seen)
+
+
+def kill_at_size(size: int) -> None:
+    """Kill this process by the write that would make any file larger than so many bytes; libraries write in Rust."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), *([("sana", {"type": "full"})] if LONG else [])])
+def test_the_checkpoint_before_is_never_harmed(make_config, make_set, kind, adapter) -> None:
+    """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many."""
+    config = make_config(kind, steps=9, adapter=adapter, keep_checkpoints=1)
+    make_set(config)
+    run = prepared(config)
+    folder = run.folder / "checkpoints"
+    for step, batches in enumerate(run.loader.steps(0, 3), 1):
+        loop.train_step(run, batches)
+        if step > 1:
+            checkpoint.prune(folder, 3)
+            loop.save_checkpoint(run, step)
+        if step == 2:
+            old = {name: value.detach().clone() for name, value in run.trainable.items()}
+            shutil.copytree(folder, folder.with_name("before"))
+    new = {name: value.detach().clone() for name, value in run.trainable.items()}
+    assert any(not torch.equal(old[name], new[name]) for name in new)
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    assert [path.name for path in folder.iterdir()] == ["step-000003"], "one is kept"
+
+    def check() -> int:
+        found, damaged = resume.newest_checkpoint(folder, verify=True)
+        assert found is not None and not damaged and found.step in (2, 3)
+        checkpoint.restore(found, run.trainable, run.optimizer)
+        expected = old if found.step == 2 else new
+        assert all(torch.equal(value, expected[name]) for name, value in run.trainable.items())
+        return found.step
+
+    def attempt(prepare: Callable[[], None]) -> int:
+        """The newest step after a death, 0 where it did not die."""
+        shutil.rmtree(folder)
+        shutil.copytree(folder.with_name("before"), folder)
+
+        def work() -> None:
+            with torch.no_grad():
+                for name, value in run.trainable.items():
+                    value.copy_(new[name])
+            prepare()
+            loop.save_checkpoint(run, 3)
+
+        died = in_child(work)
+        assert died in (0, -signal.SIGKILL, -signal.SIGXFSZ)
+        found = check()
+        if died:
+            loop.save_checkpoint(run, 3)  # the next process sweeps what was left
+            assert {path.name for path in folder.iterdir()} == {"step-000003"}
+        return found if died else 0
+
+    seen, number = [], 0
+    while step := attempt(lambda number=number: kill_at_operation(number, folder)):
+        seen.append(step)
+        number += 1
+    assert number > 20 and seen == sorted(seen) and set(seen) == {2, 3}
+    for size in {byte for written in sizes for byte in (written // 2, written - 1)}:
+        died = attempt(lambda size=size: kill_at_size(size))
+        assert died in (0, 2) and (died or size == max(sizes) - 1 or size >= max(sizes) // 2)

@@ -1,0 +1,245 @@
+"""Runs that stop and go on: exact, told once, with the checkpoints that are asked for, refused on other terms."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from schemas.cli.console import OK, Options, run_program
+from tests.trainer.runs import lines, program, train, trained_weights
+from trainer import validation
+from trainer.__main__ import run as program_run
+from trainer.run import metrics
+from trainer.run.resume import ResumeError, write_manifest
+
+DROPOUT = {"rank": 4, "dropout": 0.3}
+
+
+def killable(make_config, make_set, name: str, **settings):
+    config = make_config(
+        "t2i", name=name, steps=9, batch_size=2, checkpoint_every=3, caption_dropout=0.3, adapter=DROPOUT, **settings
+    )
+    make_set(config)
+    return config
+
+
+def kill_at(config, step: int) -> None:
+    """Train in a forked child and SIGKILL it as soon as it has recorded `step`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            train(config)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 60
+    while max(lines(config), default=0) < step and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None:
+    """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
+    torch.set_num_threads(1)
+    whole = killable(make_config, make_set, "whole", shuffle_shards=2)
+    train(whole)
+    cut = killable(make_config, make_set, "cut", shuffle_shards=2)
+    for step in (4, 7):
+        kill_at(cut, step)
+        assert max(lines(cut)) < 9, "work was really cut off"
+    result = train(cut)
+    assert 0 < result["skipped"] < 9 and result["done"] == 9 - result["skipped"]
+    assert lines(cut) == lines(whole) and list(lines(cut)) == list(range(1, 10))
+    for name, value in trained_weights(whole).items():
+        assert torch.equal(value, trained_weights(cut)[name])
+
+
+def scalars(config) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: name -> (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(Path(config.output) / "run" / "tensorboard"))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
+    """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
+    torch.set_num_threads(1)
+    look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": 2}
+    config = killable(make_config, make_set, "told", validation=look)
+    kill_at(config, 5)
+    time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
+    with (Path(config.output) / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    assert train(config)["skipped"] == 3
+    told = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
+    assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
+    shown = scalars(config)
+    assert {"loss", "grad_norm", "lr", "eval_loss"} <= shown.keys()
+    assert {"eval_by_sigma/0.5", "loss_by_bucket/64x64"} <= shown.keys()
+    for name in ("loss", "grad_norm", "lr", "eval_loss"):
+        assert dict(shown[name]) == pytest.approx(lines(config, name), rel=1e-6), name
+        assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_checkpoints_is_warned_of(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
+    said = " ".join(program(config, tmp_path, capsys)[2].split())
+    assert "has 1.0 KiB, so that saving a checkpoint may fail; free space, or set `output`" in said
+
+
+@pytest.mark.slow
+def test_settings_that_changed_are_named_where_a_run_goes_on(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    assert "changed since" not in program(config, tmp_path, capsys)[2]
+    optimizer = config.train.optimizer.model_copy(update={"lr": 0.25})
+    later = config.train.model_copy(update={"steps": 2, "optimizer": optimizer})
+    code, _, log = program(config.model_copy(update={"train": later}), tmp_path, capsys)
+    was = config.train.optimizer.lr
+    assert code == OK and f"train.steps: 1, now 2; train.optimizer.lr: {was}, now 0.25" in " ".join(log.split())
+
+
+@pytest.mark.slow
+def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
+    config = make_config("t2i", steps=2)
+    make_set(config)
+    train(config)
+    before = lines(config)
+    assert train(config)["done"] == 0
+    assert lines(config) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"checkpoint_every": 1, "keep_checkpoints": 2}, [1, 5, 6]),
+        ({"checkpoint_every": 4, "keep_checkpoints": 1, "keep_every": 3}, [3, 4, 6]),  # 2.5, 2.3, 2.4
+        ({"checkpoint_every": 5, "keep_checkpoints": 1}, [5, 6]),  # 2.2, 2.4
+    ],
+)
+def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
+    make_config, make_set, monkeypatch, settings, kept
+) -> None:
+    """With eval losses of which that of step 1 is the lowest."""
+    given = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
+    monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
+    config = make_config("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
+    make_set(config)
+    result, folder = train(config), Path(config.output) / "run" / "checkpoints"
+    assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
+    best, other = result["best_step"], result.get("best_checkpoint")
+    assert (best["step"], best["eval_loss"]) == (1, 1.0) and (other is None) == (1 in kept)
+    named = other or best
+    assert (
+        named["checkpoint"] == str(folder / f"step-{named['step']:06d}")
+        and named["step"] == kept[0 if 1 in kept else -2]
+    )
+
+
+@pytest.mark.slow
+def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> None:
+    config = make_config("t2i", steps=2)
+    make_set(config)
+    train(config)
+    longer = make_config("t2i", steps=3)
+    assert train(longer)["done"] == 1
+    for change, said in (
+        ({"seed": 5}, "train.seed: 0 in"),
+        ({"accumulate": 2}, "global batch: 1 in the checkpoint, 2 now"),
+        ({"timesteps": {"sampling": "uniform"}}, 'train.timesteps.sampling: "logit_normal" in'),
+    ):
+        with pytest.raises(ResumeError, match=said):
+            train(make_config("t2i", steps=3, **change))
+    for path in Path(config.output).glob(
+        "run/checkpoints/*/state.json"
+    ):  # as before the generator of noise was another
+        state = json.loads(path.read_text())
+        del state["terms"]["random numbers"]
+        path.write_text(json.dumps(state))
+        write_manifest(path.parent)
+    with pytest.raises(ResumeError, match='random numbers: default in the checkpoint, "philox4x64-10" now'):
+        train(longer)
+
+
+@pytest.mark.slow
+def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, make_set, tmp_path, capsys) -> None:
+    config = make_config("t2i", steps=3)
+    make_set(config)
+    train(config)
+    saved = Path(config.output) / "run" / "adapter" / "pytorch_lora_weights.safetensors"
+    for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
+        if lost:
+            (Path(config.output) / "run" / "result.json").unlink()
+        code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
+        assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
+        with safe_open(saved, "pt") as file:
+            assert file.metadata()["latentpress.steps"] == "3"
+    run_program("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
+    assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None:
+    """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
+    from examples.tiny_models import build
+
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    train(config)
+
+    def other(path: Path, **settings):
+        changed = make_config("t2i", steps=2, **settings)
+        return changed.model_copy(update={"model": changed.model.model_copy(update={"path": str(path)})})
+
+    build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
+    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
+        train(other(tmp_path / "other"))
+    shutil.copytree(Path(config.model.path), tmp_path / "same")
+    assert train(other(tmp_path / "same", precision="bfloat16"))["done"] == 1
+    weights = tmp_path / "same" / "transformer" / "diffusion_pytorch_model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
+        train(other(tmp_path / "same"))
+
+
+@pytest.mark.slow
+def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(make_config, make_set, tmp_path) -> None:
+    """And the checkpoints that follow have the new one."""
+    config = make_config("t2i", steps=1)
+    make_set(config)
+    train(config)
+    folder = Path(config.output) / "run" / "checkpoints"
+
+    path = folder / "step-000001" / "state.json"
+    state = json.loads(path.read_text())
+    content, first = state["terms"]["base weights"]["content"], state["terms"]["base weights"]["first numbers"]
+    path.write_text(json.dumps(state | {"terms": {**state["terms"], "base weights": first}}))
+    write_manifest(path.parent)
+    assert train(make_config("t2i", steps=2))["done"] == 1
+    terms = json.loads((folder / "step-000002" / "state.json").read_text())["terms"]
+    assert terms["base weights"]["content"] == content and len(content) == 32
+    shutil.rmtree(folder / "step-000002")
+    path.write_text(path.read_text().replace(first, "0" * 16))
+    write_manifest(path.parent)
+    with pytest.raises(ResumeError, match="training starts from other weights"):
+        train(make_config("t2i", steps=2))

@@ -1,0 +1,45 @@
+"""The hash of the rows that are trained on, which checkpoints record, computed value by value."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from cache.sets.exported_set import source_fingerprints
+from cache.sets.trainset import TrainSet
+from cache.shards.shard import canonical_json
+from cache.store.store import Store
+from tests.cache.sets.exports import make_source, opened
+from trainer.run import run_state
+
+
+def reference_digest(data: TrainSet, block: int) -> str:
+    """Of `run_state.data_signature`, `block` rows at a time."""
+    rows = data.tables["index"].to_pylist()[: len(data)]
+    names = data.tables["texts"].column("text_id").to_pylist()
+    found = xxhash.xxh3_128(canonical_json({kind: source_fingerprints(data)[kind] for kind in ("latents", "text")}))
+    for first in range(0, len(rows), block):
+        part = rows[first : first + block]
+        columns = [[row[key] for row in part] for key in ("sample_id", "bucket", "dataset")]
+        columns.append([names[number] for row in part for number in row["texts"]])
+        nulls = [data.meta["null_text"] if row["null_text"] is None else row["null_text"] for row in part]
+        columns.append([None if number is None else names[number] for number in nulls])
+        for column in columns:
+            found.update(np.array([-1 if value is None else len(value) for value in column], "<i8").tobytes())
+            found.update("".join(value or "" for value in column).encode())
+        for key in ("repeats", "weight", "regularisation"):
+            found.update(np.array([row[key] for row in part], "<f8").tobytes())
+        found.update(np.array([len(row["texts"]) for row in part], "<f8").tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("block", [3, run_state.HASH_ROWS])
+@pytest.mark.parametrize("null", [True, False])
+def test_the_digest_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, null: bool) -> None:
+    data = opened(make_source(Store(tmp_path), "arrow"))
+    if not null:
+        data.meta["null_text"] = None
+    monkeypatch.setattr(run_state, "HASH_ROWS", block)
+    found = run_state.data_signature(data)
+    assert found["digest"] == reference_digest(data, block) and found["samples"] == len(data) > 3

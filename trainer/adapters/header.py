@@ -1,0 +1,321 @@
+"""What adapter files hold, from their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
+
+diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.weight (outputs, rank, ...); rank and
+           alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)
+comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without that the strength is 1.
+           ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
+           (comfy/lora.py, comfy/weight_adapter/lora.py)
+lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
+           Which paths the names mean is seen in the model (`resolve_names`); ComfyUI maps them for some models only
+
+A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/lokr_header.py` has the tensors of a LoKr.
+Files of other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from cache.store.json_checks import printable
+from schemas.config.adapter import FILE_NAMES, FileFormat
+from schemas.errors import USAGE, LatentpressError
+from schemas.regular_files import NOT_REGULAR
+from schemas.weight_files import PICKLE_SUFFIXES
+from trainer.adapters.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
+from trainer.adapters.strength import check_alpha, read_configs
+
+OUR_PREFIX = "latentpress."
+FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
+COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
+#: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.
+_TENSORS = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "lora_A.default.weight": "down",
+    "lora_B.default.weight": "up",
+    "lora.down.weight": "down",
+    "lora.up.weight": "up",
+    "lora_down.weight": "down",
+    "lora_up.weight": "up",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.default.weight": "magnitude",
+    "alpha": "alpha",
+    **{tensor: tensor for tensor in TENSORS},
+}
+_KEY = re.compile(
+    r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.|lycoris_)?"
+    rf"(?P<module>.+)\.(?P<tensor>{'|'.join(map(re.escape, _TENSORS))})"
+)
+#: Part of a key -> what such a file is.
+_OTHER_KINDS = {
+    "dora_scale": "a DoRA with LyCORIS' magnitudes",
+    "lokr_t2": "a LoKr with a middle tensor",
+    "hada_": "a LoHa",
+    "lora_mid": "a LoCon with a middle layer",
+    "lora_B.bias": "a LoRA with biases",
+    "lora_unet_": "a LoRA with kohya's keys (lora_unet_...)",
+    "text_encoder": "an adapter of a text encoder",
+}
+WHOLE_COPY = "Copy it again from where it was made, or name another file."
+
+
+class AdapterError(LatentpressError, ValueError):
+    """An adapter file that can't be used: damaged, of another kind, or for another model or configuration."""
+
+    exit_code: ClassVar[int] = USAGE
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module's LoRA, W + scale B A. down, up: the keys of A (rank, inputs, ...) and B (outputs, rank, ...).
+    magnitude: the key of a DoRA's magnitudes."""
+
+    down: str
+    up: str
+    down_shape: tuple[int, ...]
+    up_shape: tuple[int, ...]
+    scale: float
+    magnitude: str | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.down_shape[0]
+
+    @property
+    def alpha(self) -> float:
+        """With which the scale is alpha / rank."""
+        return self.scale * self.rank
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight that it is added to."""
+        return self.up_shape[0], math.prod(self.down_shape[1:])
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """layers: by "<component>.<module path>", all of one kind. notes: of our own files, such as family and steps."""
+
+    path: Path
+    format: FileFormat
+    layers: dict[str, Layer | LokrLayer]
+    notes: dict[str, str]
+
+    @property
+    def kind(self) -> Literal["LoRA", "DoRA", "LoKr"]:
+        return kind_of(next(iter(self.layers.values())))
+
+    @property
+    def components(self) -> list[str]:
+        return sorted({name.partition(".")[0] for name in self.layers})
+
+    @property
+    def ranks(self) -> list[int]:
+        """Without those of a LoKr's whole matrices, where no header says them."""
+        return sorted({layer.rank for layer in self.layers.values() if layer.rank is not None})
+
+    @property
+    def alphas(self) -> list[float]:
+        return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.alpha is not None})
+
+
+def kind_of(layer: Layer | LokrLayer) -> Literal["LoRA", "DoRA", "LoKr"]:
+    if isinstance(layer, LokrLayer):
+        return "LoKr"
+    return "LoRA" if layer.magnitude is None else "DoRA"
+
+
+def find_adapter(place: Path) -> Path:
+    """The adapter file that `place` names: a file, or the folder of an adapter, a checkpoint or a run."""
+    if place.is_file():
+        return place
+    if not place.is_dir():
+        what = NOT_REGULAR if place.exists() else "is not there"
+        raise AdapterError(f"{place} {what}", "Name an adapter file, or the folder of an adapter or a run.")
+    for folder in (place, place / "adapter"):
+        for name in FILE_NAMES.values():
+            if (folder / name).is_file():
+                return folder / name
+    if (place / "model" / "transformer").is_dir() or (place / "config.json").is_file():
+        step = "Nothing needs to be converted: `from_pretrained` loads it. Name the run of a LoRA."
+        raise AdapterError(f"{place} holds a whole model and no adapter", step)
+    found = sorted(path.name for path in place.glob("*.safetensors"))
+    raise AdapterError(
+        f"{place} holds no {' or '.join(FILE_NAMES.values())}{'; it has ' if found else ''}{', '.join(found[:5])}",
+        "Name the adapter's file itself, or train until a result is saved.",
+    )
+
+
+def read_adapter(place: Path) -> AdapterFile:
+    """What `find_adapter(place)` holds. AdapterError where it is damaged or of a kind that is not read."""
+    path = find_adapter(place)
+    if path.name.endswith(PICKLE_SUFFIXES):
+        step = "Convert it on a machine that you can lose: safetensors.torch.save_file(torch.load(...), ...)."
+        raise AdapterError(f"{path} is pickled, and a pickle can run code: only *.safetensors is read", step)
+    try:
+        with safe_open(path, "np") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            header = file.metadata() or {}
+            shapes = {key: tuple(tensor.get_shape()) for key, tensor in slices.items()}
+            _check_dtypes(path, {key: tensor.get_dtype() for key, tensor in slices.items()})
+        alphas = _read_alphas(path, [key for key in shapes if key.endswith(".alpha")])
+        layers = pair_layers(path, shapes, header, alphas)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path} is damaged or no safetensors file: {printable(error)}", WHOLE_COPY) from error
+    except AdapterError:
+        raise
+    except ValueError as error:
+        raise AdapterError(f"{path} is damaged: {printable(error)}", WHOLE_COPY) from error
+    notes = {key.removeprefix(OUR_PREFIX): text for key, text in header.items() if key.startswith(OUR_PREFIX)}
+    form: FileFormat = "comfyui" if alphas or any(key.startswith(COMFYUI_PREFIX) for key in shapes) else "diffusers"
+    form = "lycoris" if any(key.startswith(LYCORIS_PREFIX) for key in shapes) else form
+    return AdapterFile(path, form, layers, notes)
+
+
+def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
+    for key, dtype in dtypes.items():
+        if dtype not in FLOAT_DTYPES and (not key.endswith(".alpha") or dtype not in INTEGER_DTYPES):
+            raise AdapterError(
+                f"{path}: {printable(key)} is of type {dtype}, and not one of {', '.join(FLOAT_DTYPES)}",
+                "Name the adapter's file before it was quantised or converted, or convert it to bfloat16.",
+            )
+
+
+def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
+    if not keys:
+        return {}
+    found = {}
+    with safe_open(path, "pt") as file:  # numpy has no bfloat16
+        for key in keys:
+            tensor = file.get_tensor(key)
+            if tensor.numel() != 1:
+                raise ValueError(f"{key} is no number")
+            found[key] = check_alpha(float(tensor), key)
+    return found
+
+
+def pair_layers(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], header: Mapping[str, str], alphas: Mapping[str, float]
+) -> dict[str, Layer | LokrLayer]:
+    """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
+    ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
+    groups = defaultdict[str, dict[str, str]](dict)
+    spellings = dict[str, str]()  # name -> beginning of its keys
+    for key in shapes:
+        match = _KEY.fullmatch(key)
+        if match is None or any(part in key for part in _OTHER_KINDS):
+            raise _other_kind(path, shapes)
+        name, tensor = f"{match['part'] or 'transformer'}.{match['module']}", _TENSORS[match["tensor"]]
+        start = spellings.setdefault(name, key[: match.start("tensor")])
+        if tensor in groups[name] or not key.startswith(start):
+            raise _is_twice(path, name, groups[name].get(tensor, start), key)
+        groups[name][tensor] = key
+    if not groups:
+        raise _other_kind(path, shapes)
+    layers: dict[str, Layer | LokrLayer] = {}
+    strength_of = read_configs(header, groups)
+    for name, keys in sorted(groups.items()):
+        alpha = alphas[keys["alpha"]] if "alpha" in keys else None
+        make = pair_lora if keys.keys() & {"down", "up", "magnitude"} else pair_factors
+        layers[name] = make(name, keys, shapes, alpha, partial(strength_of, name))
+    if len(kinds := sorted({kind_of(layer) for layer in layers.values()})) > 1:
+        raise AdapterError(
+            f"{path} holds layers of several kinds: {', '.join(kinds)}",
+            "Only files of one kind are read: train or convert each kind into a file of its own.",
+        )
+    return layers
+
+
+def pair_lora(
+    name: str, keys: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], alpha: float | None, strength: Strength
+) -> Layer:
+    """The layer of the tensors `keys` (tensor -> key), a LoRA or DoRA. alpha: of a tensor, where there is one.
+    ValueError where tensors are missing or don't belong together."""
+    if not {"down", "up"} <= keys.keys() <= {"down", "up", "magnitude", "alpha"}:
+        raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
+    down, up, magnitude = shapes[keys["down"]], shapes[keys["up"]], keys.get("magnitude")
+    if len(down) < 2 or len(down) != len(up) or 0 in (*down, *up) or down[0] != math.prod(up[1:]):
+        raise ValueError(f"the tensors of {name} don't belong together: A {list(down)}, B {list(up)}")
+    if magnitude is not None and math.prod(shapes[magnitude]) != up[0]:
+        raise ValueError(f"{name} has {up[0]} outputs, and {magnitude} {math.prod(shapes[magnitude])}")
+    scale = strength(down[0])[1] if alpha is None else alpha / down[0]
+    return Layer(keys["down"], keys["up"], down, up, scale, magnitude)
+
+
+def _is_twice(path: Path, name: str, *keys: str) -> AdapterError:
+    return AdapterError(
+        f"{path}: {printable(name)} is there twice, as {printable(' and '.join(keys))}",
+        "Leave one of them in the file: which one counts can't be seen.",
+    )
+
+
+def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
+    said = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
+    foreign = [key for key in keys if not _KEY.fullmatch(key)]
+    kind, shown = said or ("no LoRA of a transformer", ", ".join(foreign[:3]))
+    return AdapterError(
+        f"{path} is {kind}: it holds {printable(shown) or 'no tensors'}",
+        "LoRA files with diffusers' or ComfyUI's keys are read (<module path>.lora_A.weight and .lora_B.weight), "
+        "diffusers' DoRA (.lora_magnitude_vector, too) and LoKr (.lokr_w1 and .lokr_w2).",
+    )
+
+
+def check_family(adapter: AdapterFile, family: str) -> None:
+    """AdapterError where our own note names another family."""
+    if (own := adapter.notes.get("family", family)) != family:
+        raise AdapterError(
+            f"{adapter.path} was trained for {printable(own)}, and model.family is {family}",
+            f"Name an adapter of {family}, or the configuration with which this one was trained.",
+        )
+
+
+def flat_name(name: str) -> str:
+    """ "<component>.<module path>" as LyCORIS' files have it, without their prefix."""
+    return name.removeprefix("transformer.").replace(".", "_")
+
+
+def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
+    """The adapter with module paths in place of LyCORIS' names, or itself where it has paths. AdapterError where a name
+    means several modules. weights: the model's "<component>.<module path>"."""
+    if adapter.format != "lycoris":
+        return adapter
+    paths = defaultdict[str, list[str]](list)
+    for name in weights:
+        paths[flat_name(name)].append(name)
+    found = {}
+    for name, layer in adapter.layers.items():
+        own = paths.get(flat_name(name), [name])
+        if len(own) > 1:
+            raise AdapterError(
+                f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(own)} in {model}",
+                "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
+            )
+        if own[0] in found:
+            raise _is_twice(adapter.path, own[0], LYCORIS_PREFIX + flat_name(name), own[0])
+        found[own[0]] = layer
+    return replace(adapter, layers=found)
+
+
+def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> None:
+    """AdapterError where a layer has no weight in the model, or one of another shape. weights: shapes by "<component>.
+    <module path>"."""
+    if missing := [name for name in adapter.layers if name not in weights]:
+        raise AdapterError(
+            f"{adapter.path} adapts {len(missing)} of its {len(adapter.layers)} modules where {model} has none: "
+            f"{printable(', '.join(missing[:3]))}",
+            "It was made for another model: set model.family, model.flavour or model.path, or name another file.",
+        )
+    for name, layer in adapter.layers.items():
+        size = weights[name][0], math.prod(weights[name][1:])
+        if layer.size != size:
+            raise AdapterError(
+                f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, and in {model} {size[0]} x {size[1]}",
+                "It was made for a model of another size: set model.flavour or model.path to that.",
+            )

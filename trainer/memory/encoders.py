@@ -1,0 +1,137 @@
+"""Device memory of the encoding stages, predicted from settings and configs of the models, as that of training is.
+
+The models are built on torch's meta device. The autoencoder encodes a batch there, whose tensors are counted; of the
+text encoder the weights are counted and the activations of one block computed, as they are small beside the weights.
+Not counted: memory inside kernels, of which convolutions may take some hundred MB.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from schemas.config.encoding import Text
+from schemas.config.pipeline import Config
+from schemas.geometry import Bucket
+from trainer.memory.estimate import sum_bytes
+from trainer.memory.meter import META, KernelMode, MemoryMeter
+
+#: Bytes of a number of a quantised matrix, with its scales.
+QUANTISED_BYTES = {"int8-quanto": 1.0, "nf4-bnb": 0.5625}
+#: Of tensors of a text token that are alive in a block at once: of the width of the hidden states (input, residual,
+#: norm, query, keys and values, attention's output), and of the width inside of the feed-forward.
+HIDDEN_TENSORS, INNER_TENSORS = 8, 3
+#: Of the activations of a video autoencoder those that `latents.chunk_frames` leaves: two of four.
+CHUNKED_SHARE = 0.5
+
+Shapes = Mapping[str, Mapping[str, Any]]  # sub-folder of the checkpoint -> its config
+
+
+@dataclass(frozen=True)
+class EncoderMemory:
+    """Bytes on the device."""
+
+    weights: int
+    activations: int
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.activations
+
+
+def estimate_text(config: Config, shapes: Shapes) -> EncoderMemory:
+    """Of encode-text: the language model, other text models beside it, and a pass with texts of the greatest length."""
+    text, template = config.text, config.model.template
+    dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or config.model.precision)
+    types = config.model.family_spec.model_classes
+    model = _untrained(types["text_encoder"], shapes["text_encoder"], dtype)
+    if not template.with_image and hasattr(model, "visual"):
+        del model.visual
+    layers = getattr(model, "language_model", model).layers
+    others = [
+        _untrained(types[part], shape, dtype)
+        for part, shape in shapes.items()
+        if part.startswith("text_encoder") and part != "text_encoder"
+    ]
+    weights = _text_weights(model, layers, text) + sum(sum_bytes(other.parameters()) for other in others)
+    settings = getattr(model.config, "text_config", model.config)
+    longest = (template.crop or 0) + (text.max_length or template.max_length)
+    tokens = max(text.batch_tokens, longest)
+    width = HIDDEN_TENSORS * settings.hidden_size + INNER_TENSORS * settings.intermediate_size
+    activations = tokens * width * dtype.itemsize
+    if (
+        text.attention or config.model.family_spec.text_attention
+    ) == "eager":  # which stores its scores, and in float32
+        activations += tokens * longest * settings.num_attention_heads * (2 * dtype.itemsize + 4)
+    return EncoderMemory(weights, activations)
+
+
+def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModel
+
+    settings = {key: value for key, value in shape.items() if key not in ("model_type", "architectures")}
+    with META:
+        return AutoModel.from_config(AutoConfig.for_model(kind, **settings)).to(dtype)
+
+
+def _text_weights(model: Any, layers: Sequence[torch.nn.Module], text: Text) -> int:
+    linear = [part for layer in layers for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+    matrices = [weight for part in linear for weight in part.parameters() if weight.dim() == 2]
+    whole = sum_bytes(model.parameters())
+    if text.quantization in QUANTISED_BYTES:
+        numbers = sum(matrix.numel() for matrix in matrices)
+        return whole - sum_bytes(matrices) + int(numbers * QUANTISED_BYTES[text.quantization])
+    if text.offload == "blocks":  # each module in turn: the largest is a block or the embedding
+        blocks = [sum_bytes(layer.parameters()) for layer in layers]
+        return max(*blocks, *_sizes_outside(model, layers))
+    return whole
+
+
+def _sizes_outside(model: Any, layers: Sequence[torch.nn.Module]) -> Iterable[int]:
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    parts = (part for part in model.modules() if id(part) not in inside)
+    return (sum_bytes(part.parameters(recurse=False)) for part in parts)
+
+
+def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemory:
+    """Of encode-latents: the autoencoder, and a batch of the bucket."""
+    import diffusers
+
+    family, latents, size = config.model.family_spec, config.latents, Bucket.parse(bucket)
+    dtype = getattr(torch, latents.precision or config.model.precision)
+    with META:
+        vae = getattr(diffusers, family.model_classes["vae"]).from_config(dict(shapes["vae"])).eval()
+        torch.nn.Module.to(vae, dtype)  # the class's own warns of a conversion
+    pixels = size.width * size.height * size.frames
+    count = max(1, latents.batch_pixels // pixels)
+    side = family.tile[0] if latents.tiling else max(size.width, size.height)
+    height, width = min(size.height, side), min(size.width, side)
+    passes = 1 if latents.slicing else count
+    frames = (size.frames,) if family.video else ()
+    weights, meter = sum_bytes(vae.parameters()), MemoryMeter()
+    with META, torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(meter)
+        stack.enter_context(KernelMode(None))
+        vae.encode(torch.empty(passes, 3, *frames, height, width, dtype=dtype))
+    activations = meter.peak * (CHUNKED_SHARE if latents.chunk_frames and family.video else 1.0)
+    return EncoderMemory(weights, int(activations) + count * 3 * pixels * dtype.itemsize)
+
+
+def text_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Options with which encode-text needs less, in the order in which they are tried. The first ones give the same."""
+    return [
+        ("text.batch_tokens 1024", {"text": {"batch_tokens": min(1024, config.text.batch_tokens)}}),
+        ("text.offload blocks", {"text": {"offload": "blocks"}}),
+        ("text.quantization int8-quanto", {"text": {"offload": "none", "quantization": "int8-quanto"}}),
+        ("text.quantization nf4-bnb", {"text": {"offload": "none", "quantization": "nf4-bnb"}}),
+    ]
+
+
+def latent_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Options with which encode-latents needs less. Tiles give other latents, and come last."""
+    changes: list[tuple[str, dict[str, Any]]] = [("latents.slicing true", {"latents": {"slicing": True}})]
+    if config.model.family_spec.video and not config.latents.chunk_frames:
+        changes.append(("latents.chunk_frames 4", {"latents": {"chunk_frames": 4}}))
+    return [*changes, ("latents.tiling true", {"latents": {"tiling": True}})]

@@ -1,0 +1,256 @@
+"""Device and host memory of a run, predicted from its settings and the transformer's config.json.
+
+The transformer is built on torch's meta device, where tensors have shapes and no bytes; adapters are attached, and one
+step is computed there by the code that trains. Counted are the bytes of all tensors that are alive at once. Not
+counted: memory inside kernels (cuBLAS, cuDNN), the CUDA context (0.3 to 0.6 GB), the allocator's fragments, and what
+methods compute. Attention counts as a kernel that stores no scores; NABLA's choice of blocks is in it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from cache.models.weights import config_errors
+from schemas.config.pipeline import Config
+from schemas.config.training import Offload, Parallel, Train
+from schemas.geometry import Bucket
+from trainer import flow
+from trainer.adapters.initial import read_initial
+from trainer.batch import Batch
+from trainer.families.base import FamilyModule, module_of
+from trainer.memory.meter import META, KernelMode, MemoryMeter, SavedOnHost, quantise_shapes
+from trainer.memory.optimizer import OptimizerMemory, measure_optimizer
+from trainer.methods.selection import make_methods
+from trainer.run.run_state import train_precision
+from trainer.setup.adapters import MUTATING_INITS
+from trainer.setup.attach import make_trainable
+from trainer.setup.initial import fit_initial
+from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.offload import largest_groups
+from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
+from trainer.setup.wrap import Denoiser
+
+Parts = tuple[int, int, int, int]
+#: of the Python process beside the model: torch, diffusers, peft, data. Measured on a CPU: 750 to 1000 MiB
+LIBRARIES = 900 << 20
+#: of the files that diffusers writes a model in; one at a time is copied to the host
+MODEL_FILE = 10_000_000_000
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes. Device: `weights` (frozen and trained), `gradients`, `optimizer` (its state), `average` (EMA) and
+    `activations` (all else at the moment of the largest sum), whose sum is `device`. `offloaded`: what waits on the
+    host while training: blocks, activations, EMA. `host`: at its peak, while loading, training or saving; on a CPU
+    the device's are in it. `checkpoint`: one checkpoint folder. `bucket`: the largest."""
+
+    device: int
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    activations: int
+    offloaded: int
+    host: int
+    checkpoint: int
+    bucket: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained: numbers of each dtype, and of the largest parameter."""
+
+    numbers: Mapping[torch.dtype, int]
+    largest: int
+    states: Mapping[torch.dtype, OptimizerMemory]
+
+    @property
+    def bytes(self) -> int:
+        return sum(count * dtype.itemsize for dtype, count in self.numbers.items())
+
+    @property
+    def state(self) -> int:
+        return int(sum(count * self.states[dtype].state for dtype, count in self.numbers.items()))
+
+    @property
+    def working(self) -> int:
+        """Of the optimizer's step, beside weights, gradients and state."""
+        return int(sum(count * self.states[dtype].working for dtype, count in self.numbers.items())) + int(
+            max(self.largest * each.working_one for each in self.states.values())
+        )
+
+    @property
+    def averages(self) -> bool:
+        return any(each.averages for each in self.states.values())
+
+
+def estimate_memory(
+    config: Config, shape: Mapping[str, Any], buckets: Sequence[str], text_length: int, ranks: int = 1
+) -> MemoryEstimate:
+    """The prediction for a transformer whose config.json has `shape`, for the largest bucket.
+
+    text_length: tokens of the longest text. ranks: processes that share the work. ValueError where no adapter fits,
+    RunError where the optimizer is not installed. Any train.device but cpu counts as a GPU.
+    """
+    settings, family = config.train, module_of(config.model.family_spec)
+    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
+    half = train_precision(config) == "bfloat16"
+    dtype = torch.bfloat16 if half and not masters else torch.float32
+    # Its values change no size.
+    adapter = settings.adapter.model_copy(update={"init_weights": "default"})
+    file = read_initial(adapter)
+    with META:
+        with config_errors(f"{config.model.source}/{config.model.family_spec.components[0]}/config.json"):
+            model = family.untrained(shape, dtype)
+        loaded = sum_bytes(model.parameters())
+        scales = fit_initial(model, file, adapter)[1] if file else None
+        if settings.quantised:
+            quantise_shapes(model, family, settings.base_precision)
+        make_trainable(model, family, adapter, settings.weight_precision, scales)
+        modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
+    added = [weight for module in modules for weight in module.parameters()]
+    kernels = KernelMode(torch.bfloat16 if half and masters else None)
+    for block in family.blocks(model):
+        kernels.follow(block)
+    weights = sum_bytes(model.parameters())
+    own = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = find_trained([*own, *added], settings)
+    hosted, copies = hosted_weights(family.blocks(model), settings)
+    bucket = max(buckets, key=lambda name: prod(latent_shape(config, name)))
+    if settings.gradient_checkpointing:
+        checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
+    moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
+    activations = max(peak - weights - sum_bytes(own), trained.working)
+    sharded = uses_sharding(settings.parallel, ranks)
+    # Gradients that DistributedDataParallel does not send yet are apart from those that it sends.
+    gradients = trained.bytes * (2 if ranks > 1 and not sharded and settings.accumulate > 1 else 1)
+    average = 4 * sum(trained.numbers.values()) if settings.ema else 0
+    near = average if settings.ema and settings.ema.device == "auto" else 0
+    parts: Parts = (weights + sum_bytes(added) - hosted + copies, gradients, trained.state, near)
+    offloaded = hosted + moved + average - near
+    if sharded:
+        cast = gathered_dtype(settings, torch.bfloat16 if half and masters else None) is not None
+        sizes = [gathered_bytes(block, cast) for block in family.blocks(model)]
+        outside = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
+        parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)
+        offloaded += shards
+    device = (*parts, activations)
+    exported, kept = exported_bytes(model, config, sum_bytes(own)), trained.state + average
+    # While a moving average is exported, the host has a copy of the weights that are trained.
+    copied = trained.bytes if trained.averages or settings.ema else 0
+    if settings.device == "cpu":
+        working = max(gradients + activations, copied)
+        host = max(loaded, sum(device) - gradients - activations + offloaded + working)
+    else:
+        host = max(loaded, offloaded + max(copied + min(exported, MODEL_FILE), kept))
+    # Weights that are not in the export bit for bit are in the checkpoint, too.
+    other = copied or settings.adapter.init_weights in MUTATING_INITS
+    checkpoint = exported + kept + (trained.bytes if other else sum_bytes(added))
+    return MemoryEstimate(sum(device), *device, offloaded, LIBRARIES + host, checkpoint, bucket)
+
+
+def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Parallel, ranks: int) -> tuple[Parts, int]:
+    """(weights, gradients, state, average) on each device, and the bytes on the host, where ranks share the model.
+
+    Beside its shards a rank has the weights that are gathered: of two blocks, as the next one's come while one
+    computes, and all that is outside of the blocks, until the backward pass ends. blocks: bytes that each is gathered
+    in."""
+    kept = sum(blocks) if not settings.reshard_after_forward else sum(sorted(blocks)[-2:])
+    weights, gradients, state, average = (-(-part // ranks) for part in parts)
+    if settings.cpu_offload:
+        return (outside + kept, 0, 0, 0), weights + gradients + state + average
+    return (outside + kept + weights, gradients, state, average), 0
+
+
+def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
+    """Of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
+    chosen = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
+    return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in chosen) // 2
+
+
+def find_trained(weights: Iterable[torch.nn.Parameter], settings: Train) -> Trained:
+    numbers, largest = dict[torch.dtype, int](), 0
+    for weight in weights:
+        numbers[weight.dtype] = numbers.get(weight.dtype, 0) + weight.numel()
+        largest = max(largest, weight.numel())
+    states = {dtype: measure_optimizer(settings.optimizer, dtype, settings.device == "cpu") for dtype in numbers}
+    return Trained(numbers, largest, states)
+
+
+def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[int, int]:
+    """Bytes of the frozen weights that block offload keeps on the host, and of the copies that the device has at most:
+    those of a group, or of two."""
+    offload = settings.offload
+    if not offload.blocks:
+        return 0, 0
+    frozen = [sum_bytes(each for each in block.parameters() if not each.requires_grad) for block in blocks]
+    return sum(frozen), largest_groups(frozen, offload.blocks_per_group, offload.streams)
+
+
+def exported_bytes(model: Any, config: Config, trained: int) -> int:
+    """Of an adapter's files in a checkpoint, or of the transformer's. trained: bytes of the model's trained weights."""
+    adapter = config.train.adapter
+    if adapter.type == "full":
+        return sum_bytes(model.parameters())
+    files = len({"diffusers", *adapter.formats}) + (adapter.type == "lokr")  # LyCORIS' file
+    # With PiSSA and OLoRA the file has the difference of two.
+    return trained * files * (2 if adapter.init_weights in MUTATING_INITS else 1)
+
+
+def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
+    """(T, h, w) of a bucket's latents."""
+    spec = config.model.family_spec
+    return Bucket.parse(bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
+
+
+def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
+    return sum(each.untyped_storage().nbytes() for each in weights)
+
+
+def step_memory(
+    model: Any, family: FamilyModule, config: Config, bucket: str, text_length: int, kernels: KernelMode
+) -> tuple[int, int]:
+    """(bytes of activations on the host at most, bytes on the device at most, weights included) of the forward and
+    backward passes of one step."""
+    settings, offload = config.train, config.train.offload
+    denoiser = Denoiser(model, family, config.model.task, None, {}, Offload(blocks=offload.blocks))
+    meter, moved = MemoryMeter(), SavedOnHost()
+    for parameter in model.parameters():
+        meter.add(parameter)
+    with META, ExitStack() as stack:
+        stack.enter_context(meter)
+        for _ in range(min(2, settings.accumulate)):  # with more than one, there are gradients in the next one's passes
+            batch = make_batch(config, model, bucket, text_length)
+            noise, sigma_B = torch.empty_like(batch.latents_BCTHW), torch.empty(settings.batch_size)
+            with kernels, ExitStack() as saving:
+                if offload.activations:
+                    saving.enter_context(saved_tensors_hooks(moved.pack, moved.unpack))
+                noisy = flow.interpolate(batch.latents_BCTHW, noise, sigma_B)
+                predicted = denoiser(noisy, sigma_B, batch)
+                target = flow.velocity(batch.latents_BCTHW, noise)
+                loss = flow.loss_per_sample(predicted, target, family.clean_frames(config.model.task)).sum()
+            loss.backward()
+    model.zero_grad(set_to_none=True)
+    return moved.peak, meter.peak
+
+
+def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Batch:
+    """A batch of the settings' size on the meta device, all but the texts' mask, whose values are looked at."""
+    spec, size, task = config.model.family_spec, config.train.batch_size, config.model.task
+    widths = {name: model.config[key] for name, key in spec.text_widths.items()}
+    latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(config, bucket), device=META)
+    conditions = {"i2v": latents_BCTHW[:, :, :1].clone(), "i2i": latents_BCTHW.clone()}
+    return Batch(
+        latents_BCTHW,
+        conditions.get(task),
+        torch.empty(size, text_length, widths["embeds"], device=META),
+        torch.ones(size, text_length, dtype=torch.bool, device="cpu"),
+        torch.empty(size, widths["pooled"], device=META) if "pooled" in widths else None,
+        ["sample"] * size,
+        bucket,
+    )

@@ -1,0 +1,152 @@
+"""Ctrl-C, SIGTERM and --max-time in training: the first finishes the step and saves a checkpoint, another Ctrl-C ends.
+
+All ranks stop after the same step: before each they add up what they have received. Launchers forward signals, some of
+them late and some twice.
+"""
+
+import _thread
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from cache.runs.training_run import METRICS_FILE, read_metrics
+from schemas.cli.console import Console
+from schemas.cli.interruption import StopHandler
+from schemas.config.pipeline import Config
+from schemas.errors import INTERRUPTED, LatentpressError
+from trainer.run.resume import newest_checkpoint
+from trainer.run.run_state import run_folder
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+REPEATED_S = 1.0  # a launcher may forward a Ctrl-C to a process that the terminal has sent it to already
+
+
+class TrainingInterrupted(LatentpressError):
+    """A second Ctrl-C ended training in the middle of a step."""
+
+    exit_code = INTERRUPTED
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            f"train was ended by Ctrl-C at once: {describe_progress(config)}",
+            f"A checkpoint is written every {config.train.checkpoint_every} steps (train.checkpoint_every), and at the "
+            "first Ctrl-C or SIGTERM once the step is done.",
+        )
+
+
+class StopTraining(Exception):
+    """Raised on every rank between the same two steps."""
+
+
+class StopValidation(StopTraining):
+    """Raised on every rank in the middle of a validation, which has to be done again."""
+
+
+class StopRequest:
+    """Whether and by what training was asked to stop. Without `on_signals` it never is.
+
+    max_time: seconds from now. console: says that the step is being finished.
+    """
+
+    def __init__(self, max_time: float | None = None, console: Console | None = None, ranks: int = 1) -> None:
+        self._handler, self._console = StopHandler(max_time, self._receive), console
+        self._received_at: float | None = None
+        self._ended_at_once = False
+        # One process that is still loading ends at once, as nothing is lost. Of several, none leaves others waiting.
+        self._finishes_step = ranks > 1
+        self._accelerator: Accelerator | None = None
+        self._moved: Callable[[], None] = lambda: None
+
+    @property
+    def reason(self) -> str:
+        """Like "SIGTERM" or "--max-time"."""
+        return self._handler.reason or "a signal to another rank"
+
+    @contextmanager
+    def on_signals(self, config: Config, main: bool) -> Iterator[None]:
+        """Receive signals in the body, which ends early, without an error, where nothing has been trained yet.
+        TrainingInterrupted at a second Ctrl-C; main: whether this process reports it, others exit."""
+        with self._handler.stop_on_signals():
+            try:
+                yield
+            except KeyboardInterrupt as error:
+                if not self._ended_at_once:
+                    raise
+                if not main:
+                    sys.exit(INTERRUPTED)
+                raise TrainingInterrupted(config) from error
+
+    def finish_steps(
+        self, accelerator: "Accelerator", models: Iterable["torch.nn.Module"], moved: Callable[[], None] = lambda: None
+    ) -> None:
+        """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of a model in eval
+        mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM.
+        moved: called at each check."""
+        self._finishes_step, self._accelerator, self._moved = True, accelerator, moved
+        for model in models:
+            model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
+
+    def _receive(self) -> None:
+        """The first signal, and every SIGINT after it."""
+        now = time.monotonic()
+        if self._received_at is None:
+            self._received_at = now
+            if not self._finishes_step:
+                raise KeyboardInterrupt
+            if self._console is not None:
+                text = f"{self.reason}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once"
+                # By a thread, as the signal may have interrupted printing; `Thread.start` might wait for a lock, too.
+                _thread.start_new_thread(self._console.log, (text,))
+        elif now - self._received_at > REPEATED_S:
+            self._ended_at_once = True
+            raise KeyboardInterrupt
+
+    def check_waiting(self, reason: str = "") -> None:
+        """Raise StopTraining while data are waited for: where there is a `reason` to, or where this process is alone
+        and was asked to stop. One of several goes on waiting, as all of them have to stop after the same step."""
+        if reason:
+            self._handler.reason = self._handler.reason or reason
+        elif self._received_at is None or self._accelerator is None or self._accelerator.num_processes > 1:
+            return
+        raise StopTraining
+
+    def check(self, stopped: type[StopTraining] = StopTraining) -> None:
+        """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""
+        self._moved()
+        asked, accelerator = self._received_at is not None, self._accelerator
+        if accelerator is not None and accelerator.num_processes > 1:
+            import torch
+
+            total = accelerator.reduce(torch.tensor(float(asked), device=accelerator.device), "sum")
+            asked = bool(total > 0)
+        if asked:
+            raise stopped
+
+
+def describe_progress(config: Config) -> str:
+    """Which steps are saved and which are lost."""
+    folder = run_folder(config)
+    try:
+        found, _ = newest_checkpoint(folder / "checkpoints")
+    except LatentpressError:
+        found = None
+    if found is not None and found.step >= config.train.steps:
+        return f"nothing is lost: the checkpoint at step {found.step} has all of it; the result is still to be saved"
+    saved = 0 if found is None else found.step
+    done = max((line["step"] for line in read_metrics(folder / METRICS_FILE) if "loss" in line), default=0)
+    if done <= saved:
+        kept = (
+            f"nothing is lost: the checkpoint at step {saved} has all of it, and the run goes on with step {saved + 1}"
+        )
+        return kept if saved else "no step was done"
+    lost = f"step {done} is" if done == saved + 1 else f"steps {saved + 1} to {done} are"
+    if not saved:
+        return f"there is no checkpoint yet: {lost} lost, and started again the run begins at step 1"
+    return (
+        f"the last checkpoint is at step {saved}: {lost} lost, and started again the run goes on with step {saved + 1}"
+    )

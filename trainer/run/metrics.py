@@ -1,0 +1,161 @@
+"""The training log: metrics.jsonl, the trackers (TensorBoard, Weights & Biases), and what a person sees of it."""
+
+import json
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cache.runs.training_run import METRICS_FILE, SMOOTHED_STEPS, TENSORBOARD, read_metrics, wandb_options
+from schemas.config.training import Train
+from schemas.text_format import to_json_values
+from trainer.run.run_state import RunError
+
+if TYPE_CHECKING:  # imports torch, which reading does not need
+    import torch
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+__all__ = ["METRICS_FILE", "RecordMetrics", "StepTimer", "open_metrics_log", "read_metrics"]
+
+T = TypeVar("T")
+
+#: Records the metrics of a step, with "step" among them.
+RecordMetrics = Callable[[dict[str, Any]], None]
+
+
+class StepTimer:
+    """Speed over the last steps of this process, the time they waited for data, and the time left."""
+
+    def __init__(self, first: int, last: int, global_batch: int, clock: Callable[[], float] = time.monotonic):
+        self._first, self._last, self._batch, self._clock = first, last, global_batch, clock
+        self._began, self._inside = clock(), 0.0  # inside: seconds of all steps
+        self._asked, self._waited = self._began, 0.0  # when the step's data were asked for, and how long they took
+        self._recent: deque[tuple[float, float]] = deque(maxlen=SMOOTHED_STEPS)  # seconds of a step, and of its wait
+
+    def time_waits(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; a step lasts from asking for one to `rates`."""
+        iterator = iter(batches)
+        while True:
+            self._asked = self._clock()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._waited = self._clock() - self._asked
+            yield batch
+
+    def rates(self, done: int) -> dict[str, float]:
+        """samples_per_s, data_wait_share (0 to 1): over the last steps, validation and checkpoints left out. step_s,
+        data_wait_s: of this step. seconds_left: with as much validation and saving as there was."""
+        now = self._clock()
+        self._recent.append((now - self._asked, self._waited))
+        self._inside += now - self._asked
+        step, waited = (sum(seconds) / len(self._recent) for seconds in zip(*self._recent, strict=True))
+        between = (now - self._began - self._inside) / max(1, done - self._first)
+        rates = {"samples_per_s": self._batch / max(step, 1e-9), "step_s": now - self._asked}
+        rates |= {"data_wait_s": self._waited, "data_wait_share": waited / max(step, 1e-9)}
+        return rates | {"seconds_left": (step + between) * (self._last - done)}
+
+
+def memory_use(device: "torch.device") -> dict[str, float]:
+    """The metrics "host_memory_gib", the most that this process has had in memory, and on CUDA "device_memory_gib", the
+    most that torch has had allocated of the device, both since the process began."""
+    import torch
+
+    found = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
+    if device.type == "cuda":
+        found["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return found
+
+
+@contextmanager
+def open_metrics_log(
+    accelerator: "Accelerator",
+    folder: Path,
+    first: int,
+    settings: Train,
+    show: RecordMetrics,
+    new_set: str | None = None,
+) -> Iterator[RecordMetrics]:
+    """Record to `folder`/metrics.jsonl, to the trackers and with `show`, on the main process only.
+
+    first: steps done. The file is append-only: where it has lines already, one with "resumed" marks that the next ones
+    continue from `first`. new_set: on which they do, if it is a new one. The accelerator's trackers and processes end
+    with the context.
+    """
+    path = folder / METRICS_FILE
+    if accelerator.is_main_process:
+        if path.exists() and path.stat().st_size:
+            mark_resumption(path, {"step": first, "resumed": True} | ({"set": new_set} if new_set else {}))
+        accelerator.log_with = make_trackers(folder, first, settings)
+        accelerator.init_trackers("latentpress")
+
+    def record(numbers: dict[str, Any]) -> None:
+        if not accelerator.is_main_process:
+            return
+        line = to_json_values(numbers)  # JSON has no NaN
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        accelerator.log(dict(find_scalars(line)), step=numbers["step"])
+        show(numbers)
+
+    try:
+        yield record
+    finally:
+        accelerator.end_training()
+
+
+def find_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Name -> value of the numbers of a line, for trackers; of those by bucket or sigma as "loss_by_sigma/0.5-0.75"."""
+    for key, value in line.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{name}", part) for name, part in value.items() if isinstance(part, float))
+        elif isinstance(value, float):
+            yield key, value
+
+
+def mark_resumption(path: Path, line: Mapping[str, Any]) -> None:
+    """Add the line of a resumption, on a line of its own where a kill cut the last one off."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        cut_off = file.read(1) != b"\n"
+        file.write((b"\n" if cut_off else b"") + json.dumps(dict(line)).encode() + b"\n")
+
+
+def make_trackers(folder: Path, first: int, settings: Train) -> "list[GeneralTracker]":
+    """accelerate's trackers of `settings.trackers`, writing below the run's folder. A resumed run continues them."""
+    from accelerate import tracking
+
+    trackers: list[GeneralTracker] = []
+    if "tensorboard" in settings.trackers:
+        purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
+        trackers.append(tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=purge))
+    if "wandb" in settings.trackers:
+        project = os.environ.get("WANDB_PROJECT", "latentpress")
+        trackers.append(tracking.WandBTracker(project, **wandb_options(folder, "train")))
+    return trackers
+
+
+def require_trackers(settings: Train) -> None:
+    """RunError where wandb is asked for and not installed, or has no account to write to."""
+    if "wandb" not in settings.trackers:
+        return
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        message = "train.trackers names wandb, which is not installed"
+        raise RunError(message, "pip install -e '.[wandb]', or leave it out of train.trackers.") from error
+    if wandb.setup().settings.mode not in ("offline", "disabled"):
+        try:
+            wandb.login()
+        except wandb.errors.Error as error:
+            raise RunError(
+                f"Weights & Biases refuses: {error}",
+                "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` sends the run later), or leave wandb out of "
+                "train.trackers.",
+            ) from error

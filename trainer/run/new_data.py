@@ -1,0 +1,114 @@
+"""Going on with a run on another training set (`train.on_new_data: continue`).
+
+Weights, optimizer and moving average stay, steps and the rate's schedule count on, and the order of the samples begins
+anew. state.json has the changes, oldest first, each {"step": first step on the next set (from 0), "set": id of the set
+before}, and the `held_out_digest` that was compared with these sets.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.sets import plans
+from cache.sets.exported_set import source_fingerprints
+from cache.sets.trainset import TrainSet
+from cache.store.damage import DamageError
+from schemas.identity import hash_bytes
+from trainer.run.resume import NEW_RUN_HINT, Checkpoint, ResumeError
+
+MOST_NAMED = 3  # samples
+Change = dict[str, Any]
+
+
+def list_changes(found: Checkpoint, digest: str) -> list[Change]:
+    """The changes of data before the next step. digest: of the data that it is going to be trained on."""
+    changes, data = list(found.state.get("data changes", [])), found.state["terms"].get("data")
+    if isinstance(data, dict) and data.get("digest") != digest:
+        changes.append({"step": found.step, "set": data.get("set")})
+    return changes
+
+
+def first_step(changes: Sequence[Change]) -> int:
+    """The step with which the order of the present data begins."""
+    return changes[-1]["step"] if changes else 0
+
+
+def recorded_changes(changes: Sequence[Change], data: TrainSet) -> dict[str, Any]:
+    """Of state.json, for `check_new_data` when the run goes on."""
+    return {"data changes": [*changes], "held out compared": held_out_digest(data)} if changes else {}
+
+
+def held_out_digest(data: TrainSet) -> str:
+    return hash_bytes(*(name.encode() for name in _held_out(data).to_pylist()))
+
+
+def _held_out(data: TrainSet) -> pa.Array:
+    return data.tables["index"].column("sample_id").slice(len(data)).combine_chunks()
+
+
+def check_new_data(found: Checkpoint, data: TrainSet, changes: Sequence[Change]) -> None:
+    """ResumeError where the data were made by other encoders than those before, or where they hold out what the run was
+    trained on, also at another resolution; and where a set before is not there, so that this is not known."""
+    compared = found.state.get("held out compared") == held_out_digest(data)
+    if not changes or (compared and changes == found.state.get("data changes")):
+        return
+    trained = []
+    for change in changes:
+        before = _open(data, change["set"])
+        if before is None:
+            raise ResumeError(
+                f"{found.path} was trained on set {change['set']}, which is not there, so whether set {data.id} was "
+                "made by the same encoders and holds out other samples is not known",
+                f"Bring {data.store.path('sets')}/{change['set']} back. {NEW_RUN_HINT}",
+            )
+        made, now = source_fingerprints(before), source_fingerprints(data)
+        if different := sorted(kind for kind in made.keys() & now.keys() if made[kind] != now[kind]):
+            raise ResumeError(
+                f"{found.path} can't be continued on set {data.id}: its {' and '.join(different)} were encoded by "
+                f"other models, or with other settings, than those of set {before.id}",
+                f"Set the model and the sections text and latents back. {NEW_RUN_HINT}",
+            )
+        trained.append(before.tables["index"].column("sample_id").slice(0, len(before)).combine_chunks())
+    held_out = _held_out(data)
+    if not len(held_out):
+        return
+    samples = [plans.read_plan_table(data.store, name, "samples") for name in plans.list_plans(data.store)]
+    known = pa.concat_tables([table.select(["sample_id", "media_id"]) for table in samples]) if samples else None
+    ids = pa.concat_arrays(trained)
+    both = held_out.filter(pc.is_in(_media_of(held_out, known), value_set=_media_of(ids, known)))
+    if len(both):
+        names = ", ".join(_name_samples(data, both.slice(0, MOST_NAMED).to_pylist()))
+        raise ResumeError(
+            f"set {data.id} holds out {len(both)} samples that this run was trained on: {names}"
+            + (" ..." if len(both) > MOST_NAMED else ""),
+            "Set `eval` and `eval_fraction` of the datasets back and run `latentpress run`, so that its losses stay "
+            f"those of samples that it never saw. {NEW_RUN_HINT}",
+        )
+
+
+def _open(data: TrainSet, id: str) -> TrainSet | None:
+    try:
+        return TrainSet(data.store, id, data.store.read_json(f"sets/{id}/set.json"))
+    except FileNotFoundError:
+        return None
+
+
+def _media_of(ids: pa.Array, known: pa.Table | None) -> pa.Array:
+    """(n,) the media of samples; where no plan has a sample its own id."""
+    if known is None:
+        return ids
+    found = pc.index_in(ids, value_set=known.column("sample_id").combine_chunks())
+    return pc.coalesce(known.column("media_id").combine_chunks().take(found), ids)
+
+
+def _name_samples(data: TrainSet, ids: list[str]) -> list[str]:
+    """ "dataset/path" as planned, else the id."""
+    try:
+        active = plans.read_plan_table(data.store, data.meta["generation"], "active")
+    except (DamageError, KeyError):
+        return ids
+    rows = active.filter(pc.is_in(active.column("sample_id"), value_set=pa.array(ids))).to_pylist()
+    paths = {row["sample_id"]: f"{row['dataset']}/{row['path']}" for row in rows}
+    return [paths.get(name, name) for name in ids]

@@ -1,0 +1,167 @@
+"""An optimizer's state as named tensors and JSON, so that a checkpoint holds all of it without pickle.
+
+State is what the optimizer keeps of each parameter (tensors, numbers, None, nested), and what it keeps in its parameter
+groups beside the arguments that it was made with, such as Prodigy's `d` or schedule-free's `weight_sum`. Arguments are
+not saved: a run goes on with those of its configuration. `torch.optim.Optimizer.load_state_dict` is not used, as it
+converts the tensors to their parameter's dtype.
+"""
+
+import inspect
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from cache.store.json_checks import check_list, check_object
+from schemas.errors import LatentpressError
+from trainer.run.sharded import local, shard_like
+
+Json = Any
+#: Of a group, beside the class' arguments: what training sets.
+SET_BY_TRAINING = ("params", "lr", "initial_lr")
+PAGED = {"state1", "state2"}  # of bitsandbytes' paged optimizers
+#: State of the weight's shape, in these packages' optimizers; others keep projections or rows of it.
+LIKE_WEIGHTS, KNOWN_PACKAGES = {"exp_avg", "exp_avg_sq", "z"}, {"torch", "optimi", "prodigyopt", "schedulefree"}
+
+
+class OptimizerStateError(LatentpressError):
+    """State that can't be saved."""
+
+
+class OtherGroups(ValueError):
+    """A state of another number of parameter groups than the optimizer has."""
+
+
+class _Splitter:
+    """Takes values apart. A tensor that several parameters share is kept once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.paths: dict[tuple[Any, ...], str] = {}
+        self.storages: set[int] = set()
+
+    def split(self, value: Any, path: str) -> Json:
+        match value:
+            case torch.Tensor():
+                return {"tensor": self._keep(value.detach(), path), "host": value.device.type == "cpu"}
+            case float() if not math.isfinite(value):
+                return {"float": repr(value)}
+            case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
+                return value
+            case list() | tuple() if type(value) in (list, tuple):
+                return {type(value).__name__: [self.split(part, f"{path}/{i}") for i, part in enumerate(value)]}
+            case dict() if all(isinstance(key, str) for key in value):
+                return {"dict": {key: self.split(part, f"{path}/{key}") for key, part in value.items()}}
+        raise OptimizerStateError(
+            f"the optimizer keeps a {type(value).__name__} under {path!r}, which a checkpoint can't hold",
+            "Choose another train.optimizer.name.",
+        )
+
+    def _keep(self, value: torch.Tensor, path: str) -> str:
+        storage = local(value).untyped_storage().data_ptr()
+        view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if value.numel() and view in self.paths:
+            return self.paths[view]
+        # safetensors refuses different views of one storage.
+        self.tensors[path] = value.clone() if value.numel() and storage in self.storages else value
+        self.paths[view] = path
+        self.storages.add(storage)
+        return path
+
+
+class _Joiner:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.placed: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def join(self, value: Json, device: torch.device, path: str) -> Any:
+        """The value at `path`, with its tensors. ValueError for what `_Splitter.split` does not write."""
+        match value:
+            case {"tensor": str(name), "host": bool(host)} if name in self.tensors:
+                # A counter that stays on the CPU beside parameters of a GPU.
+                wanted = torch.device("cpu") if host and not self.tensors[name].dim() else device
+                return self.placed.setdefault((name, wanted), self.tensors[name].to(wanted))
+            case {"float": "inf" | "-inf" | "nan" as text}:
+                return float(text)
+            case {"dict": dict(parts)}:
+                return {key: self.join(part, device, f"{path}/{key}") for key, part in parts.items()}
+            case {"list": list(parts)} | {"tuple": list(parts)}:
+                joined = [self.join(part, device, f"{path}/{number}") for number, part in enumerate(parts)]
+                return tuple(joined) if "tuple" in value else joined
+            case None | bool() | int() | float() | str():
+                return value
+        raise ValueError(f"the optimizer's {path} is no value of a checkpoint, or its tensor is missing")
+
+
+def collect(
+    trainable: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], Json]:
+    """Tensors by "<parameter>/<key>" or "groups/<number>/<key>", and JSON with the rest and where each belongs.
+    OptimizerStateError for what is neither tensor, number, text nor a list or dict of these."""
+    splitter = _Splitter()
+    parameters = {
+        name: {key: splitter.split(value, f"{name}/{key}") for key, value in optimizer.state[weight].items()}
+        for name, weight in trainable.items()
+        if weight in optimizer.state
+    }
+    groups = [
+        {key: splitter.split(group[key], f"groups/{number}/{key}") for key in _state_keys(optimizer, group)}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    return splitter.tensors, {"parameters": parameters, "groups": groups}
+
+
+def _state_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
+    """What is no argument; and arguments without a value for which the optimizer has chosen one."""
+    arguments, found = inspect.signature(type(optimizer).__init__).parameters, []
+    for key, value in group.items():
+        default = optimizer.defaults.get(key)
+        changed = isinstance(value, torch.Tensor) or key not in optimizer.defaults or value != default
+        if key not in SET_BY_TRAINING and changed and (key not in arguments or default is None):
+            found.append(key)
+    return found
+
+
+def restore(
+    trainable: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    description: Json,
+) -> None:
+    """Set what `collect` returned, in place, with the dtypes that it had. OtherGroups where the optimizer has another
+    number of parameter groups; ValueError, with its name, for a value that `collect` can't have returned."""
+    joiner, (parameters, groups) = _Joiner(tensors), _check_description(description, trainable)
+    arguments = inspect.signature(type(optimizer).__init__).parameters
+    if len(groups) != len(optimizer.param_groups):
+        raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
+    for name, values in parameters.items():
+        weight = trainable[name]
+        state = {key: joiner.join(value, weight.device, f"{name}/{key}") for key, value in values.items()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                state[key] = shard_like(value, weight)
+            elif key in LIKE_WEIGHTS and type(optimizer).__module__.partition(".")[0] in KNOWN_PACKAGES:
+                shape = getattr(value, "shape", ())
+                raise ValueError(f"{name}/{key} is of shape {tuple(shape)}, and its weight of {tuple(weight.shape)}")
+        if getattr(optimizer, "is_paged", False):  # memory that the driver may move to the host
+            for key in PAGED & state.keys():
+                state[key] = optimizer.get_state_buffer(weight, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]
+        optimizer.state[weight] = state
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        device = group["params"][0].device
+        for key, value in values.items():
+            if key not in arguments or group.get(key) is None:
+                group[key] = joiner.join(value, device, f"groups/{number}/{key}")
+
+
+def _check_description(description: Json, trainable: Collection[str]) -> tuple[dict[str, Json], list[Json]]:
+    """The state of each parameter and of each group. ValueError where the description is none that `collect` makes."""
+    whole = check_object(description, "the optimizer's description")
+    parameters = check_object(whole.get("parameters"), "the optimizer's parameters")
+    for name, values in parameters.items():
+        check_object(values, f"the optimizer's state of {name}")
+        if name not in trainable:
+            raise ValueError(f"the optimizer has a state of {name}, which is not trained")
+    groups = check_list(whole.get("groups"), "the optimizer's groups")
+    return parameters, [check_object(group, "a group of the optimizer") for group in groups]

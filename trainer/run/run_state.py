@@ -1,0 +1,285 @@
+"""A run's folder, resume signature and progress, computed from files, without torch."""
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from cache.models import weights
+from cache.order.schedule import BatchSchedule
+from cache.runs.training_run import RESULT_NOTE
+from cache.sets.exported_set import source_fingerprints
+from cache.sets.trainset import TrainSet
+from cache.shards.shard import canonical_json
+from cache.store.files import replacing
+from cache.store.json_checks import check_object, parse_json
+from schemas.config.adapter import FILE_NAMES
+from schemas.config.methods import Method, Regularisation
+from schemas.config.pipeline import Config
+from schemas.config.training import Parallel
+from schemas.errors import USAGE, LatentpressError
+from schemas.geometry import Bucket
+from trainer.adapters.header import find_adapter
+from trainer.run.new_data import check_new_data, list_changes
+from trainer.run.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
+
+QUANTISATION_LIBRARIES = {
+    "int8-quanto": "optimum.quanto",
+    "int8-torchao": "torchao",
+    "fp8-torchao": "torchao",
+    "nf4-bnb": "bitsandbytes",
+}
+#: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
+RANDOM_NUMBERS = "philox4x64-10"
+
+
+class RunError(LatentpressError):
+    """Training can't be started with these options or this configuration."""
+
+    exit_code = USAGE
+
+
+class RunFinished(Exception):
+    """There is nothing left to do, as rank 0 has seen; of several processes."""
+
+
+def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
+    """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
+    shards = config.train.shuffle_shards
+    return {
+        "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
+        "family": config.model.family,
+        "task": config.model.task,
+        "seed": schedule.seed,
+        "random numbers": RANDOM_NUMBERS,
+        "batch size": schedule.batch_size,
+        "global batch": schedule.global_batch,
+        "shuffle_shards": shards and {"shards": shards, "rows of shards": schedule.order.digest},
+        "caption_dropout": config.train.caption_dropout,
+        "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
+        "timesteps": config.train.timesteps.model_dump(mode="json"),
+        "loss": config.train.loss.model_dump(mode="json"),
+        "methods": {
+            name: section.model_dump(mode="json", exclude_none=True)
+            for name, section in used_methods(config, data).items()
+        },
+        "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
+        "initial adapter": initial_adapter_checksum(config),
+        "optimizer": config.train.optimizer.name,
+        "weight_precision": config.train.weight_precision,
+        "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
+        # Whether weights that are not quantised are float32 or bfloat16 may change, as train.precision may.
+        "base_precision": config.train.base_precision if config.train.quantised else "no_change",
+    }
+
+
+def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
+    """The sections of train.methods in force: those configured, and that of regularisation data where there is some."""
+    used = config.train.methods.used
+    return {"regularisation": Regularisation(), **used} if data.regularisation else used
+
+
+def check_methods(config: Config, data: TrainSet) -> None:
+    """RunError where a method lacks its data or does not go with other settings."""
+    for name, method in used_methods(config, data).items():
+        for tensor, advice in method.needs.items():
+            if not data.has_tensor(tensor):
+                raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)
+        for reason in method.find_conflicts(config.train):
+            what, _, step = reason.partition("; ")
+            raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
+
+
+def read_shape(config: Config) -> dict[str, Any]:
+    """config.json of the transformer."""
+    model = config.model
+    return weights.read_component_config(model.source, model.revision, model.family_spec.components[0])
+
+
+def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
+    """RunError where a method names blocks that a transformer with this config.json does not have."""
+    count = shape.get(config.model.family_spec.layers)
+    if not isinstance(count, int):
+        return
+    for name, method in config.train.methods.used.items():
+        for key, problem in method.layer_problems(count):
+            place = ".".join(map(str, ("train.methods", name, *key)))
+            raise RunError(f"{place}: {problem}", f"{config.model.source} has {count} blocks; correct {place}.")
+
+
+def initial_adapter_checksum(config: Config) -> str | None:
+    """Of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
+    place = config.train.adapter.init
+    return None if place is None else file_checksum(find_adapter(Path(place)))
+
+
+BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
+BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
+HASH_ROWS = 1 << 18  # rows hashed at a time
+HASHED_STRINGS = ("sample_id", "bucket", "dataset")
+HASHED_NUMBERS = ("repeats", "weight", "regularisation")
+
+
+def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:
+    """digest: a hash of the rows that are trained on, in order, and of the fingerprints of their latents, texts and
+    those further kinds of shards that `needs` names. Validation prompts, held-out samples and locations of shards have
+    no part in it."""
+    index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
+    null, captions = data.meta["null_text"], 0
+    fingerprints = source_fingerprints(data)
+    kinds = {"latents", "text", *(fingerprints.keys() & set(needs))}
+    digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in kinds}))
+    for start in range(0, len(data), HASH_ROWS):
+        rows = index.slice(start, HASH_ROWS)
+        numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")
+        own = own if null is None else pc.fill_null(own, null)
+        captions += len(numbers)
+        for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(own)):
+            _hash_strings(digest, column)
+        for column in (*(rows.column(name) for name in HASHED_NUMBERS), pc.list_value_length(rows.column("texts"))):
+            digest.update(np.asarray(column).astype("<f8").data)
+    return {"digest": digest.hexdigest(), "set": data.id, "samples": len(data), "captions": captions}
+
+
+def _hash_strings(digest: xxhash.xxh3_128, column: pa.ChunkedArray) -> None:
+    """The length of each value, -1 for null; then the values."""
+    lengths, parts = [np.zeros(0, "<i8")], list[memoryview]()
+    for chunk in column.chunks:
+        _, offsets, data = chunk.buffers()
+        ends = np.frombuffer(offsets, np.int32)[chunk.offset :][: len(chunk) + 1] if len(chunk) else np.zeros(1, "<i4")
+        lengths.append(np.diff(ends.astype("<i8")))
+        lengths[-1][np.asarray(chunk.is_null())] = -1
+        parts += [memoryview(data)[ends[0] : ends[-1]]] if ends[-1] > ends[0] else []
+    digest.update(np.concatenate(lengths).data)
+    for part in parts:
+        digest.update(part)
+
+
+def fixed_shift(config: Config) -> float:
+    return config.train.shift or config.model.flavour_spec.shift
+
+
+def train_shift(config: Config, bucket: str) -> float:
+    """That of sigma for samples of a bucket ("WxH@F")."""
+    if not config.train.timesteps.auto_shift:
+        return fixed_shift(config)
+    size, token = Bucket.parse(bucket), config.model.family_spec.side_multiple  # pixels
+    return shift_by_tokens((size.width // token) * (size.height // token))
+
+
+def shift_by_tokens(tokens: int) -> float:
+    """The shift of an image of so many visual tokens: exp(mu), mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
+
+    `calculate_shift` of diffusers' pipelines, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is
+    `flow.shift_sigma` by exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at
+    24,576 tokens. Outside of 256..4096 tokens it is that of the nearest, 1.65 or 3.16, since the line was not made for
+    them.
+    """
+    share = (min(max(tokens, BASE_TOKENS), MOST_TOKENS) - BASE_TOKENS) / (MOST_TOKENS - BASE_TOKENS)
+    return math.exp(BASE_LOG_SHIFT + share * (LARGEST_LOG_SHIFT - BASE_LOG_SHIFT))
+
+
+def train_precision(config: Config) -> str:
+    """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights."""
+    if config.train.base_precision == "bf16":
+        return "bfloat16"
+    name = config.train.precision or config.model.precision
+    if name == "float16":
+        raise RunError(
+            "training does not support the float16 of model.precision: it needs loss scaling",
+            "Set train.precision to bfloat16 or float32.",
+        )
+    return name
+
+
+def check_parallel(settings: Parallel, ranks: int) -> None:
+    """RunError for what needs several processes and would be without effect in one."""
+    if ranks == 1 and settings.cpu_offload:
+        raise RunError(
+            "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
+            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
+            "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
+        )
+
+
+def check_base_precision(config: Config) -> None:
+    """RunError for a train.base_precision whose library is not installed."""
+    name = config.train.base_precision
+    library = QUANTISATION_LIBRARIES.get(name)
+    if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
+        raise RunError(f"train.base_precision: {name} needs {library}", "Install it: pip install -e '.[quant]'")
+
+
+def result_folder(config: Config) -> Path:
+    """adapter/ for a LoRA or LoKr, model/transformer/ for a full-rank run."""
+    folder = run_folder(config)
+    return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.output) / config.train.run
+
+
+def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:
+    """state.json of the checkpoint to continue from, with the changes of data up to now; None for a new run.
+
+    ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
+    """
+    folder = run_folder(config)
+    found, _ = newest_checkpoint(folder / "checkpoints")
+    if found is None:
+        return None
+    if not config.train.resume:
+        raise ResumeError(
+            f"{folder} has a checkpoint at step {found.step} and train.resume is false",
+            "Choose another train.run, remove that folder, or set train.resume to true.",
+        )
+    signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
+    check_signature(found, signature, may_change)
+    changes = list_changes(found, signature["data"]["digest"])
+    check_new_data(found, data, changes)
+    return found.state | {"data changes": changes}
+
+
+def write_config(config: Config, data: TrainSet) -> None:
+    """Write <run>/config.yaml: every resolved setting, with the set's id in place of "current". Settings that differ
+    from those of a named set are listed at the top as not in force."""
+    from ruamel.yaml import YAML
+
+    values = config.model_dump(mode="json", by_alias=True)
+    if "/" not in config.train.set:
+        values["train"]["set"] = data.id
+    lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.recipe_differences]
+    with replacing(run_folder(config) / "config.yaml") as temporary, temporary.open("w") as file:
+        file.writelines(lines)
+        YAML(typ="safe").dump(values, file)
+
+
+def record_result(config: Config, step: int, weights: str) -> None:
+    """Record that the result of `step` steps has been saved. weights: which (`trainer.setup.ema.inference_weights`)."""
+    with replacing(_result_note(config)) as temporary:
+        temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config)), "weights": weights}))
+
+
+def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
+    """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
+    folder, adapter = result_folder(config), config.train.adapter
+    if state is None or state["step"] < config.train.steps or not folder.is_dir():
+        return False
+    if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
+        return False  # a format was added
+    try:
+        return check_object(parse_json(_result_note(config).read_bytes()), "the whole").get("step") == state["step"]
+    except (FileNotFoundError, IsADirectoryError, ValueError):  # save it again
+        return False
+
+
+def _result_note(config: Config) -> Path:
+    return run_folder(config) / RESULT_NOTE
