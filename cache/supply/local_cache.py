@@ -57,7 +57,7 @@ def cache_limit(settings: LocalCache, folder: Path) -> int:
     room = free_bytes(folder)
     if settings.max_gb is None:
         return min(DEFAULT_BYTES, room // 2)
-    limit = int(settings.max_gb * 1e9)
+    limit = round(settings.max_gb * 1e9)
     if limit > room:
         raise LocalCacheError(
             f"train.local_cache.max_gb is {settings.max_gb:g}, and the disk of {folder} has room for {room / 1e9:.3g}",

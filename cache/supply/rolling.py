@@ -210,7 +210,7 @@ class UnitQueue:
     def next(self, position: Position) -> int | None:
         """The shard to begin now, which is reserved; None where there is none: all that is needed and fits is there or
         begun. Shards that are in its way are removed."""
-        cache, limit = self.cache, int(self.cache.max_gb * GB)
+        cache, limit = self.cache, round(self.cache.max_gb * GB)
         with cache.files.locked():
             disk = cache.scan(self.reserved)
             self.other = disk.other

@@ -59,7 +59,7 @@ def test_what_an_order_over_the_whole_set_asks_for() -> None:
 def test_gigabytes_that_are_enough(size: int) -> None:
     """Of three digits, and never fewer bytes: as the options take them."""
     said = round_up_gb(size)
-    assert size <= int(float(said) * 1e9) + (size < 1000) and float(said) * 1e9 < 1.0101 * size + 1
+    assert size <= round(float(said) * 1e9) + (size < 1000) and float(said) * 1e9 < 1.0101 * size + 1
     assert len(said.replace(".", "").lstrip("0").partition("e")[0].rstrip("0")) <= 3
     assert (round_up_gb(1_234_000_000), round_up_gb(1_230_000_000), round_up_gb(300 * GB)) == ("1.24", "1.23", "300")
 
