@@ -28,8 +28,8 @@ ERRORS = {
 
 class GoogleServer(RecordedRequests):
     """Operations: list, info, read, insert (at once), begin (a resumable upload), part, copy, delete. What goes wrong:
-    one of ERRORS, "cut" (the connection ends in the middle of the body) or "dropped" (no answer). page: the most
-    objects of a listing."""
+    one of ERRORS, "cut" (the connection ends in the middle of the body), "short" (half of it, as if that were all),
+    "damaged" (a byte differs) or "dropped" (no answer). page: the most objects of a listing."""
 
     def __init__(self, storage: Any) -> None:
         super().__init__()
@@ -127,13 +127,14 @@ def serve_google(address: str = "127.0.0.1") -> Iterator[GoogleServer]:
             handler, content = self._handler, self._content
             if "maxResults=" in handler.path and isinstance(content, str) and content:
                 self._content = app.one_page(handler.path, content)
-            if handler.trouble != "cut":
+            if handler.trouble not in ("cut", "short", "damaged"):
                 return super().close()
             body = content.encode() if isinstance(content, str) else content
+            sent = bytes([255 - body[0]]) + body[1:] if handler.trouble == "damaged" else body[: len(body) // 2]
             handler.send_response(self.status.value)
-            handler.send_header("Content-Length", str(len(body)))
+            handler.send_header("Content-Length", str(len(body if handler.trouble == "cut" else sent)))
             handler.end_headers()
-            handler.wfile.write(body[: len(body) // 2])
+            handler.wfile.write(sent)
             handler.close_connection = True
 
     class _Router(emulator.Router):

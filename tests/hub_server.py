@@ -19,7 +19,8 @@ from tests.background import answered
 from tests.processes import forget_forkserver
 
 BUCKET = "me/store"
-CUT = -1  # in place of a status: half of the answer, and then the connection is closed
+#: In place of a status: half of the answer, and then the connection is closed; half, as if that were all.
+CUT, SHORT = -1, -2
 
 
 def now() -> str:
@@ -27,8 +28,8 @@ def now() -> str:
 
 
 class HubServer:
-    """answer(method, path) -> the HTTP status that a request gets instead of its answer, 0 to let it pass, or CUT.
-    retry_after: seconds that a 429 asks to wait."""
+    """answer(method, path) -> the HTTP status that a request gets instead of its answer, 0 to let it pass, or CUT or
+    SHORT. retry_after: seconds that a 429 asks to wait."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.page, self.url = place, 1000, ""
@@ -56,13 +57,14 @@ class HubServer:
 class HubHandler(BaseHTTPRequestHandler):
     app: HubServer
     protocol_version = "HTTP/1.1"
-    is_cut = False
+    is_cut = is_short = False
 
     def log_message(self, *args: Any) -> None:
         pass
 
     def send(self, content: Any, code: int = 200, **headers: str) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        body = body[: len(body) // 2] if self.is_short else body
         self.send_response(code)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -115,7 +117,7 @@ class HubHandler(BaseHTTPRequestHandler):
     def refused(self) -> bool:
         self.app.requests.append(f"{self.command} {self.path}")
         code = self.app.answer(self.command, self.path)
-        self.is_cut = code == CUT
+        self.is_cut, self.is_short = code == CUT, code == SHORT
         if code > 0:
             wait = {"Retry_After": str(self.app.retry_after)} if code == 429 else {}
             self.send({"error": "as the test wants it"}, code, **wait)

@@ -1,9 +1,11 @@
 """An S3 server on loopback (moto's) that counts requests and answers some of them as a store in trouble would."""
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,18 +22,35 @@ ERRORS = {
     "expired": ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
     "denied": ("403 Forbidden", "AccessDenied", "Access Denied"),
     "no bucket": ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist"),
+    "skewed": ("403 Forbidden", "RequestTimeTooSkewed", "The difference between the request time and the current time"),
     "broken": ("500 Internal Server Error", "InternalError", "We encountered an internal error."),
+}
+
+
+def _half(body: bytes) -> bytes:
+    return body[: len(body) // 2]
+
+
+BODY_FAULTS: dict[str, Callable[[bytes], bytes]] = {
+    **dict.fromkeys(("cut", "short"), _half),
+    "long": lambda body: body + body,
+    "damaged": lambda body: bytes(255 - byte if at % 64 == 0 else byte for at, byte in enumerate(body)),
 }
 
 
 class S3Server(RecordedRequests):
     """Operations have their names in S3's API. What goes wrong: one of ERRORS, "cut" (the connection ends in the middle
-    of the body), "short" (half of the body, as if that were all), "dropped" (no answer) or "lost" (it is done, and
-    there is no answer)."""
+    of the body), "short" (half of the body, as if that were all), "long" (more than all), "damaged" (some bytes are
+    others), "dropped" (no answer) or "lost" (it is done, and there is no answer). bare: whether the former lack the
+    checksums of their bodies. ahead_s: the server's clock is so many seconds ahead."""
 
     def __init__(self, app: Callable) -> None:
         super().__init__()
-        self._app = app
+        self._app, self.bare, self.ahead_s = app, False, 0.0
+
+    def reset(self) -> None:
+        super().reset()
+        self.bare, self.ahead_s = False, 0.0
 
     def put(self, key: str, data: bytes = b"") -> None:
         """An object, without a request that counts."""
@@ -43,7 +62,7 @@ class S3Server(RecordedRequests):
         request = _describe(environ)
         self.requests.append(request)
         trouble = self.answer(request)
-        if request.operation.startswith("Head") and trouble in ("cut", "short"):  # its answer has no body
+        if request.operation.startswith("Head") and trouble in BODY_FAULTS:  # its answer has no body
             trouble = ""
         if trouble == "dropped":
             raise ConnectionError
@@ -51,7 +70,8 @@ class S3Server(RecordedRequests):
             status, code, message = ERRORS[trouble]
             body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
+            start_response(status, [*headers, ("Date", formatdate(time.time() + self.ahead_s, usegmt=True))])
             return [] if request.operation.startswith("Head") else [body]
         if not trouble and request.operation != "ListMultipartUploads":
             return self._app(environ, start_response)
@@ -61,9 +81,10 @@ class S3Server(RecordedRequests):
         body = re.sub(rb"(?<=<Initiated>)[^<]*", datetime.now(UTC).strftime("%FT%TZ").encode(), body)
         if trouble == "lost":
             raise ConnectionError
-        headers = [(name, value) for name, value in started[1] if name.lower() != "content-length"]
-        kept = body[: len(body) // 2] if trouble else body
-        start_response(started[0], [*headers, ("Content-Length", str(len(kept if trouble == "short" else body)))])
+        left_out = ("content-length", "x-amz-checksum") if self.bare else ("content-length",)
+        headers = [(name, value) for name, value in started[1] if not name.lower().startswith(left_out)]
+        kept = BODY_FAULTS.get(trouble, bytes)(body)
+        start_response(started[0], [*headers, ("Content-Length", str(len(body if trouble == "cut" else kept)))])
         return _cut(kept) if trouble == "cut" else [kept]
 
 

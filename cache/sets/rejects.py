@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from cache.sets.table_checks import check_merged_rejects, check_rejects
 from cache.store import arrow_ipc
+from cache.store.bad_answers import until_sound
 from cache.store.batch_reads import read_files
 from cache.store.damage import DamageError, as_damage
 from cache.store.files import Entry
@@ -73,7 +74,7 @@ def read_stage(
     for entry, data in read_files(store, missing):
         name = entry.name.removeprefix(f"{prefix}/")
         try:
-            found[entry._replace(name=name)] = _parse_list(store.path(entry.name), data).to_pylist()
+            found[entry._replace(name=name)] = _parse_list(store, entry.name, [data]).to_pylist()
         except DamageError as damage:
             if damaged is None:
                 raise
@@ -83,12 +84,17 @@ def read_stage(
     return {entry.name.removesuffix(LIST_SUFFIX): rows for entry, rows in sorted(found.items())}
 
 
-def _parse_list(path: str, data: bytes) -> pa.Table:
-    with as_damage(path, "it is not as it was written"):
-        table = arrow_ipc.read_table(pa.BufferReader(data))
-    with as_damage(path, "its values can't be right"):
-        check_rejects(table)
-    return table
+def _parse_list(store: Store, rel: str, answers: list[bytes]) -> pa.Table:
+    """The list `rel` from the answer that is here, or from those that are asked for where it is damaged."""
+
+    def parse() -> pa.Table:
+        with as_damage(store.path(rel), "it is not as it was written"):
+            table = arrow_ipc.read_table(pa.BufferReader(answers.pop() if answers else store.read_bytes(rel)))
+        with as_damage(store.path(rel), "its values can't be right"):
+            check_rejects(table)
+        return table
+
+    return until_sound(store.remote_url, parse)
 
 
 def _read_merged(store: Store, prefix: str) -> dict[tuple[str, str], list[dict]]:

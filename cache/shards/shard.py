@@ -10,6 +10,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache.shards.tensors import Array
+from cache.store.bad_answers import until_sound
 from cache.store.damage import SHARD_PROGRAMS, DamageError, as_damage
 from cache.store.files import explained
 from cache.store.json_checks import (
@@ -169,6 +171,9 @@ class BaseShardReader(ABC):
         verify=False only where it can't be read or is another row."""
         if not 0 <= i < len(self):
             raise DamageError(self.path, f"it has {len(self)} rows", i)
+        return until_sound(self.store.remote_url, partial(self._read, i, verify), self.file)
+
+    def _read(self, i: int, verify: bool = True) -> ShardRow:
         # Reading a memory map beyond the end of a file that was cut kills the process, and no handler helps. This check
         # takes 2 microseconds; only a file that is cut within the next few can still kill.
         if isinstance(self.file, pa.MemoryMappedFile):
@@ -187,7 +192,7 @@ class BaseShardReader(ABC):
         return row
 
     def verify(self, check_row: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
-        """Read every byte; all damage found. check_row: raises ValueError with further problems of an intact row."""
+        """Read every byte once; all damage found. check_row: raises ValueError with further problems of a sound row."""
         found = []
         try:
             self._check_file()
@@ -195,7 +200,7 @@ class BaseShardReader(ABC):
             found.append(damage)
         for i, id in enumerate(self.meta.ids):
             try:
-                row = self.read(i)
+                row = self._read(i)
                 if check_row is not None:
                     check_row(row)
             except DamageError as damage:

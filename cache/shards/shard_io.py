@@ -3,10 +3,12 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from cache.shards import arrow, wds
 from cache.shards.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardReader, BaseShardWriter, ShardMeta, ShardRow
 from cache.store import json_checks
+from cache.store.bad_answers import until_sound
 from cache.store.damage import DamageError
 from cache.store.store import Store
 
@@ -23,11 +25,15 @@ def open_writer(
 
 def open_reader(store: Store, rel: str) -> BaseShardReader:
     """A reader of the shard at `rel`, chosen by its suffix."""
+    return until_sound(store.remote_url, partial(_reader_class(store, rel), store, rel))
+
+
+def _reader_class(store: Store, rel: str) -> type[BaseShardReader]:
     if not rel.endswith((ARROW_SUFFIX, TAR_SUFFIX)):
         raise ValueError(f"{rel!r} is no shard: its name must end with {ARROW_SUFFIX} or {TAR_SUFFIX}")
     if _escapes_root(rel):
         raise DamageError(store.path(json_checks.printable(rel)), "its name leads out of the root")
-    return (arrow if rel.endswith(ARROW_SUFFIX) else wds).ShardReader(store, rel)
+    return (arrow if rel.endswith(ARROW_SUFFIX) else wds).ShardReader
 
 
 def _escapes_root(rel: str) -> bool:
@@ -41,16 +47,27 @@ def verify(
     check_meta: Callable[[ShardMeta], Iterable[str]] | None = None,
     check_row: Callable[[ShardRow], object] | None = None,
 ) -> list[DamageError]:
-    """Read every byte of the shard at `rel`; all damage found, also where it can't be opened.
+    """Read every byte of the shard at `rel`; all damage found, also where it can't be opened. On an object store: what
+    stays when all of it is asked for again.
 
     check_meta: further problems of the description. check_row: as of BaseShardReader.verify.
     """
-    try:
-        with open_reader(store, rel) as shard:
+    found: list[DamageError] = []
+
+    def check() -> None:
+        found.clear()
+        with reader_class(store, rel) as shard:
             reasons = check_meta(shard.meta) if check_meta else ()
-            return [DamageError(shard.path, reason) for reason in reasons] + shard.verify(check_row)
+            found[:] = [DamageError(shard.path, reason) for reason in reasons] + shard.verify(check_row)
+        if found:
+            raise found[0]
+
+    try:
+        reader_class = _reader_class(store, rel)
+        until_sound(store.remote_url, check)
     except DamageError as damage:
-        return [damage]
+        return found or [damage]
+    return found
 
 
 class ReaderPool:

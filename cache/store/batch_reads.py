@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from cache.store.bad_answers import BadAnswer, note_bad_answer
 from cache.store.files import Entry
 from cache.store.store import Store
 from cache.store.store_errors import explained_object
@@ -26,12 +27,12 @@ def read_files(store: Store, entries: Iterable[Entry]) -> Iterator[tuple[Entry, 
         with explained_object(store.path("")):
             found = store.fs.cat([*some], on_error="return", batch_size=AT_ONCE)
         for key, entry in some.items():
-            try:
-                with explained_object(store.path(entry.name)):
-                    if isinstance(found[key], BaseException):
-                        raise found[key]
-                # Of another size it was cut off, or replaced since.
-                data = found[key] if len(found[key]) == entry.size else store.read_bytes(entry.name)
-            except FileNotFoundError:
-                continue
+            data = found[key]
+            if isinstance(data, BaseException) or len(data) != entry.size:  # cut off, damaged, or replaced since
+                try:
+                    data = store.read_bytes(entry.name)
+                except FileNotFoundError:
+                    continue
+                if len(data) == entry.size:
+                    note_bad_answer(store.url, BadAnswer(f"{store.path(entry.name)} was not sent whole"))
             yield entry, data

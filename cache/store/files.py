@@ -109,6 +109,11 @@ class Entry(NamedTuple):
     version: str = ""
 
 
+def file_signature(about: os.stat_result) -> tuple[int, ...]:
+    """While it is the same, nobody wrote to the file."""
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+
+
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
     """(name relative to `folder`, entry) of every file below it, except files that are removed meanwhile."""
     try:

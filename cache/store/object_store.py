@@ -2,13 +2,15 @@
 that were never completed. `store_errors` says in words what goes wrong.
 
 Retries are those of the stores' libraries. For S3: botocore's standard mode (backoff with jitter, a quota against
-storms of retries) around each request, and s3fs around each transfer, so that a body that is cut off is read again.
+storms of retries) around each request, and s3fs around each transfer, so that a body that is cut off is read again. An
+answer that is whole and wrong is none for them: `bad_answers` has it asked for again.
 """
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.caching import BaseCache, register_cache
 
+from cache.store.bad_answers import BadAnswer, note_bad_answer, until_sound
 from cache.store.files import Entry, StoreError, explained
 from cache.store.google_storage import PROTOCOLS as GOOGLE
 from cache.store.google_storage import google_info, google_ranges, is_google, list_google, open_google
@@ -33,7 +36,6 @@ BLOCK_BYTES, MAX_BLOCKS = 4 << 20, 2
 PART_BYTES = 32 << 20
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 30.0
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of this machine, as no store answers
-SHORT_READS = 3  # in a row that bring nothing, of a server that sends less than was asked for
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -63,6 +65,7 @@ class ObjectCache(BaseCache):
     beside each other, blocks. So opening a shard takes one request, a row one, and all rows in order a few."""
 
     name = "latentpress"
+    url = ""  # of the object, where that is on a store
 
     def __init__(self, blocksize: int, fetcher: Any, size: int) -> None:
         super().__init__(blocksize, fetcher, size)
@@ -96,14 +99,25 @@ class ObjectCache(BaseCache):
         return found[start - numbers[0] * BLOCK_BYTES :][: stop - start]
 
     def _get(self, start: int, stop: int) -> bytes:
-        """Exactly these bytes. A server may send fewer than were asked for."""
-        parts, idle = [self.fetcher(start, stop)], 0
-        while (missing := stop - start - sum(map(len, parts))) > 0 and idle < SHORT_READS:
-            parts.append(self.fetcher(stop - missing, stop))
-            idle = 0 if parts[-1] else idle + 1
-        if missing:
-            raise OSError(errno.EIO, f"it sent {stop - start - missing} of {stop - start} bytes, and then none")
-        return b"".join(parts)
+        """Exactly these bytes. A server may send fewer than were asked for: then the rest is asked for."""
+        data = b""
+        while len(data) < stop - start:
+            data += until_sound(self.url, partial(self._ask, start, stop, len(data)))
+        return data
+
+    def _ask(self, start: int, stop: int, came: int) -> bytes:
+        """More of these bytes, of which `came` are here."""
+        data = self.fetcher(start + came, stop)
+        wrong = BadAnswer(errno.EIO, f"it sent {came + len(data)} of {stop - start} bytes")
+        if not 0 < len(data) <= stop - start - came:
+            raise wrong
+        if len(data) < stop - start - came:
+            note_bad_answer(self.url, wrong)
+        return data
+
+    def forget(self) -> None:
+        """Let go of what is kept, so that it is asked for again."""
+        self._tail, self._blocks = None, {}
 
 
 register_cache(ObjectCache, clobber=True)
@@ -119,13 +133,21 @@ class _ObjectFile:
         with explained_object(self._url):
             if is_google(fs) or is_hub(fs):
                 fetch, size = google_ranges(fs, path) if is_google(fs) else hub_ranges(path)
-                self._file: Any = RangeFile(ObjectCache(BLOCK_BYTES, fetch, size)._fetch, size)
+                self._cache: ObjectCache | None = ObjectCache(BLOCK_BYTES, fetch, size)
+                self._file: Any = RangeFile(self._cache._fetch, size)
             else:
                 self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
+                self._cache = getattr(self._file, "cache", None)  # memory:// has none
+        if self._cache is not None:
+            self._cache.url = self._url
 
     def read(self, size: int = -1) -> bytes:
         with explained_object(self._url):
             return self._file.read(size)
+
+    def forget(self) -> None:
+        if self._cache is not None:
+            self._cache.forget()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
@@ -138,47 +160,63 @@ class _ObjectFile:
         self._file.close()
 
 
-def open_object(fs: Any, path: str) -> pa.NativeFile:
+class ObjectReader(pa.PythonFile):
+    """forget: lets go of the bytes that it keeps, so that they are asked for again."""
+
+    forget: Callable[[], None]
+
+
+def open_object(fs: Any, path: str) -> ObjectReader:
     """An object for random access; a request for its size and those of ObjectCache."""
-    return pa.PythonFile(_ObjectFile(fs, path), mode="r")
+    file = _ObjectFile(fs, path)
+    reader = ObjectReader(file, mode="r")
+    reader.forget = file.forget
+    return reader
 
 
-def read_object(fs: Any, path: str, size: int) -> bytes:
-    """A whole object. StoreError where other than `size` bytes come."""
-    with explained_object(fs.unstrip_protocol(path)):
-        data = read_now(fs, path)
-        if len(data) != size:
-            raise OSError(errno.EIO, f"it sent {len(data)} of {size} bytes")
-        return data
+def read_object(fs: Any, path: str, size: int | None = None) -> bytes:
+    """A whole object. StoreError where other than `size` bytes come, and come again. size: by default whatever it is
+    now."""
+    url = fs.unstrip_protocol(path)
+    with explained_object(url):
+        return until_sound(url, partial(_read_once, fs, path, size))
 
 
-def read_now(fs: Any, path: str) -> bytes:
-    """A whole object, whatever its size is now."""
+def _read_once(fs: Any, path: str, size: int | None) -> bytes:
     if not is_hub(fs):
-        return fs.cat_file(path)
-    fetch, size = hub_ranges(path)
-    data = fetch(0, size) if size else b""
-    if len(data) != size:
-        raise OSError(errno.EIO, f"it sent {len(data)} of {size} bytes")
+        data = fs.cat_file(path)
+    else:
+        fetch, now = hub_ranges(path)
+        data, size = fetch(0, now) if now else b"", now if size is None else size
+    _check_length(len(data), size)
     return data
 
 
+def _check_length(came: int, size: int | None) -> None:
+    if size is not None and came != size:
+        raise BadAnswer(errno.EIO, f"it sent {came} of {size} bytes")
+
+
 def copy_object(fs: Any, path: str, target: str, size: int) -> None:
-    """Copy an object into the local file `target`. StoreError where other than `size` bytes come, or where the disk of
-    `target` is full."""
-    with explained_object(fs.unstrip_protocol(path)):
-        try:
-            if is_hub(fs):
-                copy_from_hub(path, target)
-            else:
-                fs.get_file(path, target, **({"concurrency": 1} if is_google(fs) else {}))
-        except OSError as error:
-            if error.errno in FULL_DISK:
-                with explained(target):
-                    raise
-            raise
-        if (came := os.stat(target).st_size) != size:
-            raise OSError(errno.EIO, f"it sent {came} of {size} bytes")
+    """Copy an object into the local file `target`. StoreError where other than `size` bytes come, and come again, or
+    where the disk of `target` is full."""
+    url = fs.unstrip_protocol(path)
+    with explained_object(url):
+        until_sound(url, partial(_copy_once, fs, path, target, size))
+
+
+def _copy_once(fs: Any, path: str, target: str, size: int) -> None:
+    try:
+        if is_hub(fs):
+            copy_from_hub(path, target)
+        else:
+            fs.get_file(path, target, **({"concurrency": 1} if is_google(fs) else {}))
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            with explained(target):
+                raise
+        raise
+    _check_length(os.stat(target).st_size, size)
 
 
 def object_info(fs: Any, path: str) -> Mapping[str, Any]:

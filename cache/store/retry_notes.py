@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from schemas.cli.progress import announce
@@ -34,7 +35,13 @@ class RetryNotes:
         announce(f"{self._store}: {shorten(' '.join(reason.split()), LONGEST)}: the request is tried again{more}")
 
 
-S3, GOOGLE = RetryNotes("s3"), RetryNotes("gs")
+@cache
+def notes_of(store: str) -> RetryNotes:
+    """Of all stores with this protocol."""
+    return RetryNotes(store)
+
+
+S3, GOOGLE = notes_of("s3"), notes_of("gs")
 
 
 def note_s3_answer(response: Any = None, caught_exception: Exception | None = None, **about: Any) -> None:

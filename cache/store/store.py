@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from cache.store import arrow_ipc, files, json_checks, json_records, object_store
+from cache.store.bad_answers import asked_again
 from cache.store.damage import DamageError, as_damage
 from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.store.layout import is_project_file
@@ -44,6 +45,7 @@ class Store:
         self.base = path.rstrip("/")
         protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
         self.root = Path(path) if "file" in protocols else None
+        self.remote_url = "" if self.root is not None else self.url
         self._process = os.getpid()
         self._tables: dict[str, tuple[Any, Callable | None, pa.Table]] = {}  # by name, with the version of the file
         self._unfinished: dict[Path, int] = {}  # files of `open_temp`, added before they are opened -> lock, if any
@@ -134,7 +136,7 @@ class Store:
     def read_bytes(self, rel: str) -> bytes:
         with self._explained(rel):
             local = self.local(rel)
-            return local.read_bytes() if local is not None else object_store.read_now(self.fs, self.key(rel))
+            return local.read_bytes() if local is not None else object_store.read_object(self.fs, self.key(rel))
 
     def open(self, rel: str) -> pa.NativeFile:
         """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
@@ -153,6 +155,7 @@ class Store:
             return self.open(rel)
         return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), self.size(rel)))
 
+    @asked_again
     def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
         """A table of `write_table`, in memory maps where it is local, every byte compared with its checksum. check:
         raises ValueError where the values are not those of the wanted table. DamageError where anything is wrong. A
@@ -165,7 +168,7 @@ class Store:
             file, version = self._open_remote_table(rel)
         else:
             file = self.open(rel)
-            version = _file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+            version = files.file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
         with file, explained(path):
             with as_damage(path, "it is not as it was written"):
                 table = arrow_ipc.read_table(file)
@@ -194,9 +197,10 @@ class Store:
     def _version(self, rel: str) -> Any:
         with self._explained(rel):
             if self.root is not None:
-                return _file_signature(os.stat(self.key(rel)))
+                return files.file_signature(os.stat(self.key(rel)))
             return object_store.object_version(object_store.object_info(self.fs, self.key(rel)))
 
+    @asked_again
     def read_json(self, rel: str) -> dict[str, Any]:
         """The JSON object in `rel`. DamageError where it is not as `publish_json` wrote it."""
         try:
@@ -342,7 +346,3 @@ class Store:
 def spool_folder() -> Path:
     """Where files for object stores are written before they are uploaded; one folder for each user. TMPDIR moves it."""
     return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
-
-
-def _file_signature(about: os.stat_result) -> tuple[int, ...]:
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,12 +1,16 @@
 """What the libraries of object stores raise, in words: the reason, and the next step."""
 
 import re
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 
 from cache.store.files import StoreError
 from schemas.errors import LatentpressError
+from schemas.text_format import format_duration
 
 AGAIN = "run the same command again: what is finished is kept"
 _RIGHTS = (
@@ -30,6 +34,12 @@ _EXPLANATIONS = {
     # An answer to HEAD has no body, so its reason is not known.
     "400": ("the request is refused, as with credentials that have expired", _EXPIRED[1]),
 }
+#: How stores refuse a request for its time: S3 and MinIO, signatures of AWS, Google's login; and certificates.
+_CLOCK = re.compile(
+    r"RequestTimeTooSkewed|request time and the|Signature (expired|not yet current)|reasonable timeframe|not yet valid"
+)
+_CLOCK_STEP = f"set this machine's clock, as by NTP (timedatectl set-ntp true), and {AGAIN}"
+_LARGEST_SKEW_S = 15 * 60  # that S3 takes; an answer to HEAD says no more than 403 and the store's time
 
 
 @contextmanager
@@ -55,7 +65,11 @@ def _raise_explained(url: str, error: Exception) -> NoReturn:
     if code and not re.search(rf"\b{re.escape(code)}\b", said):  # as a word: a port, too, may have the digits 403
         said = f"{code}: {text}"
     reason, step = _EXPLANATIONS.get(code, ("", ""))
-    if reason:
+    lead_s = _clock_lead(answer, said)
+    if _CLOCK.search(said) or (code == "403" and abs(lead_s) > _LARGEST_SKEW_S):
+        lead = f": {format_duration(abs(lead_s))} {'ahead of' if lead_s > 0 else 'behind'} the store's"
+        reason, step = f"this machine's clock is wrong{lead if abs(lead_s) > 60 else ''} ({said})", _CLOCK_STEP
+    elif reason:
         reason = f"{reason} ({said})"
     elif isinstance(error, PermissionError):
         reason, step = f"access is denied ({said})", _RIGHTS
@@ -67,6 +81,18 @@ def _raise_explained(url: str, error: Exception) -> NoReturn:
         reason = f"the store can't be reached or broke off ({said})"
         step = f"check the network and the URL, and {AGAIN}"
     raise StoreError(url, reason, step) from error
+
+
+def _clock_lead(answer: Any, said: str) -> float:
+    """Seconds that this machine's clock is ahead of the store's, by the times of the request and of the store in a
+    refusal, or by the header Date of an answer of S3; 0 where there is neither."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, Mapping) else {}
+    named = re.findall(r"\b\d{8}T\d{6}Z", said)
+    with suppress(KeyError, TypeError, ValueError):
+        if len(named) > 1:
+            return (datetime.fromisoformat(named[0]) - datetime.fromisoformat(named[-1])).total_seconds()
+        return time.time() - parsedate_to_datetime(headers["date"]).timestamp()
+    return 0.0
 
 
 def error_code(error: BaseException) -> str:

@@ -4,8 +4,8 @@ others need the room.
 Threads fetch what is needed first among what is not here, as long as there is room: a copy gives way only to one that
 is needed earlier, and of all copies the one that is needed last gives way first (Belady 1966), where what no step in
 sight needs counts as last of all. Each copy is verified whole by this process before it is used, whoever fetched it;
-a damaged one is fetched once more. Damage that comes again is in the store: reading the row says so, as it does where
-the set is local.
+a damaged one is fetched again, up to ANSWERS times in all. Damage that stays is in the store: reading the row says so,
+as it does where the set is local.
 """
 
 import threading
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 
 from cache.shards.shard import BaseShardReader
+from cache.store.bad_answers import ANSWERS, note_bad_answer
 from cache.supply.copy_folder import CopyIsBusy, HeldCopy, StartedCopy
 from cache.supply.held_copies import HeldCopies
 from cache.supply.remote_shards import LocalCacheError, ShardCopies
@@ -51,7 +52,7 @@ class LocalShards:
         self._tried: dict[int, float] = {}  # when
         self._full_until = 0.0  # there is no room for what nobody waits for, until then or until a step is finished
         self._stuck: dict[int, float] = {}  # since when a reader waits in vain
-        self._replaced = set[int]()  # fetched once more because of damage
+        self._replaced = Counter[int]()  # fetched again because of damage
         self._counted = Counter[str]()
         self._closed = False
 
@@ -256,14 +257,15 @@ class LocalShards:
                     self._check_hope(number)
                     return
             copy = self._copies.fetch(number, got) if isinstance(got, StartedCopy) else got
-            sound = self._copies.is_sound(number, copy)
+            damage = self._copies.find_damage(number, copy)
             with self._changed:
                 self._stuck.pop(number, None)
                 if copy is got:
                     self._counted["found"] += 1
                 else:
                     self._counted += Counter(fetched=1, bytes=shard.bytes)
-                if not sound and number not in self._replaced:
+                if damage is not None and self._replaced[number] < ANSWERS - 1:
+                    note_bad_answer(damage.path, damage)
                     self._discard(number, copy)
                     continue
                 self._held[number] = copy
@@ -330,8 +332,8 @@ class LocalShards:
         return False
 
     def _discard(self, number: int, copy: HeldCopy) -> None:
-        """Throw a damaged copy away, to be fetched once more."""
-        self._replaced.add(number)
+        """Throw a damaged copy away, to be fetched again."""
+        self._replaced[number] += 1
         self._copies.discard(number, copy)
         self._held[number] = copy
         self._held.let_go(number)

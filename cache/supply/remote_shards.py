@@ -128,14 +128,14 @@ class ShardCopies:
             shown.measure = lambda: sum(map(count, numbers))
             yield
 
-    def is_sound(self, number: int, copy: HeldCopy) -> bool:
-        """Whether each row of a copy is what was written; found once for each version of its file."""
+    def find_damage(self, number: int, copy: HeldCopy) -> DamageError | None:
+        """Of a row of a copy that is not what was written; each version of its file is looked at once."""
         if self._verified.get(number) == copy.version:
-            return True
-        if verify(self._copy_store(number), self._paths[number]):
-            return False
+            return None
+        if found := verify(self._copy_store(number), self._paths[number]):
+            return found[0]
         self._verified[number] = copy.version
-        return True
+        return None
 
     def open(self, number: int) -> BaseShardReader:
         return open_reader(self._copy_store(number), self._paths[number])

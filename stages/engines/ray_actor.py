@@ -22,6 +22,7 @@ from schemas.cli.import_path import remove_working_directory
 from schemas.cli.progress import announce_by
 from schemas.config.pipeline import PACKAGES
 from schemas.errors import LatentpressError
+from schemas.identity import hash_json
 from stages.engines.jobs import Job, Load, UnitResult
 
 SOURCES = Path(schemas.__file__).resolve().parents[1]
@@ -145,4 +146,4 @@ def digest_code() -> str:
 def digest_plan(job: Job) -> str:
     """Of the job's plan as this machine finds it under the root; "" where it finds none."""
     store, name = Store(job.config.root), f"plans/{job.generation}/plan.json"
-    return xxhash.xxh3_128_hexdigest(store.read_bytes(name)) if store.exists(name) else ""
+    return hash_json(store.read_json(name)) if store.exists(name) else ""

@@ -112,6 +112,28 @@ def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: 
         s3fs.S3FileSystem().rm("elsewhere", recursive=True)
 
 
+def test_damaged_and_short_answers_end_nothing(home: Project, s3: S3Server, tmp_path: Path) -> None:
+    """The first answer about each object is wrong, for every program. verify moves nothing because of it."""
+    seen = set[Request]()
+
+    def first_is_wrong(request: Request) -> str:
+        new = request.operation == "GetObject" and request not in seen
+        seen.add(request)
+        return ("damaged", "short")[crc32(request.key.encode()) % 2] if new else ""
+
+    s3.bare = True
+    s3.answer = first_is_wrong
+    for program in (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run, status.run, train):
+        seen.clear()
+        report = home.run(program)
+        assert report.exit_code == 0, (program, report.to_dict())
+    before = Store(ROOT).list_names()
+    seen.clear()
+    report = home.run(verify.run, repair=True)
+    assert report.exit_code == 0 and not report.damage and not report.next_steps
+    assert Store(ROOT).list_names() == before
+
+
 def test_killed_in_an_upload_and_in_trouble(home: Project, s3: S3Server) -> None:
     """encode-text is killed while a shard is on its way, and started again beside a store that throttles and cuts."""
     home.run(discover.run)

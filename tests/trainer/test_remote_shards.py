@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cache.store.bad_answers import ANSWERS
 from cache.store.store import Store
 from cache.supply.remote_shards import LocalCacheError
 from schemas.cli.console import OK
@@ -124,7 +125,7 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
 
 
 def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
-    """After two fetches, with the row, by the remote name; nothing is trained on it."""
+    """After ANSWERS fetches, with the row, by the remote name; nothing is trained on it."""
     name = next(name for name in remote.shards if name.startswith("latents"))
     path = Path(remote.here.root) / name
     whole = bytearray(path.read_bytes())
@@ -138,7 +139,7 @@ def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
     assert {key: far[key] for key in ("item", "row", "message")} == {
         key: local[key] for key in ("item", "row", "message")
     }
-    assert gets(s3).count(name) == 2
+    assert gets(s3).count(name) == ANSWERS
 
 
 @LONG_ONLY

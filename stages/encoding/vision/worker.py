@@ -1,6 +1,5 @@
 """The worker of encode-vision: samples -> features of their frames."""
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,7 +34,7 @@ class VisionWorker(UnitWorker):
         vision = self.config.vision
         assert vision.source is not None
         # The fingerprint is of the weights at this commit: the repository's branch may have moved since.
-        record = json.loads(self.store.read_bytes(f"{self.kind}/{job.fingerprint}/provenance.json"))
+        record = self.store.read_json(f"{self.kind}/{job.fingerprint}/provenance.json")
         weights = checkpoint.resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
         model_loading.disable_progress_bars()
         dtype = getattr(torch, vision.precision or self.config.model.precision)

@@ -3,9 +3,11 @@
 import os
 import sys
 
+import pyarrow as pa
 import pytest
 
 from cache.store import retry_notes
+from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
 from cache.store.store_errors import explained_object
@@ -73,6 +75,19 @@ def test_trouble_that_passes_does_no_harm(store: Store, google: GoogleServer, ki
     assert store.read_bytes("a") == data
 
 
+@pytest.mark.parametrize("kind", ["short", "damaged"])
+def test_wrong_answers_are_asked_for_again(store: Store, google: GoogleServer, kind: str) -> None:
+    store.publish_json("c.json", {"x": 1})
+    store.write_table("t.arrow", pa.table({"x": [1]}))
+    google.fail(kind, 2, "read")
+    assert store.read_json("c.json") == {"x": 1}
+    google.fail(kind, 2, "read")
+    assert store.read_table("t.arrow")["x"].to_pylist() == [1]
+    google.fail("damaged", 100, "read")
+    with pytest.raises(DamageError):
+        Store(store.url).read_table("t.arrow")
+
+
 def test_a_retry_is_said_with_its_reason(store: Store, google: GoogleServer, monkeypatch, capsys) -> None:
     monkeypatch.setattr(retry_notes.GOOGLE, "_said", -retry_notes.PAUSE_S)
     show_activities(Console())
@@ -108,6 +123,24 @@ def test_refusals_are_told_at_once(store: Store, google: GoogleServer, kind: str
 def test_a_code_is_named_beside_an_address_that_has_its_digits() -> None:
     with pytest.raises(StoreError, match=r"access is denied \(403: Forbidden"), explained_object("gs://store/a"):
         raise OSError("Forbidden: http://127.0.0.1:40303/b/store/o/a\nno access")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "apart"),
+    [
+        (
+            "Signature expired: 20150830T123600Z is now earlier than 20150830T144100Z (20150830T144600Z - 5 min.)",
+            ": 2:10:00 behind the store's",
+        ),
+        ("Signature not yet current: 20150830T123600Z is still later than 20150830T122900Z", ": 0:07:00 ahead of"),
+        ("invalid_grant: Invalid JWT: Token must be a short-lived token and in a reasonable timeframe.", ""),
+        ("certificate verify failed: certificate is not yet valid", ""),
+    ],
+)
+def test_a_wrong_clock_is_named(refusal: str, apart: str) -> None:
+    with pytest.raises(StoreError) as caught, explained_object("gs://store/a"):
+        raise OSError(refusal)
+    assert f"this machine's clock is wrong{apart}" in caught.value.message and "NTP" in caught.value.next_step
 
 
 def test_a_bucket_that_is_not_there_is_named(google: GoogleServer) -> None:

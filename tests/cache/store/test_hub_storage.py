@@ -11,7 +11,7 @@ import pytest
 from cache.store.files import StoreError
 from cache.store.object_store import copy_object
 from cache.store.store import Store
-from tests.hub_server import BUCKET, CUT, HubServer
+from tests.hub_server import BUCKET, CUT, SHORT, HubServer
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +116,15 @@ def test_trouble_that_passes_does_no_harm(hub: HubServer, pauses: list[float], f
         assert ask() == wanted, name
         assert pauses and set(pauses) == {8.0 if fault == 429 else 1.0}, name  # a second more than it says
     assert store.list_files(temporaries=True) == []
+
+
+def test_short_answers_are_asked_for_again(hub: HubServer) -> None:
+    store, large, left = Store(f"hf://buckets/{BUCKET}/work"), os.urandom(1 << 20), list[int]()
+    store.publish_bytes("a/large", large)
+    hub.answer = lambda method, path: left.pop() if left and "/resolve/" in path else 0
+    for name, (ask, wanted) in asks(store, large, hub).items():
+        left[:] = [SHORT] * 2
+        assert ask() == wanted, name
 
 
 @pytest.mark.parametrize(

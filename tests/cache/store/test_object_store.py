@@ -229,6 +229,7 @@ STAYING = {
     "throttled": ("is asked too often.*(SlowDown|503)", "fewer workers"),
     "expired": ("credentials .*have expired", "renew them"),
     "denied": ("access is denied", "credentials in the environment"),
+    "skewed": ("clock is wrong: 2:00:0\\d behind the store's .*(RequestTimeTooSkewed|403)", "NTP"),
     "cut": ("can't be reached or broke off", "check the network"),
     "dropped": ("can't be reached or broke off", "check the network"),
     "no bucket": ("no such bucket", "make the bucket"),
@@ -241,7 +242,7 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
     rel, table = write_shard(store, rows=10), "t.arrow"
     store.write_table(table, pa.table({"x": [1]}))
     reader = shard_io.open_reader(store, rel)
-    s3.answer = lambda request: trouble
+    s3.answer, s3.ahead_s = lambda request: trouble, 7205.0 if trouble == "skewed" else 0.0
     attempts = {
         "read": lambda: store.read_bytes(rel),
         "list": lambda: store.list_names(CACHE),
