@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from multiprocessing import get_context
 
 from benchmarks.common import MIB, make_parser, make_rows, print_header, print_row, time_call, write_shard
-from cache import arrow, shard, shard_io, wds  # noqa: F401 (so that importing is not measured)
+from cache.shards import arrow, shard, shard_io, wds  # noqa: F401 (so that importing is not measured)
 from cache.shards.shard import ShardMeta
 from cache.store.store import Store
 

@@ -21,7 +21,7 @@ def run(code: str) -> subprocess.CompletedProcess:
 WRITE_ALL = r"""
 import os, sys
 import cache.store.store as module
-from cache import arrow, shard_io, wds  # imported before a process gives up its rights
+from cache.shards import arrow, shard_io, wds  # imported before a process gives up its rights
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensors import Array
 import pyarrow as pa
