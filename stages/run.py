@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from cache.runs.best_step import BEST_KEYS
-from cache.runs.failure_note import clear_failure, read_failure, record_failure
-from cache.runs.stage_log import append_stage
+from cache.runs.process_record import append_stage, clear_failure, read_failure, record_failure
 from cache.runs.training_run import METRICS_FILE
 from cache.sets.trainset import SetNotFound
 from cache.store.damage import ENCODE_PROGRAMS
@@ -26,7 +25,7 @@ from cache.store.files import check_writable
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
-from schemas.cli.program_note import noted
+from schemas.cli.process_record import noted
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError

@@ -25,7 +25,7 @@ from cache.store.store import Store
 from cache.supply.rolling_files import RollingFiles
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
-from schemas.cli.program_note import read_notes
+from schemas.cli.process_record import ProcessRecord, read_record
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
@@ -97,9 +97,8 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(config).row()]}
-    if any(
-        note.program == "run" and note.is_running for note in read_notes(Path(config.output) / config.train.run / LOGS)
-    ):
+    note = read_record(ProcessRecord, Path(config.output) / config.train.run / LOGS / "run.json")
+    if note is not None and note.is_running:
         report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:

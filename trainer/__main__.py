@@ -8,7 +8,7 @@ from typing import Any
 
 from cache.models import compatibility
 from cache.order.schedule import BatchSchedule, small_bucket_advice
-from cache.runs.failure_note import noting_failure
+from cache.runs.process_record import noting_failure
 from cache.sets.draws import make_schedule
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet

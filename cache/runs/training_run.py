@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from cache.runs.failure_note import FAILURE_NOTE, KILLED, read_failure
+from cache.runs.process_record import FAILURE_NOTE, read_failure
 from cache.store.files import explained, replacing
 from cache.store.json_checks import parse_json
 from schemas.config.pipeline import Config
@@ -139,10 +139,10 @@ def is_running(folder: Path) -> bool | None:
 def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
     """Whether a trainer may be at work by the run's files: it has not said that it ended, as one that was killed can't,
     and wrote something within SILENT_S. elsewhere: on another machine than this one."""
-    note = read_failure(folder)
-    if note is None or note.reason != KILLED or (elsewhere and note.host in ("", socket.gethostname())):
+    record = read_failure(folder)
+    if record is None or record.state != "lost" or (elsewhere and record.host == socket.gethostname()):
         return False
-    written = [note.time]
+    written = [record.began]
     for path in (folder / METRICS_FILE, folder / CHECKPOINTS, *folder.glob("validation/*")):
         with suppress(OSError):
             written.append(path.stat().st_mtime)

@@ -179,6 +179,7 @@ class EncodingStage:
                 return stop_handler.reason or queue.reason
 
             about = JobReport(
+                program=self.name,
                 engine=config.stages.engine,
                 workers=resources.worker_count,
                 shard=str(options.partition),
@@ -187,7 +188,7 @@ class EncodingStage:
             )
             with (
                 stop_handler.stop_on_signals(),
-                JobReporter(config.root, self.name, state.fingerprint, about, stopped_by) as reporter,
+                JobReporter(config.root, state.fingerprint, about, stopped_by) as reporter,
             ):
                 self._run_units(job, state, remaining, queue, limit, console, report, reporter)
             stop_handler.reason = stopped_by()
@@ -257,10 +258,13 @@ class EncodingStage:
                 return stop_handler.reason or queue.reason
 
             members, units, part = count_members(state.units), len(state.units), str(options.partition)
-            about = JobReport(engine="local", workers=resources.worker_count, shard=part, members=members, units=units)
+            workers = resources.worker_count
+            about = JobReport(
+                program=self.name, engine="local", workers=workers, shard=part, members=members, units=units
+            )
             with (
                 stop_handler.stop_on_signals(),
-                JobReporter(config.root, self.name, state.fingerprint, about, stopped_by) as reporter,
+                JobReporter(config.root, state.fingerprint, about, stopped_by) as reporter,
             ):
                 self._run_units(job, state, state.units, queue, limit, console, report, reporter, rolling)
             stop_handler.reason = stopped_by()

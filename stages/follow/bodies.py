@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cache.runs.scores import read_curves
 from cache.runs.training_run import RunProgress, read_progress
 from schemas.config.pipeline import Config
-from schemas.notification import Notification, NotifiedFailure, NotifiedModel, NotifiedPicture
+from schemas.notification import Notification, NotifiedModel, NotifiedPicture
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.follow.run_events import Event, read_eval_loss
@@ -94,9 +94,8 @@ def _describe(
             for picture in pictures
         ),
         pictures_left_out=left_out,
-        failure=None
-        if failure is None
-        else NotifiedFailure(stage=failure.stage, reason=_reason(failure.reason), advice=_reason(failure.advice)),
+        failure=failure
+        and failure.model_copy(update={"reason": _reason(failure.reason), "advice": _reason(failure.advice)}),
     )
 
 

@@ -13,18 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from cache.models.compatibility import check_preview_autoencoder
-from cache.runs.training_run import is_running, may_be_running, read_progress
-from cache.runs.training_wait import describe_wait
+from cache.runs.training_run import METRICS_FILE, is_running, may_be_running, read_last_metrics, read_progress
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler, signals_blocked
 from schemas.cli.kept_log import LOG_VARIABLE, LOGS
 from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
+from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import OK
 from schemas.text_format import shown_path
@@ -252,3 +254,35 @@ def _is_trained(folder: Path) -> bool:
     """Whether a trainer is at work there: by its lock or, where there are no locks, by the age of what it wrote."""
     running = is_running(folder)
     return may_be_running(folder) if running is None else running
+
+
+def describe_wait(folder: Path) -> tuple[str, str]:
+    """What is waited for, such as "waiting for the validation of step 200", and how far it is, such as "step 120 of
+    1000, about 0:04:00 left"; "" where that is not known."""
+    if is_running(folder) is False:
+        return "waiting for training to begin", ""
+    lines = read_last_metrics(folder / METRICS_FILE)
+    trained = [line for line in lines if "loss" in line]
+    try:
+        steps, every = _read_intervals(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns)
+    except (OSError, ConfigError):
+        steps, every = 0, None
+    if not trained or not steps:
+        return "waiting for the first step of training", ""
+    step, left = trained[-1]["step"], trained[-1].get("seconds_left")
+    state = f"step {step} of {steps}"
+    if every and step % every == 0 and lines[-1] is trained[-1]:
+        return f"waiting for the validation of step {step}, which has begun", state
+    if step >= steps:
+        return "waiting for training to end", state
+    next_step = min(steps, (step // every + 1) * every) if every else steps
+    if isinstance(left, int | float):
+        state += f", about {timedelta(seconds=round(left * (next_step - step) / (steps - step)))} left"
+    return f"waiting for the validation of step {next_step}", state
+
+
+@lru_cache(maxsize=16)
+def _read_intervals(path: Path, changed_ns: int) -> tuple[int, int | None]:
+    """Steps of the run, and after how many there is a validation."""
+    config = load_config(path)
+    return config.train.steps, config.validation.every

@@ -15,8 +15,8 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
+from cache.runs.process_record import append_stage
 from cache.runs.scores import Measured, SampleScores, append_step
-from cache.runs.stage_log import append_stage
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, report
@@ -79,7 +79,9 @@ def test_a_finished_run(home: Project) -> None:
         append_stage(made.folder, {"stage": "discover", "began": 0.0, "seconds": seconds, "done": 1, "failed": False})
     fingerprint, store = TEXT.fingerprint(made.config), Store(made.config.root)
     for number, seconds in enumerate((200.0, 5.0)):  # of two machines
-        job = JobReport(engine="local", workers=1, shard=f"{number}/2", state="ended", seconds=seconds)
+        job = JobReport(
+            program="encode-text", engine="local", workers=1, shard=f"{number}/2", exit_code=0, seconds=seconds
+        )
         store.publish_bytes(f"jobs/encode-text/{fingerprint}/{number:016x}.json", job.model_dump_json().encode())
     text, missing = page_of(home)
     assert (made.folder / "report.html").stat().st_size < 10_000_000

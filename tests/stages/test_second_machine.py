@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.runs.failure_note import noting_failure
+from cache.runs.process_record import noting_failure
 from stages import decode
 from tests.background import until
 from tests.processes import ForkedProgram

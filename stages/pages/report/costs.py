@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from cache.runs.process_record import read_stages
 from cache.runs.scores import SCORES_FILE
-from cache.runs.stage_log import read_stages
 from cache.store.files import walk
 from cache.store.store import Store
 from schemas.config.pipeline import Config

@@ -9,7 +9,7 @@ from typing import Any
 
 from cache.runs.scores import read_lines
 from cache.runs.training_run import RunProgress, read_progress, step_of
-from schemas.cli.program_note import ProgramNote
+from schemas.cli.process_record import ProcessRecord
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
@@ -99,11 +99,11 @@ def _is_running(start: Start | None) -> bool:
 
 def _is_outdated(start: Start, whole: Start | None) -> bool:
     """Whether `run` has done the stage's work since."""
-    return start.job in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
+    return start.program in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
 
 
 def _describe_end(start: Start) -> tuple[str, str]:
-    when = f", {_ago(start.ended)} ago" if start.ended else ""
+    when = "" if start.exit_code is None else f", {_ago(start.updated)} ago"
     if start.stop_asked is not None and not start.runs_elsewhere:
         return "to do", f"stopped{when}"
     if start.exit_code is None:
@@ -193,9 +193,9 @@ def _add_pictures(card: Card, config: Config) -> None:
     _settle(card, latents <= found and (bool(latents) or read_progress(config).state == "finished"))
 
 
-def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProgramNote]]]:
+def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProcessRecord]]]:
     """Of what runs now: program -> jobs that it is of, and notes; `run` has those of its stages."""
-    found: dict[str, list[tuple[str, ProgramNote]]] = {}
+    found: dict[str, list[tuple[str, ProcessRecord]]] = {}
     for job in (*STAGES, "run"):
         for note in programs.notes(job):
             if note.is_running:
@@ -203,14 +203,14 @@ def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, Prog
     return found
 
 
-def _add_state(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
+def _add_state(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
     """That of a stage which `run` runs."""
     for job, note in notes:
         if card.state not in AT_WORK:
             card.state, card.said, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
 
 
-def _add_tasks(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
+def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
     """What the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of training,
     which is of steps; so do its rate and time left, of which it has none while it loads."""
     for note in [note for _, note in notes if note.tasks]:

@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 from cache.runs import training_run
-from cache.runs.failure_note import FAILURE_NOTE, noting_failure
+from cache.runs.process_record import FAILURE_NOTE, noting_failure
 from cache.runs.training_run import (
     is_running,
     may_be_running,
@@ -137,7 +137,7 @@ def test_where_there_are_no_locks_the_files_tell(config: Config, monkeypatch: py
 def _written_before(folder: Path, seconds: float) -> None:
     """As if the trainer had written nothing since."""
     note = json.loads((folder / FAILURE_NOTE).read_text())
-    (folder / FAILURE_NOTE).write_text(json.dumps(note | {"time": time.time() - seconds}))
+    (folder / FAILURE_NOTE).write_text(json.dumps(note | {"began": time.time() - seconds}))
     os.utime(folder / "metrics.jsonl", (time.time() - seconds,) * 2)
 
 

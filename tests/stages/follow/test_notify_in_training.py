@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jsonschema
 import pytest
 
-from cache.runs.failure_note import KILLED, clear_failure, noting_failure, record_failure
+from cache.runs.process_record import KILLED, begin_record, clear_failure, noting_failure, record_failure
 from schemas.errors import LatentpressError
 from stages import notify
 from stages.follow import run_events
@@ -152,7 +152,7 @@ def test_a_run_that_was_killed_has_failed(home: Project, hook: WebhookServer) ->
     run = FakeRun(home)
     run.metrics(step_line(1))
     with training(run):
-        record_failure(run.folder, "train", KILLED, "latentpress train")  # as noting_failure does first
+        begin_record(run.folder, "train").update()  # as noting_failure does first
         home.run(notify.run)
         assert hook.events() == [("started", 1)]
     home.run(notify.run)

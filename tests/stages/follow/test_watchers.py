@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cache.runs.failure_note import KILLED, clear_failure, record_failure
+from cache.runs.process_record import begin_record, clear_failure
 from cache.runs.training_run import LOCK_NAME
 from schemas.cli import progress
 from schemas.cli.console import Console, Options, Report
@@ -243,7 +243,7 @@ def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeyp
 def test_a_watch_without_locks_ends_where_the_trainer_says_that_it_ended(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(watchers, "is_running", lambda folder: None)
     looks = []
-    record_failure(tmp_path, "train", KILLED)  # as long as it is at work
+    begin_record(tmp_path, "train").update()  # as long as it is at work
     for last in Watch([tmp_path], 0.01):
         looks.append(last)
         if len(looks) == 3:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from schemas.cli.console import Console
-from schemas.cli.program_note import NOTES_VARIABLE, find_process_start, is_process, noted, read_notes
+from schemas.cli.process_record import NOTES_VARIABLE, find_process_start, is_process, noted, read_notes
 from tests.background import until
 
 
@@ -38,7 +38,7 @@ def test_a_note_begins_and_ends_with_its_program(tmp_path: Path, monkeypatch: py
 
 def test_a_note_says_what_is_being_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NOTES_VARIABLE, str(tmp_path))
-    monkeypatch.setattr("schemas.cli.program_note.INTERVAL_S", 0.01)
+    monkeypatch.setattr("schemas.cli.process_record.INTERVAL_S", 0.01)
     with noted("bucket") as note, io.StringIO() as stderr:
         console = Console(stderr=stderr, note=note)
         with console.progress(8, "reading", "files") as progress:
