@@ -53,7 +53,7 @@ def run(
         raise UsageError("--preview needs validation.preview_autoencoder, a tiny autoencoder", step)
     if config.validation.preview_autoencoder and (preview or watch):
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     check_folder(folder)
     report = Report(program="decode", dry_run=options.dry_run)
     if watch and not options.dry_run:

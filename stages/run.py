@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -70,7 +69,7 @@ def run(
         what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
     note = nullcontext() if aside else noted("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
@@ -147,7 +146,7 @@ def _run_stages(
             continue
         if not options.dry_run and (failed or document["done"]):
             row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
-            append_stage(Path(config.output, config.train.run), row | {"done": document.get("done", 0)})
+            append_stage(config.run_folder, row | {"done": document.get("done", 0)})
         if failed:
             raise StageFailed(stage, code, document)
         rows.append(
@@ -211,7 +210,7 @@ def _find_report(
 ) -> str:
     """The run's page, made again if anything was done; "" where there is none. Where `run` was stopped, it is made
     within STOPPED_S, or stays as it was."""
-    page = Path(config.output, config.train.run, "report.html")
+    page = config.run_folder / "report.html"
     if report.done or report.remaining or not page.exists():
         if not stop_handler.reason:
             _make_report(options, console, processes)

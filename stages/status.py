@@ -97,7 +97,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(config).row()]}
-    note = read_record(ProcessRecord, Path(config.output) / config.train.run / LOGS / "run.json")
+    note = read_record(ProcessRecord, config.run_folder / LOGS / "run.json")
     if note is not None and note.is_running:
         report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []

@@ -43,7 +43,6 @@ from trainer.run.run_state import (
     is_finished,
     read_shape,
     result_folder,
-    run_folder,
     train_precision,
     train_shift,
     used_methods,
@@ -99,9 +98,9 @@ def run(
         summary: dict[str, Any] = {"done": 0, "skipped": state["step"] if state else 0}
         with (
             stop.on_signals(config, main),
-            lock_output(run_folder(config), console) if main else nullcontext(),
-            console.keep_log(run_folder(config) if main else None),
-            noting_failure(run_folder(config), "train", RunFinished) if main else nullcontext(),
+            lock_output(config.run_folder, console) if main else nullcontext(),
+            console.keep_log(config.run_folder if main else None),
+            noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
             check_layers(config, read_shape(config))
@@ -160,7 +159,7 @@ def follow_prompts(config: Config, data: TrainSet, options: Options, console: Co
 def report_finished(report: Report, config: Config) -> Report:
     report.skipped = config.train.steps
     report.details["saved"] = str(result_folder(config))
-    report.details |= describe_results(run_folder(config), config.train.trackers)
+    report.details |= describe_results(config.run_folder, config.train.trackers)
     return report
 
 
@@ -189,7 +188,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         if config.train.timesteps.auto_shift:
             buckets[-1]["shift"] = round(train_shift(config, each.name), 3)
     return {
-        "run": str(run_folder(config)),
+        "run": str(config.run_folder),
         "set": f"sets/{data.id}",
         "samples": len(data),
         "buckets": buckets,

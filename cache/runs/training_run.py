@@ -185,7 +185,7 @@ class RunProgress:
 def read_progress(config: Config) -> RunProgress:
     """That of the configuration's run. Of a running one speed and time left are what it has said since it was started
     last, which is nothing while it loads."""
-    folder, steps = Path(config.output) / config.train.run, config.train.steps
+    folder, steps = config.run_folder, config.train.steps
     content = _read_tail(folder / METRICS_FILE)
     metrics = parse_metrics(content)
     lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))

@@ -66,6 +66,11 @@ class Config(Section):
         return self
 
     @property
+    def run_folder(self) -> Path:
+        """Where everything of the training run is: checkpoints, adapters, metrics, samples."""
+        return Path(self.output) / self.train.run
+
+    @property
     def stage_order(self) -> list[StageName]:
         """What `latentpress run` runs: of `stages.order` what this configuration has work for."""
         idle = {"encode-vision": not self.vision.model, "score": not self.validation.scores.any}

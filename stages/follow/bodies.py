@@ -51,7 +51,7 @@ class Body:
 
 def make_body(config: Config, event: Event, form: Literal["json", "discord"]) -> Body:
     """The body for an event; losses, scores and pictures are the run's present ones."""
-    folder, progress = Path(config.output) / config.train.run, read_progress(config)
+    folder, progress = config.run_folder, read_progress(config)
     pictures: list[SmallPicture] = []
     left_out = 0
     if event.event == "validation":
@@ -68,7 +68,7 @@ def make_body(config: Config, event: Event, form: Literal["json", "discord"]) ->
 def _describe(
     config: Config, event: Event, progress: RunProgress, pictures: list[SmallPicture], left_out: int
 ) -> Notification:
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     validation = event.event == "validation"
     failure = event.failure
     return Notification(

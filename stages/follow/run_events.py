@@ -37,7 +37,7 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
     """The events that are not among `known`, in order, and the number of validations that wait for their pictures or
     scores. watching: whether decode and score may still make these; if not, and no trainer is at work, a validation is
     sent with those that are there."""
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     progress = read_progress(config)
     keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
     events: list[Event] = []

@@ -94,7 +94,7 @@ class Watchers:
     def __init__(self, config: Config, options: Options, console: Console, stop_handler: StopHandler) -> None:
         self._config, self._console, self._stop_handler = config, console, stop_handler
         self._options = replace(options, json=False, device=None, workers=None)  # those of the stages
-        self._folder = Path(config.output) / config.train.run
+        self._folder = config.run_folder
         self._running: dict[Watcher, subprocess.Popen] = {}
         self.failed: list[dict[str, str | int]] = []
 

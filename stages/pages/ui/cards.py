@@ -4,7 +4,6 @@ for the files of a run."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cache.runs.scores import read_lines
@@ -179,7 +178,7 @@ def _add_training(card: Card, progress: RunProgress) -> None:
 
 def _add_pictures(card: Card, config: Config) -> None:
     """How many are decoded, or scored. A run that made none has nothing to decode or to score."""
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     latents = {
         path.with_suffix("").relative_to(folder / "validation") for path in folder.glob("validation/*/*.safetensors")
     }

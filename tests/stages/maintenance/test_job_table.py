@@ -59,7 +59,8 @@ def test_long_names_counts_and_reasons_keep_to_the_width(host) -> None:
 
 def test_programs_get_every_job_and_people_the_most_interesting() -> None:
     many = {
-        "encode-text": [job(process=i, exit_code=0) for i in range(MAX_SHOWN)] + [job(exit_code=None, reason="gone")]
+        "encode-text": [job(process=i + 1, exit_code=0) for i in range(MAX_SHOWN)]
+        + [job(exit_code=None, reason="gone")]
     }
     found = describe_jobs(many)
     assert len(found["jobs"]) == MAX_SHOWN and found["jobs"][0]["state"] == "lost" and found["more_jobs"] == 1

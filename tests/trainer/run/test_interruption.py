@@ -41,7 +41,7 @@ def program(config, tmp_path: Path, capsys, **own) -> tuple[int, dict, str]:
 
 
 def run_of(config) -> Path:
-    return Path(config.output) / config.train.run
+    return config.run_folder
 
 
 def checkpoints(config) -> list[int]:
