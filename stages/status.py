@@ -137,7 +137,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
     if not everything:
-        jobs = {stage: [job for job in found if job.state not in ENDED] for stage, found in jobs.items()}
+        jobs = {stage: [job for job in reports if job.state not in ENDED] for stage, reports in jobs.items()}
     report.details |= list_jobs(jobs) if options.json else describe_jobs(jobs)
     report.details["training_set"] = _describe_training_set(store, config, plan)
     versions = _library_versions(store, states, listed)
@@ -207,7 +207,7 @@ def _describe_rolling(
     states: Sequence[tuple[EncodingStage, StageState]],
     listed: Mapping[str, Sequence[Entry]],
 ) -> TableRow:
-    """How much of its room a rolling cache takes, how far training is, and which programs are at work for it."""
+    """Tell how much of its room a rolling cache takes, how far training is, and which programs are at work for it."""
     assert config.cache.rolling is not None
     files = RollingFiles(store)
     folders = {stage.kind: f"{state.fingerprint}/" for stage, state in states}
@@ -237,8 +237,8 @@ def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
 def _library_versions(
     store: Store, states: Sequence[tuple[EncodingStage, StageState]], listed: Mapping[str, Sequence[Entry]]
 ) -> list[TableRow]:
-    """For each stage the libraries and hardware that made the plan's shards, those that differ marked as MIXED: bytes
-    may then differ within one configuration. Of many shards some are opened, from the oldest to the newest, since
+    """List for each stage the libraries and hardware that made the plan's shards, those that differ marked as MIXED:
+    bytes may then differ within one configuration. Of many shards some are opened, from the oldest to the newest, since
     versions change in time."""
     readers = ReaderPool(store)
     rows = []
@@ -246,16 +246,16 @@ def _library_versions(
         modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
         paths = [path for _, path in sorted((modified.get(path, 0.0), path) for path in state.done.values())]
         opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
-        found: dict[str, set[str]] = {}
+        versions: dict[str, set[str]] = {}
         damaged = []
         for path in opened:
             try:
                 for key, value in _flatten(readers.meta(path).provenance):
-                    found.setdefault(key, set()).add(value)
+                    versions.setdefault(key, set()).add(value)
             except DamageError:
                 damaged.append(f"{path} can't be read: latentpress verify")
-        mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
-        same = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
+        mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(versions.items()) if len(values) > 1]
+        same = [f"{key} {value}" for key, (value, *more) in sorted(versions.items()) if not more]
         parts = [f"{MIXED}: {', '.join(mixed)}"] if mixed else []
         parts += [", ".join(same)] if same else []
         parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])

@@ -1,4 +1,4 @@
-"""What the processes of a run leave in its folder, <output>/<run>/, for other programs.
+"""Records of a run's processes in its folder, <output>/<run>/, for other programs.
 
 failure.json: the record of the run's last attempt, as long as it is at work, was killed or ended with an error. It is
 removed when another begins. stages.jsonl: a line for each stage that `latentpress run` ran and that did something.

@@ -70,7 +70,7 @@ class ProcessRecord(BaseModel):
 
     @property
     def state(self) -> State:
-        """By the record alone: one that was killed could not write that down."""
+        """The state by the record alone: a process that was killed could not write that down."""
         if self.exit_code is None:
             return "lost" if self.reason else "running"
         return "ended" if self.exit_code == OK else "stopped" if self.exit_code == INTERRUPTED else "failed"
@@ -82,7 +82,7 @@ class ProcessRecord(BaseModel):
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Or ran: another machine's processes are not seen from here."""
+        """Whether it runs, or ran, on another machine, whose processes are not seen from here."""
         return self.exit_code is None and self.host != socket.gethostname()
 
 
@@ -101,14 +101,14 @@ def write_record(path: Path, record: ProcessRecord) -> None:
 
 
 def parse_record(kind: type[Kind], data: bytes) -> Kind | None:
-    """None where it is no such record."""
+    """Parse a file's bytes; None where they are no such record."""
     with suppress(ValidationError):
         return kind.model_validate_json(data)
     return None
 
 
 def read_record(kind: type[Kind], path: Path) -> Kind | None:
-    """None where there is none."""
+    """Read a file; None where it has no such record."""
     with suppress(OSError), path.open("rb") as file:
         return parse_record(kind, file.read(MAX_BYTES))
     return None
@@ -145,7 +145,7 @@ class NoteWriter(RecordWriter):
         self._ticker: threading.Thread | None = None
 
     def begin(self, task: Progress) -> None:
-        """From now on the record says how far this is."""
+        """Say from now on how far this is."""
         with self._lock:
             self._tasks.append(task)
             if self._ticker is None:
@@ -157,7 +157,7 @@ class NoteWriter(RecordWriter):
             self._tasks.remove(task)
 
     def _tick(self) -> None:
-        """Until nothing has been done for INTERVAL_S: tasks that follow each other share a thread."""
+        """Write until nothing has been done for INTERVAL_S: tasks that follow each other share a thread."""
         while True:
             with self._lock:
                 tasks = tuple(_describe_task(task) for task in self._tasks)

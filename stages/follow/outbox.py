@@ -91,7 +91,7 @@ def _write_event(event: Event) -> dict[str, Any]:
 
 
 def _read_event(row: dict[str, Any]) -> Event:
-    """An event of an older version, too, whose failure has more values."""
-    told = row["failure"] and {name: row["failure"][name] for name in NotifiedFailure.model_fields}
-    failure = NotifiedFailure(**told) if told else None
+    """Read an event, also of an older version, whose failure has more values."""
+    values = row["failure"] and {name: row["failure"][name] for name in NotifiedFailure.model_fields}
+    failure = NotifiedFailure(**values) if values else None
     return Event(row["key"], row["event"], row["step"], row["id"], row["time"], failure)

@@ -59,8 +59,8 @@ class Watcher:
 
 
 def decodes_while_training(config: Config) -> bool:
-    """By default: pictures, on the processor or on the configured device. On a processor clips take minutes and tens of
-    gigabytes, so they are decoded only where a device is configured."""
+    """Whether the configuration says so; by default pictures are, on the processor or on the configured device. Clips
+    take minutes and tens of gigabytes on a processor, so they are decoded only where a device is configured."""
     decode = config.stages.decode
     if "decode" not in config.stages.order or not config.validation.prompts:
         return False
@@ -100,7 +100,7 @@ class Watchers:
 
     def start(self, stage: StageName | None = None) -> None:
         """Start the watchers whose `since` is `stage`. With a stage, none is started where nothing is left to train."""
-        rows = [it for it in WATCHERS if it.since == stage and it.applies(self._config)]
+        rows = [row for row in WATCHERS if row.since == stage and row.applies(self._config)]
         if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
         for watcher in rows:
@@ -136,29 +136,29 @@ class Watchers:
     def finish(self, stage: StageName | None = None) -> None:
         """Tell the watchers whose `until` is `stage` to finish (None: all), and wait until they have ended. Those that
         take longer than FINISH_S, or INTERRUPTED_S where `run` is interrupted, are killed."""
-        told = {it: process for it, process in self._running.items() if stage is None or it.until == stage}
-        for process in told.values():
+        ending = {row: process for row, process in self._running.items() if stage is None or row.until == stage}
+        for process in ending.values():
             if process.poll() is None:
                 process.terminate()
         limit_s = INTERRUPTED_S if self._stop_handler.reason else FINISH_S
-        names = ", ".join(watcher.program for watcher in told)
+        names = ", ".join(watcher.program for watcher in ending)
         with activity(f"waiting for what runs beside training to finish, at most {limit_s:.0f} s: {names}"):
-            killed = self._wait_until_ended(told)
-        for watcher, process in told.items():
+            killed = self._wait_until_ended(ending)
+        for watcher, process in ending.items():
             del self._running[watcher]
             if watcher in killed and self._stop_handler.reason:
                 continue
             if process.returncode != OK:
                 self._add_failure(watcher, process.returncode, watcher in killed)
 
-    def _wait_until_ended(self, told: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
-        """Those that had to be killed. An interruption of `run` shortens the time limit while it waits."""
+    def _wait_until_ended(self, processes: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
+        """Wait, and return those that had to be killed. An interruption of `run` shortens the limit while it waits."""
         began = time.monotonic()
-        while running := {it for it, process in told.items() if process.poll() is None}:
+        while running := {row for row, process in processes.items() if process.poll() is None}:
             if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
                 for watcher in running:
-                    told[watcher].kill()
-                    told[watcher].wait()
+                    processes[watcher].kill()
+                    processes[watcher].wait()
                 break
             time.sleep(0.05)
         return running
@@ -257,8 +257,8 @@ def _is_trained(folder: Path) -> bool:
 
 
 def describe_wait(folder: Path) -> tuple[str, str]:
-    """What is waited for, such as "waiting for the validation of step 200", and how far it is, such as "step 120 of
-    1000, about 0:04:00 left"; "" where that is not known."""
+    """Describe what is waited for, such as "waiting for the validation of step 200", and how far it is, such as "step
+    120 of 1000, about 0:04:00 left"; "" where that is not known."""
     if is_running(folder) is False:
         return "waiting for training to begin", ""
     lines = read_last_metrics(folder / METRICS_FILE)

@@ -66,15 +66,15 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
 
 
 def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
-    """That of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
+    """The card of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
     card = build_job_card("run", "every stage in order, skipping what is done", programs)
     if is_known:
-        _settle(card, all(each.state == "done" for step in steps for each in step))
+        _settle(card, all(stage.state == "done" for step in steps for stage in step))
     return card
 
 
 def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
-    """What its last start says."""
+    """A job's card by its last start."""
     start, card = programs.last_start(name), Card(name, what)
     card.log = name if programs.logs(name) else ""
     conflict = next((other for other in list_conflicts(name) if _is_running(programs.last_start(other))), None)
@@ -116,7 +116,7 @@ def _describe_end(start: Start) -> tuple[str, str]:
 
 
 def _ago(moment: float) -> str:
-    """Like 0:01:25, in steps that grow, so that the page has not to be drawn anew each second."""
+    """Time since, in steps that grow, so that the page has not to be drawn anew each second."""
     seconds = max(0, round(time.time() - moment))
     if seconds < 60:
         return f"{seconds} s"
@@ -126,7 +126,7 @@ def _ago(moment: float) -> str:
 
 
 def _add_counts(card: Card, config: Config, status: Report | LatentpressError | None, row: Any) -> None:
-    """What there is, whoever made it."""
+    """Add what there is, whoever made it."""
     if card.name == "train":
         return _add_training(card, read_progress(config))
     if card.name in ("decode", "score"):
@@ -155,7 +155,7 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
 
 
 def _settle(card: Card, is_done: bool) -> None:
-    """What there is counts more than how the last start ended, unless that failed."""
+    """Let what there is count more than how the last start ended, unless that failed."""
     if card.state in ("to do", "done"):
         card.state = "done" if is_done else "to do"
 
@@ -177,41 +177,41 @@ def _add_training(card: Card, progress: RunProgress) -> None:
 
 
 def _add_pictures(card: Card, config: Config) -> None:
-    """How many are decoded, or scored. A run that made none has nothing to decode or to score."""
+    """Count those that are decoded, or scored. A run that made none has nothing to decode or to score."""
     folder = config.run_folder
     latents = {
         path.with_suffix("").relative_to(folder / "validation") for path in folder.glob("validation/*/*.safetensors")
     }
-    found = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
+    pictures = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
     if card.name == "score":
         scored = {line["step"] for line in read_lines(folder)}
-        found = {path for path in found if step_of(path.parent) in scored}
+        pictures = {path for path in pictures if step_of(path.parent) in scored}
     if latents:
-        done = len(latents & found)
+        done = len(latents & pictures)
         card.done, card.total, card.count = done, len(latents), f"{done} of {len(latents)} pictures and clips"
-    _settle(card, latents <= found and (bool(latents) or read_progress(config).state == "finished"))
+    _settle(card, latents <= pictures and (bool(latents) or read_progress(config).state == "finished"))
 
 
 def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProcessRecord]]]:
-    """Of what runs now: program -> jobs that it is of, and notes; `run` has those of its stages."""
-    found: dict[str, list[tuple[str, ProcessRecord]]] = {}
+    """The notes of what runs now: program -> (job, note); `run` has those of its stages."""
+    notes: dict[str, list[tuple[str, ProcessRecord]]] = {}
     for job in (*STAGES, "run"):
         for note in programs.notes(job):
             if note.is_running:
-                found.setdefault(note.program, []).append((job, note))
-    return found
+                notes.setdefault(note.program, []).append((job, note))
+    return notes
 
 
 def _add_state(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """That of a stage which `run` runs."""
+    """Add the state of a stage which `run` runs."""
     for job, note in notes:
         if card.state not in AT_WORK:
             card.state, card.said, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
 
 
 def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """What the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of training,
-    which is of steps; so do its rate and time left, of which it has none while it loads."""
+    """Add what the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of
+    training, which is of steps; so do its rate and time left, of which it has none while it loads."""
     for note in [note for _, note in notes if note.tasks]:
         task = note.tasks[-1]
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)

@@ -42,7 +42,7 @@ POLL_S = 0.2
 
 
 class Refused(LatentpressError):
-    """What was asked for can't be done now."""
+    """Raised where what was asked for can't be done now."""
 
 
 class Start(ProcessRecord):
@@ -62,7 +62,7 @@ class ChildPrograms:
         self._lock = threading.RLock()
 
     def start(self, name: str) -> Start:
-        """Refused where it, or one that it conflicts with, is at work."""
+        """Start a job. Refused where it, or one that it conflicts with, is at work."""
         job = JOBS[name]
         with self._locked():
             for other in (name, *list_conflicts(name)):
@@ -97,7 +97,7 @@ class ChildPrograms:
         raise Refused(f"{what}: it was started at {began}, process {last.process}", step)
 
     def stop(self, name: str) -> None:
-        """SIGTERM, after which each program ends in its own way, and keeps what is done."""
+        """Send SIGTERM, after which each program ends in its own way, and keeps what is done."""
         last = self._require_running(name)
         if last.stop_asked is not None:
             step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
@@ -106,7 +106,7 @@ class ChildPrograms:
         self._write(last.model_copy(update={"stop_asked": time.time()}))
 
     def kill(self, name: str) -> None:
-        """For one that was told to stop and does not."""
+        """Kill one that was told to stop and does not."""
         last = self._require_running(name)
         if last.stop_asked is None:
             raise Refused(f"{name} was not told to stop yet", "stop it first")
@@ -149,12 +149,12 @@ class ChildPrograms:
         return name in self._restarting
 
     def last_start(self, name: str) -> Start | None:
-        """None where it was never started from a page."""
+        """Read the record of the last start; None where it was never started from a page."""
         start = read_record(Start, self._path(name))
         return None if start is None else self._reaped(start)
 
     def _reaped(self, start: Start) -> Start:
-        """With its exit code, if it has ended: a child of this page's tells it, any other by its note."""
+        """Add its exit code, if it has ended: a child of this page's tells it, any other by its note."""
         if start.exit_code is not None or start.is_running:
             return start
         child, code, when = self._children.get(start.program), None, time.time()
@@ -175,7 +175,7 @@ class ChildPrograms:
         return read_notes(self._folder / "notes" / name)
 
     def logs(self, name: str) -> list[Path]:
-        """The newest first."""
+        """The logs of the job's starts, the newest first."""
         return sorted((self._folder / "logs").glob(f"{name}-[0-9]*.log"), key=lambda path: path.name, reverse=True)
 
     def _new_log(self, name: str) -> Path:
@@ -193,7 +193,7 @@ class ChildPrograms:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Nobody else starts anything in this folder meanwhile."""
+        """While the body runs, nobody else starts anything in this folder."""
         with explained(str(self._folder)):
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock, (self._folder / "lock").open("wb") as file:

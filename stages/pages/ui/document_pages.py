@@ -25,7 +25,7 @@ WHAT = {
 def list_documents(site: Site, job: str) -> list[Path]:
     """Of the configuration's run, or of its plans, the newest first."""
     if job == "report":
-        own = site.output / site.config().train.run / "report.html"
+        own = site.config().run_folder / "report.html"
         found = [own, *site.output.glob("report.html"), *site.output.glob("*/report.html")]
         return [path for path in dict.fromkeys(found) if path.is_file()][:MOST_LISTED]
     pattern = "plan-*.html" if job == "preview-plan" else "latents-*.html"
@@ -60,7 +60,7 @@ def _is_due(site: Site, job: str) -> bool:
     if site.config_error is not None or (start is not None and start.exit_code != 0):
         return False
     if job == "report":
-        return (site.output / config.train.run / METRICS_FILE).exists()
+        return (config.run_folder / METRICS_FILE).exists()
     status = site.status()
     if not isinstance(status, Report):
         return False
