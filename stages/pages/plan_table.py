@@ -1,6 +1,6 @@
 """A plan as columns: which samples a page shows, and the numbers for each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, aspect_distortion, cropped_share
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_media_table
+from stages.pages.html import Link
 from stages.planning import summary
 from stages.planning.plan_builder import crop_statistics
 
@@ -98,3 +99,13 @@ class PlanTable:
         columns = (pa.array(values).filter(known) for values in (self.stretched, self.cropped_share))
         crops = crop_statistics(self.active.column("bucket").filter(known), *columns)
         return summary.bucket_table(self.config, self.active, self.samples, crops)
+
+
+def bucket_anchor(bucket: str) -> str:
+    """The id of a bucket's section."""
+    return f"bucket-{bucket.replace('@', '-')}"
+
+
+def link_buckets(rows: Iterable[TableRow]) -> list[TableRow]:
+    """The rows of a table of buckets, each of which leads to its section."""
+    return [row | {"bucket": Link(row["bucket"], f"#{bucket_anchor(row['bucket'])}")} for row in rows]

@@ -12,8 +12,7 @@ from schemas.geometry import Bucket
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.errors import MediaError, unreadable_error
 from stages.media.files import MediaPath, require_unchanged
-from stages.pages.clip_comparison import FRAME_BOX, encode_picture
-from stages.pages.html import PageItem, Picture, PreviewPictures
+from stages.pages.pictures import FRAME_BOX, Picture, encode_picture
 from stages.pages.plan_table import PlanTable
 
 R = TypeVar("R")
@@ -22,7 +21,88 @@ TableRow = dict[str, Any]
 MAX_PREVIEW_FRAMES = 9  # shown of a clip; 1 + 8, because the frames of most clips divide evenly by that
 CROP_BOX, FULL_BOX = (384, 256), (240, 160)  # pixels
 WEBP_QUALITY = 75
-MASK_TINT = (214, 40, 40)  # colour of what is not trained on
+MASK_TINT = (214, 40, 40)  # color of what is not trained on
+
+
+@dataclass(frozen=True)
+class PreviewPictures:
+    """Small pictures of an item.
+
+    crops: frames as the encoder gets them. times: their seconds, none for an image. whole: the whole image or first
+    frame. source: the cropped i2i source. masked: `crops` under the mask.
+    """
+
+    crops: tuple[Picture, ...]
+    times: tuple[float, ...]
+    whole: Picture
+    source: Picture | None = None
+    masked: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True)
+class PageItem:
+    """One sample on a page.
+
+    active_row, sample: its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA. size: of the item as displayed, in pixels; None if
+    not known. cropped_share, stretched: shares.
+    """
+
+    active_row: TableRow
+    sample: TableRow
+    size: tuple[int, int] | None
+    cropped_share: float
+    stretched: float
+
+    @property
+    def path(self) -> str:
+        return self.active_row["path"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.active_row['dataset']}/{self.path}"
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of a clip's frames; none of an image."""
+        if self.sample["kind"] != "video":
+            return []
+        return clip_times(self.sample["start"], self.sample["rate"], self.bucket.frames)
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket.parse(self.sample["geometry"]["bucket"])
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Geometry, times and companions, a line each."""
+        geometry, row, times = self.sample["geometry"], self.active_row, self.times
+        size = "{}x{}".format(*self.size) if self.size else "size no longer known"
+        resized = "resized to {resize_w}x{resize_h}, cropped at ({x}, {y})".format(**geometry)
+        facts = [f"{size} → {self.bucket}: {resized}"]
+        if self.size:
+            facts.append(f"{self.cropped_share:.1%} cut off, stretched by {self.stretched:.1%}")
+        if times:
+            span = f"from {times[0]:.2f} to {times[-1]:.2f} s"
+            facts.append(f"{self.bucket.frames} frames at {self.sample['rate']:g} per second, {span}")
+        if self.sample["condition"] == "source":
+            facts.append(f"source: {row['source_path']}")
+        if self.sample["mask_id"]:
+            facts.append(f"mask: {row['mask_path']}")
+        return tuple(facts)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Labels for what is particular about it."""
+        row, geometry = self.active_row, self.sample["geometry"]
+        marks = {
+            "held out": row["role"] == "eval",
+            "regularisation": row["regularisation"],
+            f"repeats {row['repeats']}": row["repeats"],
+            f"weight {row['weight']:g}": row["weight"] != 1,
+            "starts from its first frame": self.sample["condition"] == "first-frame",
+            "enlarged": self.size and (geometry["resize_w"] > self.size[0] or geometry["resize_h"] > self.size[1]),
+        }
+        return tuple(mark for mark, applies in marks.items() if applies)
 
 
 @dataclass(frozen=True)

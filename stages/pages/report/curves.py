@@ -12,7 +12,7 @@ from cache.runs.training_run import SMOOTHED_STEPS
 from schemas.text_format import escape_unprintable, shorten
 
 MAX_POINTS = 4000  # of a chart, over all of its curves
-MAX_CURVES = 8  # of a chart and a run: colours that can be told apart
+MAX_CURVES = 8  # of a chart and a run: colors that can be told apart
 MAX_NAMED_STEPS = 10  # in a note
 Line = Mapping[str, Any]
 

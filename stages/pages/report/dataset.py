@@ -18,6 +18,7 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
+from schemas.text_format import shorten
 from stages.discovery.missing_media import spread_evenly
 from stages.discovery.sources.base import Source, open_source
 from stages.encoding import stage_registry
@@ -25,11 +26,9 @@ from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath
-from stages.pages.html import Picture
+from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
 from stages.pages.report.captions import MAX_COMPARED, length_bins, most_alike
-from stages.pages.report.kept_pictures import kept_pictures, picture_key
 from stages.pages.report.plots import Plot, draw_bars
-from stages.pages.report.thumbnails import shrink_file
 from stages.planning.plan_lookup import current_plan
 
 MAX_BUCKETS = 30  # bars
@@ -154,7 +153,8 @@ def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan, key
     glance.facts.append(f"{len(cut) or 'No'} captions and prompts were cut off by the encoder{among}.")
     cut.sort(key=lambda row: row.kept - row.tokens)
     glance.cut = [
-        {"tokens": row.tokens, "kept": row.kept, "caption": plan.texts[row.id]["text"]} for row in cut[:MAX_CUT_SHOWN]
+        {"tokens": row.tokens, "kept": row.kept, "caption": shorten(plan.texts[row.id]["text"], 300)}
+        for row in cut[:MAX_CUT_SHOWN]
     ]
 
 
@@ -182,8 +182,8 @@ def _read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterable[tupl
         key = picture_key(path, THUMBNAIL_BOX)
         if (kept := kept_pictures.find(key, THUMBNAIL_BYTES)) is None:
             waiting.append((number, path, key))
-        elif kept.small is not None:
-            yield number, kept.small
+        elif kept.picture is not None:
+            yield number, kept.picture
     if not waiting:
         return
     pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(

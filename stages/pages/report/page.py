@@ -24,8 +24,8 @@ from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import costs, settings
 from stages.pages.report.curves import build_charts
 from stages.pages.report.dataset import DataGlance, glance_at_data
-from stages.pages.report.plots import COLOURS, Plot, draw_chart, script_library
-from stages.pages.report.samples import RunSamples, SampleGrid, describe_clip, gather_samples
+from stages.pages.report.plots import COLORS, Plot, draw_chart, script_library
+from stages.pages.report.samples import SampleGrid, gather_samples
 from stages.pages.report.scores import best_rows, score_charts
 
 MAX_PAGE_BYTES = 10_000_000
@@ -186,20 +186,14 @@ def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
         absent=content.missing,
         plots=content.plots,
         best=best_rows([(run.name, run.folder) for run in runs]),
-        colours={run.name: COLOURS[number % len(COLOURS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
+        colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
         grid=content.grid,
-        clip=describe_clip,
         data=content.data,
         costs=cost_table(content),
         between=settings.differing_between(configs) if len(runs) > 1 else [],
         changed=[(run.name, settings.differing_from_defaults(run.config)) for run in runs],
         texts=[(run.name, settings.configuration_text(run.folder / "config.yaml")) for run in runs],
-        label=sample_label,
     )
-
-
-def sample_label(row: RunSamples) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.settings)
 
 
 def content_policy(scripts: Sequence[Markup]) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 import xxhash
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache.store.files import explained, replacing
 from schemas.config.loading import ConfigError, parse_config, read_text
 from schemas.config.yaml_reader import YamlError
 from schemas.errors import LatentpressError
-from stages.pages.ui.app import TEMPLATES, Page, get, read_form, render, site_of
+from stages.pages.ui.app import Page, get, read_form, render, serve_file, site_of
 from stages.pages.ui.config_form import FLAVOUR, Group, build_form, changed_text
 from stages.pages.ui.site import Site
 
@@ -141,16 +141,12 @@ def _write(path: Path, text: str, problems: list[str]) -> str:
     return f"saved to {path}; programs that are started now use it"
 
 
-def _script(request: Request) -> Response:
-    return PlainTextResponse((TEMPLATES / "configuration.js").read_text(), media_type="text/javascript")
-
-
 PAGE = Page(
     "Configuration",
     PATH,
     (
         get(PATH, show),
-        get(f"{PATH}/script.js", _script),
+        serve_file(f"{PATH}/script.js", "configuration.js"),
         Route(f"{PATH}/check", check, methods=["POST"]),
         Route(f"{PATH}/save", save, methods=["POST"]),
     ),

@@ -17,9 +17,8 @@ def login_routes(token: Token, cookie: str) -> list[BaseRoute]:
             # HEAD, by which programs look whether an address works, does not use it up.
             code = request.query_params.get("code", "") if request.method == "GET" else ""
             entered, failed = token.use_code(code), bool(code)
-        name = "entered.html" if entered else "login.html"
-        answer = fragment(name, failed=failed and not entered)
-        answer.status_code = 200 if entered or not failed else 403
+        status = 403 if failed and not entered else 200
+        answer = fragment("login.html", status, title="latentpress", entered=entered, failed=failed)
         if entered:
             answer.set_cookie(cookie, token.cookie, httponly=True, samesite="strict", path="/")
         return answer
