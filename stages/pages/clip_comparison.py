@@ -60,7 +60,7 @@ def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> 
 
 
 def frame_indices(count: int) -> list[int]:
-    """At most MAX_COMPARED_FRAMES of `count` frames, evenly spaced, with the first and the last."""
+    """Choose at most MAX_COMPARED_FRAMES of `count` frames, evenly spaced, with the first and the last."""
     return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_COMPARED_FRAMES, count)))).astype(int).tolist()
 
 

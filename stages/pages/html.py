@@ -82,7 +82,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: facts by name, a note, cards and a table. Cards may be made as they are rendered."""
+    """A part of a page: facts by name, a note, a table and cards. Cards may be made as they are rendered. look: of the
+    table, "texts" where its last column has sentences."""
 
     title: str
     anchor: str = ""
@@ -90,6 +91,7 @@ class Section:
     note: str = ""
     cards: Iterable[Card] = ()
     table: Sequence[Mapping[str, Any]] | None = None
+    look: str = ""
 
 
 @cache

@@ -168,13 +168,13 @@ class KeptPictures:
         self._entries: OrderedDict[Hashable, KeptPicture] = OrderedDict()
 
     def get(self, key: Hashable, max_bytes: int, make: Callable[[], Picture | None]) -> Picture | None:
-        """What `make` made before, or makes now."""
+        """Return what `make` made before, or makes now."""
         entry = self.find(key, max_bytes)
         return self.add(key, max_bytes, make()) if entry is None else entry.picture
 
     def find(self, key: Hashable, max_bytes: int) -> KeptPicture | None:
-        """None where it has to be made. The first of ever smaller versions that is small enough is taken, so what was
-        made for a larger limit is the same wherever it is small enough."""
+        """Return None where it has to be made. The first of ever smaller versions that is small enough is taken, so
+        what was made for a larger limit is the same wherever it is small enough."""
         entry = self._entries.get(key)
         if entry is None or not entry.size <= max_bytes <= entry.max_bytes:
             return None

@@ -51,9 +51,9 @@ def render_plan_page(
             facts = {key: value for key, value in rows.get(bucket, {}).items() if key != "bucket"}
             yield Section(bucket, bucket_anchor(bucket), facts, note, cards(indices, pool))
         note = "Items that a rule of the last bucket run dropped."
-        yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded))
+        yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded), look="texts")
         note = "Items that discover set aside; no plan contains them."
-        yield Section("Set aside by discover", note=note, table=_rule_rows(set_aside))
+        yield Section("Set aside by discover", note=note, table=_rule_rows(set_aside), look="texts")
 
     used = [dataset.id for dataset in config.datasets if not dataset.disabled]
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
@@ -123,6 +123,6 @@ def _rule_rows(excluded: pa.Table) -> list[TableRow]:
     rows = summary.count_excluded(excluded)
     for row in rows:
         of_dataset = pc.starts_with(excluded.column("item"), f"{row['dataset']}/")
-        mine = pc.and_(pc.equal(excluded.column("reason"), row["rule"]), of_dataset)
-        row["example"] = excluded.filter(mine).slice(0, MAX_EXAMPLES).column("message").to_pylist()
+        dropped = pc.and_(pc.equal(excluded.column("reason"), row["rule"]), of_dataset)
+        row["example"] = excluded.filter(dropped).slice(0, MAX_EXAMPLES).column("message").to_pylist()
     return rows

@@ -68,10 +68,10 @@ def bucket_rows(encoded: EncodedPlan, results: Sequence[SampleResult], buckets: 
     """The table of buckets: how much is encoded and shown, mean and lowest PSNR of what is shown."""
     rows = []
     for bucket in buckets:
-        mine = [result for result in results if result.bucket == bucket]
-        values = [result.psnr for result in mine if result.psnr is not None]
+        in_bucket = [result for result in results if result.bucket == bucket]
+        values = [result.psnr for result in in_bucket if result.psnr is not None]
         mean = sum(values) / len(values) if values else math.nan
-        row = encoded.bucket_row(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
+        row = encoded.bucket_row(bucket, len(in_bucket)) | {"mean_psnr_db": round(mean, 2)}
         rows.append(row | {"lowest_psnr_db": round(min(values, default=math.nan), 2)})
     return rows
 
@@ -121,7 +121,7 @@ def result_card(result: SampleResult) -> Card:
         tuple(_galleries(result.comparison, result.item.path)) if result.comparison else (),
         result.item.marks,
         result.item.facts,
-        tuple(Caption(each.text, each.token_summary, not each.complete) for each in result.captions),
+        tuple(Caption(caption.text, caption.token_summary, not caption.complete) for caption in result.captions),
         problems=tuple(problems),
         score="" if result.psnr is None else format_decibels(result.psnr),
         anchor=f"sample-{result.sample_id}",

@@ -228,7 +228,7 @@ def make_original_reader() -> Callable[[PreviewTask], OriginalPixels]:
 def read_samples(
     table: PlanTable, rows: Iterable[int], pool: SandboxPool[PreviewTask, R]
 ) -> Iterator[tuple[PageItem, R | MediaError]]:
-    """For each of these rows of `table` a card without pictures, and the pool's result for it, or why there is none."""
+    """Yield an item for each of these rows of `table`, and the pool's result for it, or why there is none."""
     opened = [_open_sample(table, row) for row in rows]
     results = pool.map(task for _, task in opened if isinstance(task, PreviewTask))
     for item, task in opened:

@@ -100,7 +100,7 @@ def _draw(placed: Sequence[tuple[int, int, SheetBlock]], width: int, height: int
 
 
 def _layout_blocks(blocks: Sequence[SheetBlock]) -> Iterator[tuple[list[tuple[int, int, SheetBlock]], int]]:
-    """For each sheet (blocks with their positions, height): left to right, then down."""
+    """Place blocks left to right, then down; yields each sheet (blocks with their positions, height)."""
     placed: list[tuple[int, int, SheetBlock]] = []
     x, y, bottom = MARGIN, MARGIN, MARGIN
     for block in blocks:
@@ -192,8 +192,8 @@ def _fit(image: Image.Image, side: int) -> Image.Image:
 
 
 def wrap(text: str, width: int, most: int = PROMPT_LINES) -> list[str]:
-    """At most `most` lines of at most `width` pixels; the last one ends with an ellipsis where more is left out. A word
-    that is too long is divided."""
+    """Divide a text into at most `most` lines of at most `width` pixels; the last one ends with an ellipsis where more
+    is left out. A word that is too long is divided."""
     text, lines = drawable(text), list[str]()
     measure = font_for(text).getlength
     while text and len(lines) < most:

@@ -71,11 +71,11 @@ def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
     trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.encoded
     column = table.active.column("texts").combine_chunks()
     rows, ids = pc.list_parent_indices(column).to_numpy(), pc.list_flatten(column)
-    found = dict[str, int]()
-    named = pc.is_in(ids, value_set=pa.array(texts.values(), ids.type)).to_numpy(zero_copy_only=False)
-    for place in np.flatnonzero(named & trained[rows]):
-        found.setdefault(ids[int(place)].as_py(), int(rows[place]))
-    return {name: found[text] for name, text in texts.items() if text in found}
+    rows_by_text = dict[str, int]()
+    is_named = pc.is_in(ids, value_set=pa.array(texts.values(), ids.type)).to_numpy(zero_copy_only=False)
+    for index in np.flatnonzero(is_named & trained[rows]):
+        rows_by_text.setdefault(ids[int(index)].as_py(), int(rows[index]))
+    return {name: rows_by_text[text] for name, text in texts.items() if text in rows_by_text}
 
 
 def _read_id(folder: Path) -> tuple[str, str] | None:

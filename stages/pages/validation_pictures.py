@@ -52,14 +52,14 @@ def find_picture(folder: Path, latent: Path) -> Path | None:
 def list_latents(config: Config, folder: Path, step: int) -> list[tuple[Path, dict[str, Any]]]:
     """The latents of a validation in the order of the prompts, and what is known of each."""
     order = {prompt.prompt: number for number, prompt in enumerate(config.validation.prompts)}
-    found = [
+    latents = [
         (path, read_description(path)) for path in (folder / "validation" / f"step-{step:06d}").glob("*.safetensors")
     ]
-    return sorted(found, key=lambda each: (order.get(str(each[1].get("prompt")), len(order)), each[0].stem))
+    return sorted(latents, key=lambda latent: (order.get(str(latent[1].get("prompt")), len(order)), latent[0].stem))
 
 
 def read_pictures(config: Config, folder: Path, step: int, limits: PictureLimits) -> Iterator[SmallPicture]:
-    """In the order of the prompts; those that are not decoded or can't be read are left out."""
+    """Read pictures in the order of the prompts; those that are not decoded or can't be read are left out."""
     for latent, about in list_latents(config, folder, step):
         if path := find_picture(folder, latent):
             try:

@@ -35,7 +35,7 @@ TableRow = dict[str, Any]
 
 
 class PageTooLarge(LatentpressError):
-    """Also without a picture."""
+    """The page is too large even without a picture."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ReportRun:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """What the page shows, gathered. missing: what is not there, and why."""
+    """The gathered content of the page. missing: what is not there, and why."""
 
     runs: list[ReportRun]
     plots: list[Plot]
@@ -84,8 +84,8 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
 def make_page(
     runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
 ) -> tuple[ReportContent, list[bytes]]:
-    """What the page shows, and the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or
-    smaller pictures. command: that makes it again. beside: see `gather_samples`."""
+    """Make the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or smaller pictures.
+    command: that makes it again. beside: see `gather_samples`."""
     content = gather_content(runs, beside)
     while (size := sum(map(len, pieces := list(render_report(content, command))))) > MAX_PAGE_BYTES:
         limit = f"{MAX_PAGE_BYTES / 1e6:g} MB"

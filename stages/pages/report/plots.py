@@ -33,7 +33,7 @@ class LegendEntry:
 
     @property
     def dash_array(self) -> str:
-        """As SVG has it."""
+        """The dash as SVG has it."""
         return DASH_ARRAYS[self.dash]
 
 
@@ -74,13 +74,13 @@ def draw_chart(chart: Chart, runs: int) -> Plot:
 
 
 def legend_of(chart: Chart, runs: int) -> tuple[LegendEntry, ...]:
-    """How each curve is drawn. Curves that differ only in being smoothed have the same color."""
+    """The look of each curve. Curves that differ only in being smoothed have the same color."""
     entries, counts = [], dict[int, int]()
     for number, curve in enumerate(chart.curves):
-        own = counts[curve.run] = counts.get(curve.run, -1) + (not curve.faint)
+        position = counts[curve.run] = counts.get(curve.run, -1) + (not curve.faint)
         smoothed = any(other.faint for other in chart.curves)
         color = curve.run if runs > 1 or smoothed else number
-        dash = DASHES[max(0, own) % len(DASHES)] if runs > 1 and not smoothed else DASHES[0]
+        dash = DASHES[max(0, position) % len(DASHES)] if runs > 1 and not smoothed else DASHES[0]
         entries.append(LegendEntry(f"line-{number}", curve.name, COLORS[color % len(COLORS)], dash, curve.faint))
     return tuple(entries)
 
@@ -182,21 +182,21 @@ def value_rows(chart: Chart) -> tuple[dict[str, Any], ...]:
     if not shown:
         return ()
     steps = shown[0].steps
-    places = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
-    return tuple({"step": int(step)} | {curve.name: _at(curve, step) for curve in shown} for step in steps[places])
+    indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
+    return tuple({"step": int(step)} | {curve.name: _at(curve, step) for curve in shown} for step in steps[indices])
 
 
 def _at(curve: Curve, step: float) -> str:
     """The value at a step, or of the last one before it."""
-    place = int(np.searchsorted(curve.steps, step, side="right")) - 1
-    if place < 0 or not np.isfinite(curve.values[place]):
+    index = int(np.searchsorted(curve.steps, step, side="right")) - 1
+    if index < 0 or not np.isfinite(curve.values[index]):
         return ""
-    has_spread = curve.spread is not None and np.isfinite(curve.spread[place])
-    return f"{curve.values[place]:.5g}" + (f" ± {curve.spread[place]:.2g}" if has_spread else "")  # type: ignore[index]
+    has_spread = curve.spread is not None and np.isfinite(curve.spread[index])
+    return f"{curve.values[index]:.5g}" + (f" ± {curve.spread[index]:.2g}" if has_spread else "")  # type: ignore[index]
 
 
 def summarize(chart: Chart) -> str:
-    """Of each curve that is not faint its first, last, lowest and highest value."""
+    """List the first, last, lowest and highest value of each curve that is not faint."""
     lines = []
     for curve in chart.curves:
         finite = curve.values[np.isfinite(curve.values)]

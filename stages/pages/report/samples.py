@@ -41,9 +41,9 @@ Folders = tuple[Path, Path]
 
 @dataclass(frozen=True)
 class RunSamples:
-    """What a run made of a validation sample. settings: seed, size, steps, guidance. problem: why its source image is
-    not shown. gallery: the source image, the training sample whose caption the prompt is, as it was encoded and decoded
-    again, where there are these, and the steps."""
+    """A validation sample of a run. settings: seed, size, steps, guidance. problem: why its source image is not shown.
+    gallery: the source image, the training sample whose caption the prompt is, as it was encoded and decoded again,
+    where there are these, and the steps."""
 
     run: str
     name: str
@@ -124,7 +124,7 @@ def _share(listings: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tupl
             rows.setdefault(name, []).append((steps, beside))
 
     def count_cells(columns: int) -> list[int]:
-        """For each row: the cells of it and of those before it."""
+        """Count the cells of each row and of those before it."""
         return [*accumulate(sum(min(columns, steps) + beside for steps, beside in rows[name]) for name in rows)]
 
     cells = min(MAX_CELLS, max_bytes // MIN_CELL_BYTES)

@@ -29,8 +29,8 @@ def list_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, A
             yield from list_settings(value, f"{key}.")
         elif isinstance(value, tuple) and value and all(isinstance(item, BaseModel) for item in value):
             for number, item in enumerate(value):
-                own = next((getattr(item, word) for word in _ITEM_KEYS if getattr(item, word, None)), number)
-                yield from list_settings(item, f"{key}.{own}.")
+                item_key = next((getattr(item, word) for word in _ITEM_KEYS if getattr(item, word, None)), number)
+                yield from list_settings(item, f"{key}.{item_key}.")
         else:
             yield key, value, default
 
