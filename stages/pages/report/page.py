@@ -156,14 +156,12 @@ def _last_eval(run: ReportRun) -> str:
 
 def cost_table(content: ReportContent) -> list[TableRow]:
     """A row for each stage, two columns for each run."""
-    names = settings.unique_names([run.name for run in content.runs])
     merged: dict[str, TableRow] = {}
-    for name, run in zip(names, content.runs, strict=True):
+    for run in content.runs:
+        prefix = f"{run.name} " if len(content.runs) > 1 else ""
         for row in costs.cost_rows(run.config, run.folder, run.metrics):
-            prefix = f"{name} " if len(names) > 1 else ""
-            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(
-                {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
-            )
+            columns = {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
+            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(columns)
     keys = dict.fromkeys(key for row in merged.values() for key in row)
     return [{key: row.get(key, "") for key in keys} for row in merged.values()]
 
