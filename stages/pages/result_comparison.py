@@ -22,7 +22,7 @@ from stages.media.errors import MediaError
 from stages.pages import clip_comparison
 from stages.pages.encoded_plan import NOT_ENCODED, EncodedPlan
 from stages.pages.result_page import MAX_LOWEST, SampleResult
-from stages.pages.sample_preview import OriginalPixels, PageItem, make_original_reader, read_samples
+from stages.pages.sample_preview import PageItem, SamplePixels, make_original_reader, read_samples
 
 TableRow = dict[str, Any]
 
@@ -59,7 +59,7 @@ def _compare_sample(
     encoded: EncodedPlan,
     autoencoder: base.Autoencoder,
     item: PageItem,
-    original: OriginalPixels | MediaError,
+    original: SamplePixels | MediaError,
     max_bytes: int,
 ) -> SampleResult:
     pixels, unreadable = (None, original) if isinstance(original, MediaError) else (original, None)

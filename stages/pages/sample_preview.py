@@ -126,20 +126,9 @@ class PreviewTask:
 
 
 @dataclass(frozen=True)
-class PreviewPixels:
-    """Pixels, uint8: frames (T, H, W, 3), whole (H, W, 3), source (H, W, 3), mask (T, H, W)."""
-
-    frames: np.ndarray
-    times: tuple[float, ...]
-    whole: np.ndarray
-    source: np.ndarray | None
-    mask: np.ndarray | None
-
-
-@dataclass(frozen=True)
-class OriginalPixels:
-    """The pixels that were encoded, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the first
-    frames, if there is a condition."""
+class SamplePixels:
+    """Pixels as the encoder gets them, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the
+    first frames, if there is a condition."""
 
     frames: np.ndarray
     condition: np.ndarray | None
@@ -155,73 +144,74 @@ def reduce_frames(sample: TableRow) -> TableRow:
     return sample | {"geometry": geometry, "rate": sample["rate"] * gaps / (bucket.frames - 1)}
 
 
-def read_preview(task: PreviewTask) -> PreviewPixels:
-    """Some frames of a sample as the encoder gets them, and the whole item. Raises MediaError."""
-    from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
+def read_pixels(task: PreviewTask, sample: TableRow, roles: Iterable[str] = ("media", "source")) -> SamplePixels:
+    """The frames of `sample`, all or some of the task's. roles: of the files that may not have changed since they were
+    planned. Raises MediaError."""
+    from stages.media.sample_reader import read_cropped_image, read_sample_frames
 
-    for path, media_id in task.files.values():
+    for path, media_id in (task.files[role] for role in roles if role in task.files):
         require_unchanged(path, media_id)
-    sample, path = reduce_frames(task.sample), task.path
-    frames = read_sample_frames(path, sample, task.decoder)
-    times = clip_times(sample["start"], sample["rate"], len(frames)) if sample["kind"] == "video" else []
-    width, height = task.full_size
-    uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
-    whole = read_sample_frames(path, sample | {"geometry": uncropped}, task.decoder)[0]
-    source, mask = None, None
+    frames = read_sample_frames(task.path, sample, task.decoder)
+    condition = frames[: task.given] if sample["condition"] == "first-frame" else None
     if "source" in task.files:
-        source = read_cropped_image(task.files["source"][0], sample["source_geometry"])
-    if "mask" in task.files:
-        mask = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
-    return PreviewPixels(frames, tuple(times), whole, source, mask)
+        condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
+    return SamplePixels(frames, condition)
+
+
+def read_original(task: PreviewTask) -> SamplePixels:
+    """All pixels that were encoded of a sample. Raises MediaError."""
+    try:
+        return read_pixels(task, task.sample)
+    except OSError as error:
+        raise unreadable_error(task.path, error) from error
 
 
 def render_preview(task: PreviewTask) -> PreviewPictures:
-    """`read_preview` as small pictures. Raises MediaError."""
+    """Some frames of a sample and the whole item as small pictures. Raises MediaError."""
     try:
-        pixels = read_preview(task)
+        return _render_preview(task, reduce_frames(task.sample))
     except OSError as error:
         raise unreadable_error(task.path, error) from error
-    box, masked = FRAME_BOX if pixels.times else CROP_BOX, []
-    if pixels.mask is not None:
-        for frame, mask in zip(pixels.frames, pixels.mask, strict=True):
-            trained = mask[..., None] / np.float32(255)
-            tinted = frame * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
-            masked.append((frame * trained + tinted * (1 - trained)).astype(np.uint8))
 
-    def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = box) -> Picture:
+
+def _render_preview(task: PreviewTask, sample: TableRow) -> PreviewPictures:
+    from stages.media.sample_reader import read_sample_frames, read_sample_mask
+
+    pixels = read_pixels(task, sample, task.files)
+    frames, is_clip = pixels.frames, sample["kind"] == "video"
+    times = clip_times(sample["start"], sample["rate"], len(frames)) if is_clip else []
+    width, height = task.full_size
+    uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
+    whole = read_sample_frames(task.path, sample | {"geometry": uncropped}, task.decoder)[0]
+    masked = list[np.ndarray]()
+    if "mask" in task.files:
+        masks = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
+        masked = [_tint(frame, mask) for frame, mask in zip(frames, masks, strict=True)]
+
+    def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = FRAME_BOX if is_clip else CROP_BOX) -> Picture:
         return encode_picture(pixels_HWC, box, steps=((WEBP_QUALITY, 1.0),))
 
     return PreviewPictures(
-        crops=tuple(map(encode, pixels.frames)),
-        times=pixels.times,
-        whole=encode(pixels.whole, FULL_BOX),
-        source=None if pixels.source is None else encode(pixels.source),
+        crops=tuple(map(encode, frames)),
+        times=tuple(times),
+        whole=encode(whole, FULL_BOX),
+        source=encode(pixels.condition[0]) if "source" in task.files and pixels.condition is not None else None,
         masked=tuple(map(encode, masked)),
     )
+
+
+def _tint(frame_HWC: np.ndarray, mask_HW: np.ndarray) -> np.ndarray:
+    """The frame with MASK_TINT over what is not trained on."""
+    trained = mask_HW[..., None] / np.float32(255)
+    tinted = frame_HWC * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
+    return (frame_HWC * trained + tinted * (1 - trained)).astype(np.uint8)
 
 
 def make_previewer() -> Callable[[PreviewTask], PreviewPictures]:
     return render_preview
 
 
-def read_original(task: PreviewTask) -> OriginalPixels:
-    """All pixels that were encoded of a sample. Raises MediaError, also if a file changed since it was planned."""
-    from stages.media.sample_reader import read_cropped_image, read_sample_frames
-
-    sample = task.sample
-    try:
-        for path, media_id in (task.files[role] for role in ("media", "source") if role in task.files):
-            require_unchanged(path, media_id)
-        frames = read_sample_frames(task.path, sample, task.decoder)
-        condition = frames[: task.given] if sample["condition"] == "first-frame" else None
-        if "source" in task.files:
-            condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
-    except OSError as error:
-        raise unreadable_error(task.path, error) from error
-    return OriginalPixels(frames, condition)
-
-
-def make_original_reader() -> Callable[[PreviewTask], OriginalPixels]:
+def make_original_reader() -> Callable[[PreviewTask], SamplePixels]:
     return read_original
 
 

@@ -26,7 +26,7 @@ from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
 from stages.pages.encoded_plan import EncodedPlan
 from stages.pages.plan_table import PlanTable
-from stages.pages.sample_preview import OriginalPixels, make_original_reader, read_samples
+from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
 from stages.planning.plan_lookup import current_plan
 
 FOLDER = "samples/training"
@@ -99,7 +99,7 @@ def _decode(encoded: EncodedPlan, autoencoder: Any, sample_id: str, bucket: str)
 
 
 def _write_files(
-    folder: Path, about: dict[str, str], original: OriginalPixels | MediaError, frames: np.ndarray, write: WriteFrames
+    folder: Path, about: dict[str, str], original: SamplePixels | MediaError, frames: np.ndarray, write: WriteFrames
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob(f"{ORIGINAL}.*"):  # of another sample

@@ -27,15 +27,10 @@ from stages.pages.encoded_plan import EncodedCaption
 from stages.pages.html import Section, render_template
 from stages.pages.result_page import SampleResult, result_card
 from stages.pages.sample_preview import PageItem
-from stages.planning.plan_lookup import current_plan
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.plan_previews import rows, settings
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
-
-
-def settings(**dataset: Any) -> dict[str, Any]:
-    base = {"id": "photos", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
-    return {"datasets": [base | dataset]}
 
 
 def encoded(home, *overrides: str, text: bool = False) -> None:
@@ -49,11 +44,6 @@ def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
     report = home.run(partial(preview.run, out=out, **own), *overrides, json=True)
     json.dumps(report.to_dict(), allow_nan=False)
     return report, Page(out.read_text(encoding="utf-8"))
-
-
-def rows(home, *overrides: str) -> dict[str, dict]:
-    config = home.config(*overrides)
-    return {row["path"]: row for row in current_plan(Store(config.root), config).samples.values()}
 
 
 def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
