@@ -55,17 +55,18 @@ class _Server(uvicorn.Server):
 
 class _Protocol(H11Protocol):
     """A connection that is closed when a request takes longer than REQUEST_S to come. An address with MAX_CONNECTIONS
-    gets another one in place of its oldest that waits for a request, so that it can't shut itself out."""
+    gets another one in place of its oldest that waits for a request, so that it can't shut itself out; where there are
+    MAX_REQUESTS, anyone gets one in place of the oldest of all."""
 
     _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_limit()
-        others = [other for other in self.connections if isinstance(other, _Protocol)]
-        same = [other for other in others if _address(other) == _address(self)]
-        waiting = [(other._ending.when(), other) for other in same if other._ending]
-        if len(same) > MAX_CONNECTIONS and waiting:
+        connections = [other for other in self.connections if isinstance(other, _Protocol)]
+        same = [other for other in connections if _address(other) == _address(self)]
+        crowd = same if len(same) > MAX_CONNECTIONS else connections if len(connections) >= MAX_REQUESTS else []
+        if waiting := [(other._ending.when(), other) for other in crowd if other._ending]:
             _, oldest = min(waiting, key=lambda pair: pair[0])
             oldest.connections.discard(oldest)
             oldest.transport.abort()
