@@ -83,7 +83,7 @@ def run(
     sheet = folder / "samples" / "contact-sheet.png"
     if todo or not sheet.exists():
         with explained(str(sheet)):
-            from stages.pages.validation_sheet import write_sheet
+            from stages.pages.sheets import write_sheet
 
             pictures = [(file.parent.name, file.stem, output_path(folder, config, file)) for file in files]
             write_sheet(config, pictures, sheet)

@@ -14,7 +14,8 @@ from stages.media.sample_reader import read_cropped_image
 from stages.media.video import probe_video
 from stages.pages.training_samples import FOLDER
 from tests.stages.html_page import Page, alike
-from tests.stages.test_preview_latents import MODE, again, rows
+from tests.stages.plan_previews import rows
+from tests.stages.test_preview_latents import MODE, again
 
 
 def validation(size: str, **prompts: str) -> dict[str, Any]:
