@@ -1,4 +1,4 @@
-"""What the torture tests share. Counts are small; TORTURE=long, as `make torture` sets it, makes them large."""
+"""What the torture tests share. Counts are small, and large in the long form."""
 
 import io
 import os
@@ -20,16 +20,9 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from tests.processes import forget_forkserver
 
-LONG = os.environ.get("TORTURE") == "long"
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 STEM = "text/f00d/t-1"
 Act = Callable[[], object]
-
-
-@pytest.fixture(scope="session")
-def often() -> Callable[[int, int], int]:
-    """often(short, long): how many times, in this form."""
-    return lambda short, long: long if LONG else short
 
 
 @pytest.fixture(params=["arrow", "webdataset"])

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from stages import bucket, discover, encode_latents, encode_text, status
 from stages.encoding.text.worker import TextWorker
 from stages.engines import local
 from stages.engines.jobs import Job, UnitResult
+from tests.forms import long
 from tests.processes import ForkedWorkers
 from tests.project import Project
-from tests.torture.conftest import LONG
 from tests.torture.kills import FORMATS, POINTS, Running, Stage, die, once, processes, wait_for
 
 pytestmark = pytest.mark.slow
@@ -79,14 +80,11 @@ def workers(tmp_path, monkeypatch) -> Workers:
     return made
 
 
-def cases() -> list[tuple[str, str, str]]:
-    """(program, point, format): all of them, or in the short form one of texts, which no other process reads."""
-    if LONG:
-        return [(name, point, format) for name in PROGRAMS for point in POINTS for format in FORMATS]
-    return [("encode-text", "before the rename", "webdataset")]
+CASES = [*product(PROGRAMS, POINTS, FORMATS)]
+SHORT = ("encode-text", "before the rename", "webdataset")  # texts, which no other process reads
 
 
-@pytest.fixture(params=cases(), ids=lambda case: ", ".join(case))
+@pytest.fixture(params=[case if case == SHORT else long(case) for case in CASES], ids=lambda case: ", ".join(case))
 def at_work(request, home, steps) -> Iterator[tuple]:
     """A stage, arm(act) for its point, and what its options are."""
     name, point, format = request.param
@@ -294,13 +292,9 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
 # -- parts of the work ---------------------------------------------------------------------------------------
 
 
-def parts() -> list[tuple[str, str, str]]:
-    if LONG:
-        return [(point, *formats) for point in POINTS for formats in (FORMATS, FORMATS[::-1])]
-    return [("during a write", *FORMATS)]
-
-
-@pytest.mark.parametrize(("point", "of_text", "of_latents"), parts())
+@pytest.mark.long
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("of_text", "of_latents"), [FORMATS, FORMATS[::-1]])
 def test_two_parts_of_which_one_is_killed_and_started_again(home, steps, tmp_path, point, of_text, of_latents) -> None:
     """While the other is in the midst of its own."""
     for program, format in ((encode_text, of_text), (encode_latents, of_latents)):

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from stages import bucket, discover, encode_latents, encode_text
-from tests.torture.conftest import LONG
+from tests.forms import long
 from tests.torture.kills import Running, Stage, wait_for
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("program", [encode_text, encode_latents] if LONG else [encode_text])
+@pytest.mark.parametrize("program", [encode_text, long(encode_latents)])
 def test_a_part_that_is_done_steals_from_one_that_waits(project, steps, tmp_path: Path, program) -> None:
     """Which does not do again what was stolen, save what it had read ahead: units of one text each are more than one.
     The shards are those of one run."""

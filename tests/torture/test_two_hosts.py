@@ -14,9 +14,8 @@ from stages import bucket, discover, encode_latents, encode_text, index
 from tests.network_hosts import Host, hosts_of
 from tests.project import Project
 from tests.s3_server import BUCKET, serve_s3
-from tests.torture.conftest import LONG
 
-pytestmark = pytest.mark.skipif(not LONG, reason="seven programs start, each in a process; TORTURE=long")
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
