@@ -23,8 +23,10 @@ MAX_REQUEST = 1 << 17  # bytes
 MAX_FILES = 8
 PR_SET_CHILD_SUBREAPER = 36
 # What programs would import first otherwise, each time: also Arrow's for its first conversion, and those of the page.
-LIBRARIES = ("bokeh.embed", "bokeh.models", "bokeh.plotting", "pandas", "peft", "trainer.train", "stages.cli")
-PROGRAMS = ("decode", "discover", "bucket", "encode_text", "encode_latents", "index", "run", "status", "ui")
+LIBRARIES = ("bokeh.embed", "bokeh.models", "bokeh.plotting", "pandas", "peft", "torch.utils.tensorboard")
+PROGRAMS = ("bucket", "decode", "discover", "encode_latents", "encode_text", "index", "report", "run", "status", "ui")
+PARTS = ("trainer.train", "trainer.families.kandinsky5", "stages.encoding.text.kandinsky5", "stages.encoding.vae.flux")
+IMPORTS = (*LIBRARIES, *PARTS, *(f"stages.{program}" for program in PROGRAMS))
 
 Work = Callable[[list[int]], object]
 
@@ -69,7 +71,7 @@ def _serve(requests: socket.socket) -> None:
         request, files, *_ = socket.recv_fds(requests, MAX_REQUEST, MAX_FILES)
         if not request:
             os._exit(0)
-        for name in (*LIBRARIES, *(f"stages.{program}" for program in PROGRAMS)):
+        for name in IMPORTS:
             importlib.import_module(name)
         between = os.fork()
         if between == 0:

@@ -36,6 +36,7 @@ def check(run: Path, name: str) -> None:
     assert all(one.motion is None or one.motion > MOTION for one in found), found
 
 
+@pytest.mark.long
 def test_each_caption_gives_back_its_photograph(
     tmp_path: Path, one_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """examples/recipes/: each is whole, is predicted to fit its card, and trains with its own settings on a tiny model."""
 
-import importlib
 import io
 import math
 import re
@@ -108,29 +107,6 @@ def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: b
 
 
 @pytest.fixture(scope="module")
-def libraries() -> None:
-    """Imported once, and not by each of the programs that are forked."""
-    for name in (
-        "stages.decode",
-        "stages.encoding.text.gemma",
-        "stages.encoding.text.kandinsky5",
-        "stages.encoding.vae.dc_ae",
-        "stages.encoding.vae.flux",
-        "stages.encoding.vae.hunyuan_video",
-        "stages.report",
-        "trainer.families.kandinsky5",
-        "trainer.families.sana",
-        "trainer.train",
-        "tensorboard.summary",
-        "torch.utils.tensorboard",
-        "torchao.quantization",
-        "bitsandbytes",
-        "optimi",
-    ):
-        importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
 def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """A tiny Sana with sides in multiples of 64, which nf4-bnb needs, and the other parts of a checkpoint."""
 
@@ -146,14 +122,15 @@ def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     return make
 
 
-# That for 24 GB differs from that for 16 GB by options of memory alone.
+SHORT = ("kandinsky-image-lora-16gb", "kandinsky-video-lite-lora-16gb")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [long(name) if name == "kandinsky-video-lite-lora-24gb" else name for name in NAMES])
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
 def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     name: str,
     tmp_path: Path,
     tiny: Callable[[str], Path],
-    libraries: None,
     wide_sana: Any,
     forked_programs: None,
     capfd: Any,

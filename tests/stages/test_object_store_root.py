@@ -110,6 +110,7 @@ def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: 
         s3fs.S3FileSystem().rm("elsewhere", recursive=True)
 
 
+@pytest.mark.long
 def test_damaged_and_short_answers_end_nothing(home: Project, s3: S3Server, tmp_path: Path) -> None:
     """The first answer about each object is wrong, for every program. verify moves nothing because of it."""
     seen = set[Request]()

@@ -10,7 +10,7 @@ import torch
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
-from tests.forms import long
+from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
 from trainer.run import run_state
@@ -87,8 +87,7 @@ def unquantised(wide):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WIDE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kind", "name"), in_turn(WIDE, NAMES))
 def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantised, is_long, kind, name):
     """Under each adapter, in float32 and in bfloat16, whose own error comes on top; LoRA with gradient checkpointing
     too."""
