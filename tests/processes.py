@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from typing import Any, ClassVar
 
 from stages.engines.jobs import Job
 from tests.fork_server import ForkServer
+
+PATIENCE_S = 60.0
 
 
 def forget_forkserver() -> None:
@@ -54,39 +57,81 @@ def use_one_thread() -> None:
         torch.set_num_threads = lambda number: None
 
 
+class Child:
+    """A fork of this process at `work`, in a session of its own; what `work` raises is printed."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                forget_forkserver()
+                prepare_fork()
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+    def wait(self) -> int:
+        """Its exit status, 1 where it raised, or minus the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def until(self, seen: Callable[[], object]) -> bool:
+        """Whether `seen` came true before it ended, which kill and wait may no longer be asked of then."""
+        limit = time.monotonic() + PATIENCE_S
+        while not seen():
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                assert not os.WEXITSTATUS(status), "it raised"
+                return False
+            assert time.monotonic() < limit, "it neither ends nor goes on"
+            time.sleep(0.001)
+        return True
+
+    def kill(self) -> bool:
+        """Whether it was still at work."""
+        os.kill(self.pid, signal.SIGKILL)
+        code = self.wait()
+        assert code in (0, -signal.SIGKILL), "it raised"
+        return code != 0
+
+    def alone(self) -> bool:
+        """Whether every process that it started ended soon after it."""
+        limit = time.monotonic() + PATIENCE_S
+        while any(session == self.pid for _, session in processes()) and time.monotonic() < limit:
+            time.sleep(0.01)
+        return time.monotonic() < limit
+
+
+def processes() -> Iterator[tuple[int, int]]:
+    """Number and session of every process that has not ended."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in "ZX":
+            yield int(folder.name), int(session)
+
+
 def in_child(work: Callable[[], object]) -> int:
     """Fork and do `work`, whose limits stay in the child: its exit status, 1 where it raised, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            forget_forkserver()
-            prepare_fork()
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Child(work).wait()
 
 
 def kill_when(arrived: threading.Semaphore, work: Callable[[], object]) -> None:
     """Fork and do `work`; kill it by SIGKILL once `arrived` is released."""
-    child = os.fork()
-    if child == 0:
-        try:
-            forget_forkserver()
-            prepare_fork()
-            work()
-        finally:
-            os._exit(1)
+    child = Child(work)
     try:
         assert arrived.acquire(timeout=120)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 class ForkedWorkers:

@@ -18,9 +18,10 @@ from cache.sets.rejects import make_reject
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
 from stages.planning.plan_lookup import current_plan
+from tests.processes import Child
 from tests.project import Project
 from tests.torture.conftest import Steps
-from tests.torture.kills import FORMATS, Running, Stage, wait_for
+from tests.torture.kills import FORMATS, Stage, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -163,7 +164,7 @@ def test_gc_again_and_again_beside_a_stage(home, steps, tmp_path, name, format) 
             report = stage.run(override)
             assert (report.exit_code, report.remaining) == (0, 0)
 
-        running = Running(work, tmp_path / "said.txt")
+        running = Child(work)
 
         def collect(begun: Path = begun, seen: Path = seen) -> bool:
             if begun.exists():  # not sooner: running a program writes the configuration, which the other loads first
@@ -240,7 +241,7 @@ def test_verify_while_a_tar_that_a_set_names_is_replaced(home, steps, tmp_path, 
         steps.arm(0, wait, lambda step, path: step == "rename" and path.endswith(".tar"))
         assert stage.run(override, retry_set_aside=True).remaining == 0
 
-    running = Running(work, tmp_path / "said.txt")
+    running = Child(work)
     assert running.until(between.exists)
 
     def sleep(seconds: float) -> None:

@@ -18,8 +18,9 @@ from cache.store.store import Store
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader
 from stages.encoding.member_reader import ReadRequest
+from tests.processes import Child
 from tests.project import Project
-from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
+from tests.torture.kills import FORMATS, POINTS, Stage, die
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +86,8 @@ def stuck_reader() -> Callable[[ReadRequest], member_reader.MemberPixels]:
 
 
 @pytest.fixture
-def start(latents, tmp_path) -> Callable[[], Running]:
-    return lambda: Running(latents.run, tmp_path / "said.txt")
+def start(latents) -> Callable[[], Child]:
+    return lambda: Child(latents.run)
 
 
 @pytest.mark.long

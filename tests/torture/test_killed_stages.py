@@ -26,8 +26,9 @@ from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.encoding.text.worker import TextWorker
 from tests.forms import long
+from tests.processes import Child
 from tests.project import Project
-from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
+from tests.torture.kills import FORMATS, POINTS, Stage, die
 
 pytestmark = pytest.mark.slow
 
@@ -171,17 +172,17 @@ def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forke
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_at_random_moments(planned, tmp_path, name) -> None:
+def test_at_random_moments(planned, name) -> None:
     stage = planned(name)
     expected = stage.whole()
-    uninterrupted = Running(stage.run, tmp_path / "said.txt")
+    uninterrupted = Child(stage.run)
     assert uninterrupted.wait() == 0
     took = time.monotonic() - uninterrupted.began
     assert stage.files() == expected
     draw, cut_off, turn, times = random.Random(7), 0, 0, 20
     while cut_off < max(1, times // 3) or turn < times:
         stage.forget()
-        running = Running(stage.run, tmp_path / "said.txt")
+        running = Child(stage.run)
         time.sleep(took * (turn % times + draw.random()) / times)
         if not running.kill():
             took /= 2  # the machine has become less busy since that was measured
