@@ -122,6 +122,7 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     assert sorted(path.name for path in home.folder.glob("*page*")) == ["page-1.png", "page.html"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     video = {"dataset_type": "video", "video": {"num_frames": 17, "frame_rate": 12.0, "clip": "middle"}}
@@ -148,6 +149,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     assert clip_comparison.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstruction(project) -> None:
     home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources"), cache={"format": "webdataset"})

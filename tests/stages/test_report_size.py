@@ -51,6 +51,7 @@ def make_samples(run: FakeRun) -> None:
         run.clip(step, "p2", frames=10, size=(128, 96), noise=90)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_pictures_are_smaller_and_fewer_where_the_page_is_too_large(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +119,7 @@ def test_what_can_not_be_small_enough_is_named(run: FakeRun, monkeypatch: pytest
         assert grid.size == 0 and bool(clip_step.link) == bool(given)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("frames", "noise", "limit"), [(121, 0, 3000), (33, 90, 6000), (12, 90, 20_000)])
 def test_a_clip_is_never_larger_than_it_may_be(run: FakeRun, frames: int, noise: int, limit: int) -> None:

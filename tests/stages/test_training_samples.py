@@ -81,6 +81,7 @@ def test_the_caption_of_another_file_replaces_it_and_a_missing_original_leaves_t
     assert not (folder / "cat/original.png").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_clip_is_a_clip(project) -> None:
     home = project("kandinsky5-video-t2v", validation=validation("64x48@9", clip="a clip"))

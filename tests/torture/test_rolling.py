@@ -25,10 +25,9 @@ from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from tests.background import repeated
 from tests.project import Project
-from tests.torture.conftest import LONG
 from tests.trainer.runs import on_two_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="the long form (TORTURE=long) trains five times")]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PICTURES, LIMIT_GB = 40, 40, 0.0007
 PROGRAMS = {"stages.cli", "stages.encode_text", "stages.encode_latents", "trainer"}  # while a rolling run trains

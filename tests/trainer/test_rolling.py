@@ -42,14 +42,14 @@ from schemas.config.encoding import Rolling
 from schemas.config.training import Train
 from tests.background import repeated
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
+from tests.forms import long
 from trainer import data as trainer_data
 from trainer.data import BatchLoader
 from trainer.rolling import follow_encoding
 
 pytestmark = pytest.mark.slow
 
-LONG = os.environ.get("TORTURE") == "long"
-UNITS, ROWS, STEPS = 20, 2, 30 if LONG else 14
+UNITS, ROWS, STEPS = 20, 2, 14
 SETTINGS = Train(batch_size=2, accumulate=2, steps=STEPS, caption_dropout=0.3, seed=5)
 SUFFIX = {"arrow": ".arrow", "webdataset": ".tar"}
 
@@ -224,7 +224,7 @@ def home(tmp_path: Path, made: Home) -> Home:
     return Home(tmp_path, made=made)
 
 
-@pytest.mark.parametrize("form", ["arrow", "webdataset"] if LONG else ["webdataset"])
+@pytest.mark.parametrize("form", [long("arrow"), "webdataset"])
 def test_batches_are_those_of_a_full_cache_and_the_limit_holds(tmp_path: Path, form: str) -> None:
     """Over more than an epoch, so units are encoded again; the trainer lets go of what was removed."""
     home = Home(tmp_path, form)
@@ -251,7 +251,7 @@ def test_killed_at_any_moment_and_started_again(home: Home) -> None:
                 loader = BatchLoader(data, schedule_of(data), SETTINGS.caption_dropout)
                 for each in loader.steps(step, min(STEPS, step + 8)):  # as if it were killed then
                     found[each.step :] = [plain(each)]
-                    if draw.random() < (0.3 if LONG else 0.15):
+                    if draw.random() < 0.15:
                         number = draw.randrange(2)
                         kill(children[number])
                         children[number] = home.start(("text", "latents")[number])
