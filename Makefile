@@ -18,7 +18,7 @@ RESULTS ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast torture lint gpu demo clean
+.PHONY: help venv test test-fast torture lint generated gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all five"
@@ -27,6 +27,7 @@ help:
 	@echo "make torture              kills, full disks, damage and hostile files in their long form (some tens of minutes)"
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
+	@echo "make generated            pipeline.schema.json, pipeline.yaml and the tables in docs/, from schemas/config/"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
 
@@ -54,6 +55,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+generated: $(STAMP)
+	$(BIN)/python -m schemas.config.generated
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \
