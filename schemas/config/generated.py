@@ -69,7 +69,7 @@ def flow(value: Any, inside: str = "[{}]") -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, Section):
-        return shape(type(value), value)
+        return flow(value.model_dump(by_alias=True))
     if not isinstance(value, str):
         return json.dumps(value)
     try:
@@ -79,17 +79,12 @@ def flow(value: Any, inside: str = "[{}]") -> str:
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def shape(section: type[Section], values: Section | None = None) -> str:
-    """The keys of a section with their values, or their defaults: {match: ..., lr: null}."""
+def shape(section: type[Section]) -> str:
+    """The keys of a section with their defaults: {match: ..., lr: null}."""
     parts = []
     for key, info, inner in options(section):
-        if values is not None:
-            text = flow(getattr(values, key.replace("-", "_")))
-        elif info.is_required():
-            text = f"[{shape(inner)}]" if inner else "..."
-        else:
-            text = flow(info.default)
-        parts.append(f"{key}: {text}")
+        required = f"[{shape(inner)}]" if inner else "..."
+        parts.append(f"{key}: {required if info.is_required() else flow(info.default)}")
     return "{" + ", ".join(parts) + "}"
 
 
@@ -143,12 +138,13 @@ def _section_lines(
     remarks: dict[Path_, list[str]],
     seen: set[Any],
 ) -> Iterator[str]:
+    known = {key: value for (key, _, _), (_, value) in zip(options(section), defaults or (), strict=False)}
     for key, info, inner in options(section):
         path, words = (*above, key), description(info)
         yield from remarks.get(path, ())
         value = given.get(key) if isinstance(given, dict) else None
         there = isinstance(given, dict) and key in given
-        default = getattr(defaults, key.replace("-", "_")) if defaults else info.default
+        default = known.get(key, info.default)
         if inner and isinstance(value, list):
             yield from _commented(f"{indent}{key}:", indent, words)
             for number, item in enumerate(value):

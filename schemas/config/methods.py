@@ -40,7 +40,9 @@ class MaskedLoss(Method):
 
     unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
     unmasked_probability: UnitFloat = Field(0.0, description="share of the samples that are trained without their mask")
-    normalise_area: bool = Field(False, description="divide each sample's loss by the mean of its factors")
+    normalise_area: bool = Field(
+        False, alias="normalize_area", description="divide each sample's loss by the mean of its factors"
+    )
     prior_weight: float = Field(
         0.0, ge=0, le=1000, description="of the squared difference from the model without adapter where the mask is 0"
     )
@@ -146,7 +148,7 @@ class CREPA(Method):
             reason = "has no effect without similarity_threshold; set that, or remove this"
             yield from idle_options(self, ("similarity_ema_decay", "threshold_mode"), reason)
         if self.adjacent_distance == 0:
-            reason = "has no effect with adjacent_distance 0, as there are no neighbours; raise that, or remove this"
+            reason = "has no effect with adjacent_distance 0, as there are no neighbors; raise that, or remove this"
             yield from idle_options(self, ("adjacent_tau", "cumulative_neighbors"), reason)
 
 
@@ -188,9 +190,9 @@ class InputPerturbation(Method):
     )
 
 
-class Regularisation(Method):
+class Regularization(Method):
     needs: ClassVar[Mapping[str, str]] = {
-        "regularisation": "Set is_regularisation_data of a dataset, and run `latentpress run`."
+        "regularisation": "Set is_regularization_data of a dataset, and run `latentpress run`."
     }
 
     target: Literal["base", "data"] = Field(
@@ -201,7 +203,7 @@ class Regularisation(Method):
     )
 
     def find_conflicts(self, train: Any) -> Iterator[str]:
-        adapter, instead = train.adapter, "set train.methods.regularisation.target to data"
+        adapter, instead = train.adapter, "set train.methods.regularization.target to data"
         if self.target == "data":
             return
         if adapter.type == "full":
@@ -225,7 +227,9 @@ class Methods(Section):
     crepa: CREPA | None = Field(None, description="align a block's hidden states with vision features")
     scheduled_sampling: ScheduledSampling | None = Field(None, description="train on what the model made itself")
     input_perturbation: InputPerturbation | None = Field(None, description="more noise in the input than in the target")
-    regularisation: Regularisation | None = Field(None, description="how is_regularization_data is trained on")
+    regularisation: Regularization | None = Field(
+        None, alias="regularization", description="how is_regularization_data is trained on"
+    )
 
     @property
     def used(self) -> dict[str, Method]:

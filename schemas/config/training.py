@@ -254,7 +254,7 @@ class Train(Section):
         return self
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether base weights are stored in 8 or 4 bits."""
         return self.base_precision not in ("no_change", "bf16")
 
@@ -272,8 +272,8 @@ class Train(Section):
             yield from idle_options(
                 self, ("compile_backend",), "has no effect with compile none; set that, or remove this"
             )
-        if not self.quantised:
-            reason = f"has no effect with base_precision {name}, which quantises nothing; set that, or remove this"
+        if not self.quantized:
+            reason = f"has no effect with base_precision {name}, which quantizes nothing; set that, or remove this"
             yield from idle_options(self, ("quantize_via",), reason)
         if self.parallel.strategy == "fsdp2" and name == "nf4-bnb" and adapter.dora:
             yield (
@@ -290,10 +290,10 @@ class Train(Section):
                 ("base_precision",),
                 "bf16 is of frozen weights; with adapter.type: full set weight_precision to bfloat16",
             )
-        if adapter.type == "full" and self.quantised:
+        if adapter.type == "full" and self.quantized:
             yield (
                 ("base_precision",),
-                f"{name} does not go with adapter.type: full, as quantised weights have no gradient; set adapter.type "
+                f"{name} does not go with adapter.type: full, as quantized weights have no gradient; set adapter.type "
                 "to lora (LoRA) or lokr (LoKr), or base_precision to no_change",
             )
         if name == "int8-quanto" and adapter.dora:
@@ -302,7 +302,7 @@ class Train(Section):
                 "adapter.dora needs the base weights in another dtype, which optimum-quanto's tensors don't allow; set "
                 "it to int8-torchao or nf4-bnb, or adapter.dora to false",
             )
-        if self.quantised and adapter.init_weights in ("pissa", "olora"):
+        if self.quantized and adapter.init_weights in ("pissa", "olora"):
             yield (
                 ("base_precision",),
                 f"adapter.init_weights: {adapter.init_weights} subtracts the LoRA's start from the base weights, and "
