@@ -16,8 +16,8 @@ from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
 from schemas.config.validation import Validation
 from schemas.config.validation_samples import MOST_SAMPLES, validation_samples
-from schemas.folder_checks import find_obstacle
 from schemas.geometry import workable_step
+from schemas.regular_files import find_obstacle
 
 VALIDATION = "validation"  # the dataset of the images of validation prompts
 PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
