@@ -91,7 +91,7 @@ class Text(Section):
         "no_change", description="of the language model's weights; embeddings are stored in the precision above"
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
-        None, description="default: as the family's pipelines (sdpa, Gemma-2: eager)"
+        None, description="default: as the family's pipelines"
     )
     offload: Literal["none", "blocks"] = Field(
         "none", description="with blocks the weights stay in host memory, one block at a time is on the device"

@@ -49,8 +49,8 @@ def test_the_example_mentions_every_key_with_its_default(tmp_path):
         section = whole
         for step in above:
             section = written.get(step) or getattr(section, step.replace("-", "_"))
-        attributes = {info.alias or name: name for name, info in type(section).model_fields.items()}
-        if section != () and attributes[key] not in section.model_fields_set:
+        fields = type(section).model_fields.items() if section != () else ()
+        if fields and {info.alias or name: name for name, info in fields}[key] not in section.model_fields_set:
             missing.append(".".join((*above, key)))
     assert missing == []
 
