@@ -19,7 +19,7 @@ RESULTS ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast test-long lint gpu demo clean
+.PHONY: help venv test test-fast test-long lint generated gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all five"
@@ -29,6 +29,7 @@ help:
 	@echo "                          the ith, from 0"
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
+	@echo "make generated            pipeline.schema.json, pipeline.yaml and the tables in docs/, from schemas/config/"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
 
@@ -56,6 +57,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+generated: $(STAMP)
+	$(BIN)/python -m schemas.config.generated
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \

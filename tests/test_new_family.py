@@ -195,7 +195,7 @@ def check_normalisation(tree: Path, checkpoint: Path) -> None:
 
     from schemas.catalogue import FAMILIES
 
-    cpu, normalisation = torch.device("cpu"), FAMILIES["example"].normalisation
+    cpu, normalisation = torch.device("cpu"), FAMILIES["example"].normalization
     module = importlib.import_module("stages.encoding.vae.example")
     ours = module.Autoencoder(str(checkpoint), None, torch.float32, cpu, normalisation=normalisation)
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()

@@ -161,6 +161,6 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     train = YAML(typ="safe", pure=True).load(tmp_path / "output" / own.run / "config.yaml")["train"]
     expected = own.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
     assert train == expected | {"offload": expected["offload"] | {"streams": False}}
-    if own.quantised:
+    if own.quantized:
         assert f"matrices of the base quantised ({own.base_precision})" in said
     assert (tmp_path / "output" / own.run / "samples" / "contact-sheet.png").exists()

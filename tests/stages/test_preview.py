@@ -158,7 +158,7 @@ def test_an_item_that_discover_no_longer_has_is_shown_without_its_size(project) 
 
 @pytest.mark.slow
 def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
-    home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources", is_regularisation_data=True))
+    home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources", is_regularization_data=True))
     home.image("pair.png", seed=1)
     source = home.image("../sources/pair.png", (128, 96), caption=None, seed=2)
     planned(home)

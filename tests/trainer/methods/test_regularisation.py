@@ -199,9 +199,9 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert run_program("train", program_run, Options(path)) == USAGE
     printed = " ".join(capsys.readouterr().err.split())
-    assert "train.methods.regularisation" in printed and said in printed
+    assert "train.methods.regularization" in printed and said in printed
     if every < 99:
-        assert "set train.methods.regularisation.target to data" in printed
+        assert "set train.methods.regularization.target to data" in printed
         allowed = make_config("t2i", **settings, methods={"regularisation": {"target": "data"}})
         path.write_text(json.dumps(allowed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
         assert run_program("train", program_run, Options(path, dry_run=True, json=True)) == OK

@@ -9,7 +9,7 @@ from tests.forms import long
 from tests.trainer.runs import lines, train
 
 TOGETHER = {
-    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5, "normalise_area": True},
+    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5, "normalize_area": True},
     "tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]},
     "input_perturbation": {"decay_steps": 4},
 }

@@ -49,12 +49,12 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
     assert estimate_memory(on_gpu, shape, ["64x64"], 8).host >= LIBRARIES + size
 
     def load() -> None:
-        if config.train.quantised:
+        if config.train.quantized:
             QUANTISERS[name](torch.nn.Linear(64, 64, dtype=torch.bfloat16))  # imports its library
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would be used again, and not be counted
         with PeakMemory() as memory:
             model, _ = load_transformer(config, family, torch.device("cpu"))
-            if config.train.quantised:
+            if config.train.quantized:
                 quantize_base(model, family, name, "cpu", torch.device("cpu"))
             make_trainable(model, family, config.train.adapter)
             if full:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from schemas.config.loading import ConfigError, load_config
-from schemas.folder_checks import find_obstacle
+from schemas.regular_files import find_obstacle
 
 BASE = "root: work/below\nmodel: {family: sana}\ndatasets:\n  - {id: photos, instance_data_dir: photos}\n"
 
