@@ -1,6 +1,6 @@
 """Where a training set's shards come from when they are read: the seam between the trainer and the places of shards.
 
-A supply opens a shard of a set by its number. `StoredShards` opens it where it is. `cache.supply.local_shards` opens
+A supply opens a shard of a set by its number. `StoredShards` opens it where it is. `cache.supply.fetched_shards` opens
 copies of remote shards, and fetches them before they are needed: the trainer tells a supply which shards its next steps
 need, and which steps are done.
 """

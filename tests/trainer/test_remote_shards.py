@@ -11,7 +11,7 @@ import pytest
 
 from cache.store.bad_answers import ANSWERS
 from cache.store.store import Store
-from cache.supply.remote_shards import LocalCacheError
+from cache.supply.limited_shards import SupplyError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, USAGE
@@ -201,4 +201,4 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, ca
     assert code == OK and "In an order over the whole set" in said and "MB a step" in said
     assert "Set train.shuffle_shards: 2, or raise max_gb" in said
     assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total
-    assert issubclass(LocalCacheError, Exception)
+    assert issubclass(SupplyError, Exception)
