@@ -152,7 +152,7 @@ class FetchedShards(LimitedShards):
             thread.join(max(0.0, end - time.monotonic()))
         for number in list(self._here):
             self._let_go(number)
-        self._queue.member.leave()
+        self._copies.folder.leave(self._queue.member)
 
     # -- what the threads do -------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """A folder of shards that processes fill, read and remove within a limit of bytes.
 
-Whoever counts, begins or removes shards holds the folder's lock (flock). Each process that uses it has a file, locked as
-long as the process lives, with the shards that it has begun, each with the most bytes that it may take, and those that
-it holds, which no other process removes. The kernel releases locks when a process ends: one that was killed leaves
+Whoever counts, begins or removes shards holds the folder's lock (flock). Each process that uses it has a file, locked
+as long as the process lives, with the shards that it has begun, each with the most bytes that it may take, and those
+that it holds, which no other process removes. The kernel releases locks when a process ends: one that was killed leaves
 temporary files at most, which the next count removes.
 
 A shard counts as there once it has its final name. It is one file, or two where `<name>.json` describes `<name>`.
@@ -41,11 +41,6 @@ class Member:
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, data, 0)
 
-    def leave(self) -> None:
-        self.path.unlink(missing_ok=True)
-        fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
-        os.close(self.descriptor)
-
 
 @dataclass
 class Disk:
@@ -66,7 +61,7 @@ class Disk:
 
 
 class LimitedFolder:
-    """The shards in `folders` under `base`. control: folder of the lock and of the processes' files. limit: bytes.
+    """The shards in `folders` under `base`. limit: bytes. control: folder of the lock and of the processes' files.
 
     names: the only shards that may be removed; without them every one may, the processes have needs of their own, and
     so equal parts of the limit. StoreError where the folder can't be made or written to.
@@ -75,12 +70,12 @@ class LimitedFolder:
     def __init__(
         self,
         base: Path,
-        control: Path,
         limit: int = 0,
+        control: str = ".users",
         folders: Collection[str] = ("",),
         names: Collection[str] | None = None,
     ) -> None:
-        self.base, self.control, self.limit = base, control, limit
+        self.base, self.control, self.limit = base, base / control, limit
         self._folders, self.names = folders, names
 
     @contextmanager
@@ -88,7 +83,7 @@ class LimitedFolder:
         """The body alone among all threads and processes that use the folder, which is made again where it is gone."""
         make_folders(self.control)
         with explained(str(self.control)):
-            lock = os.open(self.control / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            lock = os.open(self.control / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -100,7 +95,7 @@ class LimitedFolder:
         """This process as one of those that use the folder; None where another one has the name."""
         path = self.control / f"{name}.json"
         with self.locked(), explained(str(path)):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -109,6 +104,12 @@ class LimitedFolder:
             member = Member(path, descriptor)
             member.write()
             return member
+
+    def leave(self, member: Member) -> None:
+        with self.locked():
+            member.path.unlink(missing_ok=True)
+            fcntl.flock(member.descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
+            os.close(member.descriptor)
 
     def members(self) -> dict[str, Member]:
         """The processes that are alive, by their names; the files of others are removed. Called under the lock."""

@@ -134,6 +134,4 @@ def open_copies(settings: LocalCache, data: TrainSet, reserve: int = 0) -> Shard
     """The shards of a remote set, as listed, and the folder for their copies. reserve: bytes that its disk keeps."""
     folder = cache_folder(settings)
     limit = min(cache_limit(settings, folder), max(0, free_bytes(folder) - reserve))
-    return ShardCopies(
-        data.store, data.tables["shards"].column("path").to_pylist(), LimitedFolder(folder, folder / ".users", limit)
-    )
+    return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), LimitedFolder(folder, limit))

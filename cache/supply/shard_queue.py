@@ -85,7 +85,7 @@ class ShardQueue:
         return None
 
     def _make_room(
-        self, disk: Disk, size: int, order: Sequence[tuple[int, int]], wanted: Collection[int], step: int
+        self, disk: Disk, size: int, order: Sequence[tuple[int, int]], wanted: Collection[int], step: float
     ) -> bool:
         """Remove shards that are needed after `step`, the last one first, of those that no step needs the one that was
         used longest ago, until `size` bytes are free; False, and nothing is removed, where that is not enough."""

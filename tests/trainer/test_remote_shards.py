@@ -117,7 +117,7 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
     kill_when(arrived, lambda: program(config, tmp_path, capsys))
     killing = False
     done = len(lines(config))
-    assert [path.suffix for path in remote.copies].count(".part") == 1
+    assert [path.suffix for path in remote.copies].count(".tmp") == 1
     code, report, _ = program(config, tmp_path, capsys)
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)

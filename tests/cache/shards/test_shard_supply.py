@@ -31,9 +31,7 @@ def stored(folder: Path) -> tuple[Store, Callable[[Store, Callable[[int], str]],
 def copied(folder: Path) -> tuple[Store, Callable[[Store, Callable[[int], str]], ShardSupply]]:
     def supply_of(store: Store, path_of: Callable[[int], str]) -> ShardSupply:
         paths = [path_of(number) for number in range(SHARDS + 1)]
-        return FetchedShards(
-            ShardCopies(store, paths, LimitedFolder(folder / "copies", folder / "copies" / ".users", 10**9)), 2
-        )
+        return FetchedShards(ShardCopies(store, paths, LimitedFolder(folder / "copies", 10**9)), 2)
 
     return Store(f"memory://{folder.name}"), supply_of
 
