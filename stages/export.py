@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cache.sets.exporter import MIB, Exporter
-from cache.sets.rolling_set import RollingSet
+from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
 from cache.shards.shard import SUFFIXES
 from cache.store.store import Store
@@ -48,7 +48,7 @@ def run(
 ) -> Report:
     refuse_partition(options, "export")
     data = open_configured_set(config, console.warn)
-    if isinstance(data, RollingSet):
+    if isinstance(data, PlannedSet):
         raise SupplyError(
             f"set {data.id} is of a limited cache, whose shards are never all there",
             f"Remove {CACHE_LIMIT} and run `latentpress run`, which encodes everything; then export.",

@@ -15,8 +15,8 @@ import typer
 
 from cache.models.compatibility import bucket_side_multiple
 from cache.sets import set_lookup
+from cache.sets.planned_set import PlannedSet
 from cache.sets.plans import Plan
-from cache.sets.rolling_set import RollingSet
 from cache.sets.set_files import PLANNED, read_set_table
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import ENCODE_PROGRAMS, DamageError
@@ -105,7 +105,7 @@ def run(
     set_lookup.update_pointers(store, record)
     if limit is not None:
         order, samples = ReadingOrder.of(config.train), config.validation.eval_samples
-        check_room(RollingSet(store, name, record), order, samples, limit.max_gb)
+        check_room(PlannedSet(store, name, record), order, samples, limit.max_gb)
     return report
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from cache.sets.rolling_set import RollingSet
+from cache.sets.planned_set import PlannedSet
 from cache.sets.trainset import TrainSet
 from cache.supply.encoded_folder import EncodedFolder, Position, ReadingOrder, check_room
 from cache.supply.encoded_shards import EncodedShards
@@ -25,7 +25,7 @@ def follow_encoding(
     first one. SupplyError where the configuration has no limited cache, or too small a limit, or another run uses the
     root's."""
     limit = config.cache.limit
-    if not isinstance(data, RollingSet):
+    if not isinstance(data, PlannedSet):
         if limit is not None:
             console.warn(f"set {data.id} was made of shards that are all there: {CACHE_LIMIT} is without effect")
         yield
@@ -61,4 +61,4 @@ def follow_encoding(
 
 def describe_set_aside(data: TrainSet) -> list[dict[str, Any]]:
     """Rows of a report: the members that this process has found to be set aside."""
-    return data.list_set_aside() if isinstance(data, RollingSet) else []
+    return data.list_set_aside() if isinstance(data, PlannedSet) else []

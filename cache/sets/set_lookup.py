@@ -16,7 +16,7 @@ from typing import Any
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
 from cache.sets.exported_set import ExportedSet
-from cache.sets.rolling_set import RollingSet
+from cache.sets.planned_set import PlannedSet
 from cache.sets.set_files import PLANNED
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
 from cache.store.damage import DamageError
@@ -84,7 +84,7 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
     if meta.get("id") != set_id:
         step = "Run `latentpress index`, which writes it again; copy an export again."
         raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
-    made_of = ExportedSet if "export" in meta else RollingSet if PLANNED in meta else TrainSet
+    made_of = ExportedSet if "export" in meta else PlannedSet if PLANNED in meta else TrainSet
     return made_of(store, set_id, meta)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from cache.order.schedule import Ints
 from cache.sets.draws import make_schedule
-from cache.sets.rolling_set import RollingSet
+from cache.sets.planned_set import PlannedSet
 from cache.sets.set_files import PLANNED
 from cache.sets.trainset import TrainSet
 from cache.shards.tensor_checks import SAMPLE
@@ -91,7 +91,7 @@ class EncodedFolder(LimitedFolder):
 
     patience_s = 60.0
 
-    def __init__(self, store: Store, data: RollingSet | None = None, max_gb: float = 0.0) -> None:
+    def __init__(self, store: Store, data: PlannedSet | None = None, max_gb: float = 0.0) -> None:
         if store.root is None:
             raise SupplyError(
                 f"{store.url}: cache.rolling needs a root on a disk of this machine",
@@ -178,7 +178,7 @@ class RunNeeds:
         return self._needs
 
 
-def check_room(data: RollingSet, order: ReadingOrder, eval_samples: int, max_gb: float) -> None:
+def check_room(data: PlannedSet, order: ReadingOrder, eval_samples: int, max_gb: float) -> None:
     """`require_room` of a run, before it starts."""
     needs = (numbers.tolist() for numbers in order.needs(data, last=CHECKED_STEPS))
     windows = window_bytes(needs, data.meta[PLANNED]["bytes"], repeat(2), pinned_shards(data, eval_samples))

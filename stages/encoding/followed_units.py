@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cache.runs.training_run import read_progress
+from cache.sets.planned_set import PlannedSet
 from cache.sets.plans import Unit
-from cache.sets.rolling_set import RollingSet
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import SetNotFound
 from cache.shards.shard import ARROW_SUFFIX, unit_name
@@ -29,10 +29,10 @@ from stages.engines.jobs import UnitResult
 PAUSE_S = 0.2  # between two polls of what training needs
 
 
-def open_followed_set(config: Config, warn: Callable[[str], None]) -> RollingSet:
+def open_followed_set(config: Config, warn: Callable[[str], None]) -> PlannedSet:
     """The set of a configuration with a limited cache. SupplyError where it is another."""
     data = open_configured_set(config, warn)
-    if not isinstance(data, RollingSet):
+    if not isinstance(data, PlannedSet):
         raise SupplyError(
             f"set {data.id} is of shards that are all there, and {CACHE_LIMIT} is for a set made by it",
             f"Run `latentpress index`, which makes one; or remove {CACHE_LIMIT}.",
@@ -43,7 +43,7 @@ def open_followed_set(config: Config, warn: Callable[[str], None]) -> RollingSet
 def has_followed_set(config: Config) -> bool:
     """Whether there is one that this configuration makes."""
     try:
-        return isinstance(open_configured_set(config, lambda message: None), RollingSet)
+        return isinstance(open_configured_set(config, lambda message: None), PlannedSet)
     except SetNotFound:
         return False
 
@@ -63,7 +63,7 @@ class FollowedUnits:
     """The units of one stage, and what has become of them."""
 
     def __init__(
-        self, kind: str, units: Sequence[Unit], config: Config, data: RollingSet, folder: EncodedFolder, member: Member
+        self, kind: str, units: Sequence[Unit], config: Config, data: PlannedSet, folder: EncodedFolder, member: Member
     ) -> None:
         self._config, self._data, self._folder = config, data, folder
         self._queue = ShardQueue(folder, member, folder.paths, folder.sizes)

@@ -23,7 +23,7 @@ import torch
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.draws import make_schedule
-from cache.sets.rolling_set import MissingMedia, RollingSet
+from cache.sets.planned_set import MissingMedia, PlannedSet
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError
 from cache.shards.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardRow, unit_name
@@ -103,9 +103,9 @@ class Home:
         self.total = sum(sizes)
         assert self.max_gb * GB < self.total / 1.5
 
-    def open(self) -> RollingSet:
+    def open(self) -> PlannedSet:
         found = open_set(self.store, "s1", FAMILY, TASK)
-        assert isinstance(found, RollingSet)
+        assert isinstance(found, PlannedSet)
         return found
 
     def limited(self) -> EncodedFolder:
@@ -158,7 +158,7 @@ class Home:
 ORDER = ReadingOrder.of(SETTINGS)
 
 
-def check_figure(data: RollingSet) -> int:
+def check_figure(data: PlannedSet) -> int:
     """The limit that `check_room` asks for, in bytes."""
     with pytest.raises(SupplyError) as refused:
         check_room(data, ORDER, 0, 1e-9)
@@ -217,7 +217,7 @@ def equal(found: list, wanted: list) -> bool:
     return all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)
 
 
-def rolling(home: Home, step: int = 0, **options) -> RollingSet:
+def rolling(home: Home, step: int = 0, **options) -> PlannedSet:
     data = home.open()
     data.use_supply(EncodedShards(home.limited(), Position("s1", "run", ORDER, step), **options))
     return data

@@ -47,7 +47,7 @@ class ShardMembers:
         self.aside = {row: members[id] for row, id in planned.items() if id in members}
 
 
-class RollingSet(TrainSet):
+class PlannedSet(TrainSet):
     """sets/<id> of a store, of which set.json has {"tensors": those that samples have, "bytes": the most of each shard}
     as PLANNED."""
 
