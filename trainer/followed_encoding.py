@@ -47,7 +47,8 @@ def follow_encoding(
     with folder.working("train") if main else nullcontext():
         # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
         behind = int(world > 1)
-        supply = EncodedShards(folder, Position(data.id, config.train.run, order, step), main, console.log, behind)
+        position = Position(set=data.id, run=config.train.run, order=order, step=step)
+        supply = EncodedShards(folder, position, main, console.log, behind)
         supply.on_wait = lambda: stop.check_waiting(SPENT if limit.alternate else "")
         data.report = lambda program, member: console.warn(
             f"{member.id} was set aside by {program} ({member.message}): it is left out wherever its turn comes"

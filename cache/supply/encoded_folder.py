@@ -9,9 +9,9 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import repeat
-from typing import Any
+
+from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
 from cache.order.schedule import Ints
 from cache.sets.draws import make_schedule
@@ -21,7 +21,6 @@ from cache.sets.trainset import TrainSet
 from cache.shards.tensor_checks import SAMPLE
 from cache.store.damage import DamageError
 from cache.store.files import StoreError, explained, make_folders, replace, temporary
-from cache.store.json_checks import check_count, check_list, check_name
 from cache.store.store import Store
 from cache.supply.fitting_order import window_bytes
 from cache.supply.limited_folder import POSITION, LimitedFolder, Member
@@ -37,52 +36,38 @@ CHECKED_STEPS = 1 << 14  # of a run, before it starts
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class ReadingOrder:
+class ReadingOrder(BaseModel, frozen=True):
     """What determines which rows each step of a run reads. accumulate: micro-batches of a step, of all ranks together.
     steps: of the whole run."""
 
     seed: int
-    batch_size: int
-    accumulate: int
-    shuffle_shards: int | None
+    batch_size: PositiveInt
+    accumulate: PositiveInt
+    shuffle_shards: PositiveInt | None
     caption_dropout: float
-    steps: int
+    steps: PositiveInt
 
     @classmethod
     def of(cls, settings: Train, world: int = 1) -> "ReadingOrder":
-        batches = settings.batch_size, settings.accumulate * world
-        return cls(settings.seed, *batches, settings.shuffle_shards, settings.caption_dropout, settings.steps)
-
-    @classmethod
-    def parse(cls, record: dict[str, Any]) -> "ReadingOrder":
-        """The inverse of `asdict`; ValueError, KeyError or TypeError where it can't be one."""
-        counts = {name: check_count(record[name], name) for name in ("batch_size", "accumulate", "steps")}
-        shards = record["shuffle_shards"]
-        return cls(
-            seed=int(record["seed"]),
-            shuffle_shards=None if shards is None else check_count(shards, "shuffle_shards"),
-            caption_dropout=float(record["caption_dropout"]),
-            **counts,
-        )
+        values = {name: getattr(settings, name) for name in cls.model_fields}
+        return cls(**values | {"accumulate": settings.accumulate * world})
 
     def needs(self, data: TrainSet, first: int = 0, last: int | None = None) -> Iterator[Ints]:
         """The shards of each step from `first` to below `last`, or to the end, of all ranks together."""
-        schedule = make_schedule(data, Train(**asdict(self)))
+        schedule = make_schedule(data, Train(**self.model_dump(exclude={"steps"})))
         last = self.steps if last is None else min(last, self.steps)
         return needed_shards(data, schedule, self.caption_dropout, first, last)
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(BaseModel, frozen=True):
     """Where a run is. step: the first whose rows may still be read. wanted: shards that it waits for, beside those that
     the order says."""
 
     set: str
     run: str
     order: ReadingOrder
-    step: int = 0
-    wanted: tuple[int, ...] = ()
+    step: NonNegativeInt = 0
+    wanted: tuple[NonNegativeInt, ...] = ()
 
 
 class EncodedFolder(LimitedFolder):
@@ -108,17 +93,13 @@ class EncodedFolder(LimitedFolder):
     def read_position(self) -> Position | None:
         """None where no trainer has written one, or a power cut left something else."""
         try:
-            record = self.store.read_json(f"{FOLDER}/{POSITION}")
-            wanted = tuple(check_count(number, "a shard") for number in check_list(record["wanted"], "wanted"))
-            order = ReadingOrder.parse(record["order"])
-            step = check_count(record["step"], "step")
-            return Position(check_name(record["set"], "set"), check_name(record["run"], "run"), order, step, wanted)
-        except (FileNotFoundError, DamageError, StoreError, ValueError, KeyError, TypeError):
+            return Position.model_validate(self.store.read_json(f"{FOLDER}/{POSITION}"))
+        except (FileNotFoundError, DamageError, StoreError, ValueError):
             return None
 
     def write_position(self, position: Position) -> None:
         """Replace the file. It is not synced: what a power cut takes is written again when training goes on."""
-        record: dict[str, Any] = {**vars(position), "order": asdict(position.order), "wanted": list(position.wanted)}
+        record = position.model_dump(mode="json")
         record["checksum"] = hash_json(record)
         path = self.control / POSITION
         with explained(str(path)):

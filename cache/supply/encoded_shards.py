@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from cache.shards.shard import BaseShardReader
@@ -48,11 +47,11 @@ class EncodedShards(LimitedShards):
     def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
         """`needs` is left alone: the stages compute the order themselves."""
         self._stopped = False
-        self._position = replace(self._position, step=first)
+        self._position = self._position.model_copy(update={"step": first})
         self._tell(now=True)
 
     def finished(self, step: int) -> None:
-        self._position = replace(self._position, step=max(self._position.step, step + 1 - self._behind))
+        self._position = self._position.model_copy(update={"step": max(self._position.step, step + 1 - self._behind)})
         self._tell()
 
     def _is_here(self, number: int) -> bool:
@@ -99,7 +98,7 @@ class EncodedShards(LimitedShards):
                 return
             self._told = time.monotonic()
             if self._main:
-                self._folder.write_position(replace(self._position, wanted=tuple(sorted(self._waiting))))
+                self._folder.write_position(self._position.model_copy(update={"wanted": tuple(sorted(self._waiting))}))
         for number, inode in list(self._opened.items()):
             try:
                 if os.stat(self._path(number)).st_ino == inode:
@@ -119,9 +118,6 @@ class EncodedShards(LimitedShards):
 
     def _path(self, number: int) -> Path:
         return self._folder.base / self._folder.paths[number]
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def show_wait(self) -> AbstractContextManager[object]:
         paths = [self._folder.paths[number] for number in list(self._waiting)]

@@ -36,7 +36,6 @@ class FetchedShards(LimitedShards):
         self._copies, self._count, self._threads = copies, threads, list[threading.Thread]()
         names, sizes = [shard.name for shard in copies.shards], [shard.bytes for shard in copies.shards]
         self._work = threading.Condition(self._lock)  # the threads wait for something to do
-        self._planning = threading.Lock()
         self._plan: Iterator[Collection[int]] | None = None
         self._needs = StepNeeds()
         self._here, self._coming = set[int](), set[int]()  # verified; threads are at them
@@ -49,7 +48,7 @@ class FetchedShards(LimitedShards):
     # -- what readers call ---------------------------------------------------------------------------------------------
 
     def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
-        with self._planning, self._lock:
+        with self._lock:
             self._plan, self._needs, self._plan_error = needs, StepNeeds(first), None
             self._start()
 
@@ -139,9 +138,6 @@ class FetchedShards(LimitedShards):
             needed = [number for number in {*self._needs.now, *self._wanted} if number not in self._here]
         return self._copies.show_fetching(needed, self._here)
 
-    def stop_waiting(self) -> None:
-        pass  # a wait ends when its shard is here, or by an error
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -158,12 +154,11 @@ class FetchedShards(LimitedShards):
 
     def _fetch_until_closed(self) -> None:
         while not self._closed:
-            advanced = self._look_ahead()
             with self._lock:
-                number = self._choose()
-                if number is None:
-                    if not advanced and (pause := self._look_at - time.monotonic()) > 0:
-                        self._work.wait(pause)
+                self._read_plan()
+                if (number := self._choose()) is None:
+                    if self._plan is None or self._needs.is_full:
+                        self._work.wait(max(0.0, self._look_at - time.monotonic()))
                     continue
                 self._coming.add(number)
                 self._work.notify()  # there may be more
@@ -182,30 +177,18 @@ class FetchedShards(LimitedShards):
                 self._look_at = 0.0
                 self._changed.notify_all()
 
-    def _look_ahead(self) -> bool:
-        """Read a few steps more of the plan; False where none is to be read, or another thread is at it."""
-        if not self._planning.acquire(blocking=False):
-            return False
+    def _read_plan(self) -> None:
+        """Read a few steps more of the plan, where there are more. What it raises is raised where a shard is opened."""
+        end = self._needs.end + STEPS_AT_A_TIME
         try:
-            needs = self._needs
-            for _ in range(STEPS_AT_A_TIME):
-                if self._plan is None or needs.is_full:
-                    return False
-                numbers = next(self._plan, None)
-                with self._lock:
-                    self._look_at = 0.0
-                    if numbers is None:
-                        self._plan = None
-                    else:
-                        needs.add(numbers)
-            return True
-        except BaseException as error:  # raised where a shard is opened
-            with self._lock:
-                self._plan, self._plan_error = None, error
-                self._changed.notify_all()
-            return False
-        finally:
-            self._planning.release()
+            while self._plan is not None and self._needs.end < end and not self._needs.is_full:
+                self._needs.add(next(self._plan))
+                self._look_at = 0.0
+        except StopIteration:
+            self._plan = None
+        except BaseException as error:
+            self._plan, self._plan_error = None, error
+            self._changed.notify_all()
 
     def _choose(self) -> int | None:
         now = time.monotonic()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from cache.shards.shard import BaseShardReader
+from cache.shards.shard_supply import ShardSupply
 from cache.store.damage import DamageError
 from schemas.errors import USAGE, LatentpressError
 
@@ -15,14 +16,12 @@ class SupplyError(LatentpressError):
     exit_code = USAGE
 
 
-class LimitedShards:
-    """What the supplies of such shards have in common; see `cache.shards.shard_supply.ShardSupply`.
+class LimitedShards(ShardSupply):
+    """What the supplies of such shards have in common.
 
     A subclass says which shards are here (`_is_here`), waits for one (`_wait_for`), opens one (`_open`) and throws one
     away (`_discard`).
     """
-
-    local = True
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -43,9 +42,11 @@ class LimitedShards:
                 try:
                     return self._open(number)
                 except DamageError as error:
-                    if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
+                    if isinstance(error.__cause__, FileNotFoundError):
                         self._tell_removed(number)
-                    elif not self.damaged(number):
+                        if not self._is_here(number):  # removed meanwhile
+                            continue
+                    if not self.damaged(number):
                         raise
         finally:
             with self._lock:

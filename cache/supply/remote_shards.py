@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from cache.shards.mapped_shards import FileIdentity
 from cache.shards.shard import ARROW_SUFFIX, SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import open_reader, verify
 from cache.store.damage import DamageError
@@ -67,14 +68,6 @@ class CopyStore(Store):
         return Path(self.base, self._copy + rel.removeprefix(self._stem))
 
 
-class FileVersion(NamedTuple):
-    """While it is the same, nobody wrote to the file."""
-
-    inode: int
-    size: int
-    mtime_ns: int
-
-
 class ShardCopies:
     """The shards at `paths` of a remote store, by number, as copies in a folder. Threads may share it, each with shards
     of its own."""
@@ -82,7 +75,7 @@ class ShardCopies:
     def __init__(self, store: Store, paths: Sequence[str], folder: LimitedFolder) -> None:
         self.folder, self.shards = folder, list_shards(store, paths)
         self._store, self._paths = store, paths
-        self._verified: dict[int, FileVersion] = {}
+        self._verified: dict[int, FileIdentity] = {}
         self._parts: dict[int, Path] = {}  # on their way
 
     def missing(self, number: int) -> DamageError:
@@ -156,9 +149,8 @@ class ShardCopies:
     def _local(self, number: int) -> Path:
         return self.folder.base / self.shards[number].name
 
-    def _version(self, number: int) -> FileVersion:
-        about = os.stat(self._local(number))
-        return FileVersion(about.st_ino, about.st_size, about.st_mtime_ns)
+    def _version(self, number: int) -> FileIdentity:
+        return FileIdentity.of(os.stat(self._local(number)))
 
     def _copy_store(self, number: int) -> CopyStore:
         return CopyStore(self._store, self.folder.base, self._paths[number], self.shards[number].name)

@@ -7,7 +7,6 @@ more fits at the moment, or nothing more is needed.
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from cache.runs.training_run import read_progress
 from cache.sets.planned_set import PlannedSet
@@ -72,7 +71,7 @@ class FollowedUnits:
         shards = enumerate(zip(folder.paths, folder.kinds, strict=True))
         self._names = {number: unit_name(path.rpartition("/")[2]) for number, (path, of) in shards if of == kind}
         self._numbers = {name: number for number, name in self._names.items()}
-        self._start = Position(data.id, config.train.run, ReadingOrder.of(config.train))
+        self._start = Position(set=data.id, run=config.train.run, order=ReadingOrder.of(config.train))
         self._looked = 0.0
         self._seen: set[str] = set()  # units that were encoded once
 
@@ -93,7 +92,9 @@ class FollowedUnits:
         position, start = self._folder.read_position(), self._start
         if position is None or (position.set, position.run) != (start.set, start.run):
             return start
-        return replace(start, step=position.step) if position.order.steps < start.order.steps else position
+        return (
+            start.model_copy(update={"step": position.step}) if position.order.steps < start.order.steps else position
+        )
 
     @property
     def is_over(self) -> bool:

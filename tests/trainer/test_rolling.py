@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,7 +116,7 @@ class Home:
         with folder.working(ENCODE_PROGRAMS[kind]) as member:
             queue = ShardQueue(folder, member, folder.paths, folder.sizes)
             while True:
-                position = folder.read_position() or Position("s1", "run", ORDER)
+                position = folder.read_position() or Position(set="s1", run="run", order=ORDER)
                 number = queue.next(needs.at(position), position.wanted, lambda number: folder.kinds[number] == kind)
                 if number is None:
                     time.sleep(0.02)
@@ -219,7 +218,7 @@ def equal(found: list, wanted: list) -> bool:
 
 def rolling(home: Home, step: int = 0, **options) -> PlannedSet:
     data = home.open()
-    data.use_supply(EncodedShards(home.limited(), Position("s1", "run", ORDER, step), **options))
+    data.use_supply(EncodedShards(home.limited(), Position(set="s1", run="run", order=ORDER, step=step), **options))
     return data
 
 
@@ -297,7 +296,7 @@ def test_what_is_removed_is_needed_last(home: Home, monkeypatch: pytest.MonkeyPa
     folder, needs = home.limited(), RunNeeds(home.open(), 0)
     with folder.working("encode-text") as text, folder.working("encode-latents") as latents:
         queues = [ShardQueue(folder, member, folder.paths, folder.sizes) for member in (text, latents)]
-        position, begun = Position("s1", "run", ORDER), set[int]()
+        position, begun = Position(set="s1", run="run", order=ORDER), set[int]()
 
         def next_of(kind: int) -> int | None:
             name = ("text", "latents")[kind]
@@ -318,7 +317,7 @@ def test_what_is_removed_is_needed_last(home: Home, monkeypatch: pytest.MonkeyPa
         order = [number for _, number in needs.at(position).order()]
         before = here()
         assert before == set(order[: len(before)]) == begun, "the first in the order of need, and no others"
-        position = replace(position, step=6)
+        position = position.model_copy(update={"step": 6})
         fill()
         order = [number for _, number in needs.at(position).order()]
         now = here()
@@ -493,7 +492,7 @@ def test_what_is_waited_for_is_shown(home: Home, monkeypatch: pytest.MonkeyPatch
 def test_a_position_that_a_power_cut_left_half_written_is_none(home: Home) -> None:
     files_of = EncodedFolder(home.store)
     assert files_of.read_position() is None
-    position = Position("s1", "run", ORDER, 7, (3, 4))
+    position = Position(set="s1", run="run", order=ORDER, step=7, wanted=(3, 4))
     files_of.write_position(position)
     assert files_of.read_position() == position
     path = files_of.control / "position.json"

@@ -33,9 +33,7 @@ class Place:
 
     def supply(self, limit: int | None = None, threads: int = 3) -> FetchedShards:
         """limit: in shards; default: all."""
-        folder = LimitedFolder(
-            self.folder, self.folder / ".users", sum(self.sizes) if limit is None else limit * max(self.sizes)
-        )
+        folder = LimitedFolder(self.folder, sum(self.sizes) if limit is None else limit * max(self.sizes))
         return FetchedShards(ShardCopies(self.store, self.paths, folder), threads)
 
     def copies(self) -> list[Path]:
