@@ -18,6 +18,7 @@ SMALL = {
     "big_set": ["--samples", "300", "2000", "--repeat", "1"],
     "discover": ["--images", "6", "--videos", "2", "--tree", "40", "--entries", "300", "--repeat", "1"],
     "buckets": [],
+    "code_size": [],
     "data_read": ["--tiny", "--repeat", "1", "--threads", "2"],
     "engines": ["--images", "3", "--side", "64", "--workers", "1", "--unit-mib", "0.001"],
     "index": ["--items", "300"],
@@ -102,6 +103,15 @@ def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None
     rows = [line for line in measured("buckets").splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 9
     assert "\n".join([rows[0], "|" + "---|" * 7, *rows[1:]]) in (ROOT / "docs/datasets.md").read_text()
+
+
+def test_how_large_the_code_is(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["code_size"])
+    importlib.import_module("benchmarks.code_size").main()
+    counts = dict(line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    lines = {what: int(count) for what, count in counts.items() if what.startswith("lines of ") and what[-1] == "/"}
+    assert len(lines) == 4 and sum(lines.values()) == int(counts["lines of source"])
+    assert 0 < int(counts["their median length"].split(".")[0]) < int(counts["longest function"])
 
 
 def test_opening_a_large_set(monkeypatch, capsys) -> None:

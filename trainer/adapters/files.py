@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,84 +17,44 @@ from safetensors import SafetensorError, safe_open
 from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES, FileFormat
 from trainer.adapters.header import (
+    ALPHA,
     COMFYUI_PREFIX,
     LYCORIS_PREFIX,
     OUR_PREFIX,
     WHOLE_COPY,
     AdapterError,
     AdapterFile,
-    Layer,
     flat_name,
     pair_layers,
 )
-from trainer.adapters.lokr_files import Lokr, Tensors, find_decomposition
-from trainer.adapters.lokr_header import LokrLayer
+from trainer.adapters.layers import SIDES, Layer, Lokr, Tensors
 from trainer.adapters.strength import METADATA_KEY
 from trainer.tensor_files import write_tensors
 
 
-@dataclass(frozen=True)
-class Lora:
-    """W + scale B A of one module. down: A (rank, inputs, ...), up: B (outputs, rank, ...). magnitude: of a DoRA, one
-    number for each output: the norm of the output's weights."""
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
-    magnitude: torch.Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
-    @property
-    def alpha(self) -> float:
-        return self.scale * self.rank
-
-    @property
-    def tensors(self) -> Tensors:
-        """By the ends of diffusers' keys."""
-        found = {"lora_A.weight": self.down, "lora_B.weight": self.up}
-        return found if self.magnitude is None else {**found, "lora_magnitude_vector": self.magnitude}
-
-    def apply(self, weight: torch.Tensor) -> torch.Tensor:
-        """The float32 weight (outputs, inputs, ...) with the update. Of a DoRA each output's weights then get its
-        magnitude as their norm, whatever the scale is, as in peft (peft/tuners/lora/variants.py, after `set_scale`)."""
-        product = self.up.float().flatten(1) @ self.down.float().flatten(1)
-        weight = weight + self.scale * product.reshape(weight.shape)
-        if self.magnitude is None:
-            return weight
-        factor = self.magnitude.float().flatten() / weight.flatten(1).norm(dim=1)
-        return factor.reshape(-1, *[1] * (weight.ndim - 1)) * weight
-
-    def with_alpha(self) -> Tensors:
-        """The tensors of a LoRA and alpha, as ComfyUI reads them."""
-        return {**self.tensors, "alpha": torch.tensor(self.alpha)}
-
-
-def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Lora | Lokr]:
-    """By "<component>.<module path>", the strength multiplied by `scale`. AdapterError for numbers that are not
-    finite."""
-    layers = {}
+def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
+    """By "<component>.<module path>", with tensors, and the strength multiplied by `scale`. AdapterError for numbers
+    that are not finite."""
     try:
         with safe_open(adapter.path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{adapter.path} can't be read: {error}", WHOLE_COPY) from error
-    for name, layer in adapter.layers.items():
-        found = make_layer(layer, tensors, scale)
-        if not all(tensor.isfinite().all() for tensor in found.tensors.values()):
+    layers = with_tensors(adapter.layers, tensors, scale)
+    for name, layer in layers.items():
+        if not all(tensor.isfinite().all() for tensor in layer.tensors.values()):
             raise AdapterError(f"{adapter.path} is damaged: {name} has numbers that are not finite", WHOLE_COPY)
-        layers[name] = found
     return layers
 
 
-def make_layer(layer: Layer | LokrLayer, tensors: Tensors, scale: float = 1.0) -> Lora | Lokr:
-    """The layer with its tensors, which `tensors` has by their keys; the strength multiplied by `scale`."""
-    if isinstance(layer, LokrLayer):
-        return Lokr({name: tensors[key] for name, key in layer.keys.items()}, layer.rank, layer.scale * scale)
-    magnitude = None if layer.magnitude is None else tensors[layer.magnitude]
-    return Lora(tensors[layer.down], tensors[layer.up], layer.scale * scale, magnitude)
+def with_tensors(layers: Mapping[str, Layer], tensors: Tensors, scale: float = 1.0) -> dict[str, Layer]:
+    """The layers with their tensors, which `tensors` has by their keys; the strength multiplied by `scale`."""
+    return {
+        name: replace(
+            layer, tensors={tensor: tensors[key] for tensor, key in layer.keys.items()}, scale=layer.scale * scale
+        )
+        for name, layer in layers.items()
+    }
 
 
 def write_formats(
@@ -114,20 +74,17 @@ def write_formats(
             _write(tensors, path, header)
         else:
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-            found = pair_layers(path, shapes, header, {})
-            write_adapter({name: make_layer(own, tensors) for name, own in found.items()}, form, path, notes)
+            write_adapter(with_tensors(pair_layers(path, shapes, header, {}), tensors), form, path, notes)
     return folder / FILE_NAMES[formats[0]]
 
 
-def write_adapter(
-    layers: Mapping[str, Lora | Lokr], form: FileFormat, path: Path, notes: Mapping[str, str]
-) -> list[Path]:
+def write_adapter(layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str]) -> list[Path]:
     """Write the files of `adapter_contents`; returns their paths. Files appear whole."""
     return [_write(tensors, final, header) for final, tensors, header in adapter_contents(layers, form, path, notes)]
 
 
 def adapter_contents(
-    layers: Mapping[str, Lora | Lokr], form: FileFormat, path: Path, notes: Mapping[str, str]
+    layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str]
 ) -> Iterator[tuple[Path, Tensors, dict[str, str]]]:
     """Path, tensors and header of each file that the adapter is in a format: one, in ComfyUI's format one for each
     component, as ComfyUI has a model for each. notes: text for the header (`latentpress.<key>`). AdapterError where
@@ -136,12 +93,12 @@ def adapter_contents(
         header = make_header(notes, describe_for_peft(layers))
         yield path, _name_tensors({f"{name}.": layer.tensors for name, layer in layers.items()}), header
     elif form == "lycoris":
-        named = {f"{LYCORIS_PREFIX}{flat_name(name)}.": layer.with_alpha() for name, layer in layers.items()}
-        yield path, _name_tensors(named), make_header(notes)
+        starts = {f"{LYCORIS_PREFIX}{flat_name(name)}.": layer for name, layer in layers.items()}
+        yield path, _name_with_alpha(starts), make_header(notes)
     else:
-        for part, own in _by_component(layers).items():
-            named = {f"{COMFYUI_PREFIX}{name}.": layer.with_alpha() for name, layer in own.items()}
-            yield path_of_component(path, part), _name_tensors(named), make_header(notes)
+        for part, modules in _by_component(layers).items():
+            starts = {f"{COMFYUI_PREFIX}{name}.": layer for name, layer in modules.items()}
+            yield path_of_component(path, part), _name_with_alpha(starts), make_header(notes)
 
 
 def path_of_component(path: Path, part: str) -> Path:
@@ -157,17 +114,22 @@ def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = N
 
 def _name_tensors(layers: Mapping[str, Tensors]) -> Tensors:
     """layers: by the beginning of their keys."""
-    found = {f"{start}{end}": tensor for start, own in layers.items() for end, tensor in own.items()}
-    return {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
+    named = {f"{start}{end}": tensor for start, tensors in layers.items() for end, tensor in tensors.items()}
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}
 
 
-def _by_component(layers: Mapping[str, Lora | Lokr]) -> dict[str, dict[str, Lora | Lokr]]:
+def _name_with_alpha(layers: Mapping[str, Layer]) -> Tensors:
+    parts = {start: layer.tensors_and_alpha() for start, layer in layers.items()}
+    return _name_tensors({start: {**tensors, ALPHA: torch.tensor(alpha)} for start, (tensors, alpha) in parts.items()})
+
+
+def _by_component(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
     """Component -> module path -> layer."""
-    found = defaultdict[str, dict[str, Lora | Lokr]](dict)
+    components = defaultdict[str, dict[str, Layer]](dict)
     for name in sorted(layers):
         part, _, module = name.partition(".")
-        found[part][module] = layers[name]
-    return dict(found)
+        components[part][module] = layers[name]
+    return dict(components)
 
 
 def _write(tensors: Tensors, final: Path, header: Mapping[str, str]) -> Path:
@@ -176,7 +138,7 @@ def _write(tensors: Tensors, final: Path, header: Mapping[str, str]) -> Path:
     return final
 
 
-def describe_for_peft(layers: Mapping[str, Lora | Lokr]) -> dict[str, Any]:
+def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
     """peft's configuration of each component, with the rank and alpha of each module, as diffusers writes them."""
     from peft import LoKrConfig, LoraConfig
 
@@ -195,7 +157,36 @@ def describe_for_peft(layers: Mapping[str, Lora | Lokr]) -> dict[str, Any]:
         if lokrs:
             config = LoKrConfig(alpha=alpha, **settings, **find_decomposition(lokrs)).to_dict()  # type: ignore[arg-type]
         else:
-            dora = any("lora_magnitude_vector" in layer.tensors for layer in own.values())
+            dora = any(layer.kind == "DoRA" for layer in own.values())
             config = LoraConfig(lora_alpha=alpha, use_dora=dora, **settings).to_dict()  # type: ignore[arg-type]
         found |= {f"{part}.{key}": sorted(it) if isinstance(it, set) else it for key, it in config.items()}
     return found
+
+
+def find_decomposition(layers: Mapping[str, Lokr]) -> dict[str, Any]:
+    """decompose_factor and decompose_both with which peft makes matrices of these sizes. AdapterError where there are
+    none, as other programs divide sides differently."""
+    from peft.tuners.lokr.layer import factorization
+
+    both = any(SIDES[0] not in layer.keys for layer in layers.values())
+    sides = dict[int, tuple[int, str]]()  # product -> its first factor, and a module that has it
+    for name, layer in layers.items():
+        w1, w2 = layer.matrix_shape(SIDES[0]), layer.matrix_shape(SIDES[1])
+        whole = not (both and layer.rank < max(w1) / 2), layer.rank >= max(w2[:2]) / 2
+        same = all(sides.setdefault(a * b, (a, name))[0] == a for a, b in zip(w1, w2[:2], strict=True))
+        if whole != tuple(side in layer.keys for side in SIDES) or not same:
+            raise _unlike_peft(name, layer)
+    most = max(first for first, _ in sides.values())
+    for factor in (-1, *range(1, most + 1)):
+        if all(factorization(product, factor)[0] == first for product, (first, _) in sides.items()):
+            return {"decompose_factor": factor, "decompose_both": both}
+    name = next(name for product, (first, name) in sides.items() if factorization(product)[0] != first)
+    raise _unlike_peft(name, layers[name])
+
+
+def _unlike_peft(name: str, layer: Lokr) -> AdapterError:
+    shown = ", ".join(f"{key} {list(shape)}" for key, shape in layer.shapes.items())
+    return AdapterError(
+        f"the LoKr of {name} can't be in diffusers' format: peft does not divide a weight into {shown}",
+        "Merge it into the model: latentpress export-adapter --merge --to FOLDER",
+    )

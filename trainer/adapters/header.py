@@ -8,7 +8,7 @@ comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a 
 lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
            Which paths the names mean is seen in the model (`resolve_names`); ComfyUI maps them for some models only
 
-A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/lokr_header.py` has the tensors of a LoKr.
+A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/layers.py` has the tensors of a LoKr.
 Files of other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,26 +28,23 @@ from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR
 from schemas.weight_files import PICKLE_SUFFIXES
-from trainer.adapters.lokr_header import TENSORS, LokrLayer, Strength, pair_factors
+from trainer.adapters.layers import DOWN, LOKR_TENSORS, MAGNITUDE, UP, Kind, Layer, Shapes, pair_lokr, pair_lora
 from trainer.adapters.strength import check_alpha, read_configs
 
 OUR_PREFIX = "latentpress."
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
+ALPHA = "alpha"
 #: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.
 _TENSORS = {
-    "lora_A.weight": "down",
-    "lora_B.weight": "up",
-    "lora_A.default.weight": "down",
-    "lora_B.default.weight": "up",
-    "lora.down.weight": "down",
-    "lora.up.weight": "up",
-    "lora_down.weight": "down",
-    "lora_up.weight": "up",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.default.weight": "magnitude",
-    "alpha": "alpha",
-    **{tensor: tensor for tensor in TENSORS},
+    "lora_A.default.weight": DOWN,
+    "lora_B.default.weight": UP,
+    "lora.down.weight": DOWN,
+    "lora.up.weight": UP,
+    "lora_down.weight": DOWN,
+    "lora_up.weight": UP,
+    "lora_magnitude_vector.default.weight": MAGNITUDE,
+    **{tensor: tensor for tensor in (DOWN, UP, MAGNITUDE, ALPHA, *LOKR_TENSORS)},
 }
 _KEY = re.compile(
     r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.|lycoris_)?"
@@ -73,44 +70,17 @@ class AdapterError(LatentpressError, ValueError):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One module's LoRA, W + scale B A. down, up: the keys of A (rank, inputs, ...) and B (outputs, rank, ...).
-    magnitude: the key of a DoRA's magnitudes."""
-
-    down: str
-    up: str
-    down_shape: tuple[int, ...]
-    up_shape: tuple[int, ...]
-    scale: float
-    magnitude: str | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.down_shape[0]
-
-    @property
-    def alpha(self) -> float:
-        """With which the scale is alpha / rank."""
-        return self.scale * self.rank
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Outputs and inputs of the weight that it is added to."""
-        return self.up_shape[0], math.prod(self.down_shape[1:])
-
-
-@dataclass(frozen=True)
 class AdapterFile:
     """layers: by "<component>.<module path>", all of one kind. notes: of our own files, such as family and steps."""
 
     path: Path
     format: FileFormat
-    layers: dict[str, Layer | LokrLayer]
+    layers: dict[str, Layer]
     notes: dict[str, str]
 
     @property
-    def kind(self) -> Literal["LoRA", "DoRA", "LoKr"]:
-        return kind_of(next(iter(self.layers.values())))
+    def kind(self) -> Kind:
+        return next(iter(self.layers.values())).kind
 
     @property
     def components(self) -> list[str]:
@@ -119,17 +89,11 @@ class AdapterFile:
     @property
     def ranks(self) -> list[int]:
         """Without those of a LoKr's whole matrices, where no header says them."""
-        return sorted({layer.rank for layer in self.layers.values() if layer.rank is not None})
+        return sorted({layer.given_rank for layer in self.layers.values() if layer.given_rank is not None})
 
     @property
     def alphas(self) -> list[float]:
-        return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.alpha is not None})
-
-
-def kind_of(layer: Layer | LokrLayer) -> Literal["LoRA", "DoRA", "LoKr"]:
-    if isinstance(layer, LokrLayer):
-        return "LoKr"
-    return "LoRA" if layer.magnitude is None else "DoRA"
+        return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.given_rank is not None})
 
 
 def find_adapter(place: Path) -> Path:
@@ -201,9 +165,7 @@ def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     return found
 
 
-def pair_layers(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], header: Mapping[str, str], alphas: Mapping[str, float]
-) -> dict[str, Layer | LokrLayer]:
+def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: Mapping[str, float]) -> dict[str, Layer]:
     """The layers of a file with these tensors and this header. AdapterError where they are of a kind that is not read,
     ValueError where they are damaged. alphas: the values of the tensors ".alpha"."""
     groups = defaultdict[str, dict[str, str]](dict)
@@ -219,34 +181,18 @@ def pair_layers(
         groups[name][tensor] = key
     if not groups:
         raise _other_kind(path, shapes)
-    layers: dict[str, Layer | LokrLayer] = {}
+    layers: dict[str, Layer] = {}
     strength_of = read_configs(header, groups)
     for name, keys in sorted(groups.items()):
-        alpha = alphas[keys["alpha"]] if "alpha" in keys else None
-        make = pair_lora if keys.keys() & {"down", "up", "magnitude"} else pair_factors
+        alpha = alphas[keys.pop(ALPHA)] if ALPHA in keys else None
+        make = pair_lora if keys.keys() & {DOWN, UP, MAGNITUDE} else pair_lokr
         layers[name] = make(name, keys, shapes, alpha, partial(strength_of, name))
-    if len(kinds := sorted({kind_of(layer) for layer in layers.values()})) > 1:
+    if len(kinds := sorted({layer.kind for layer in layers.values()})) > 1:
         raise AdapterError(
             f"{path} holds layers of several kinds: {', '.join(kinds)}",
             "Only files of one kind are read: train or convert each kind into a file of its own.",
         )
     return layers
-
-
-def pair_lora(
-    name: str, keys: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], alpha: float | None, strength: Strength
-) -> Layer:
-    """The layer of the tensors `keys` (tensor -> key), a LoRA or DoRA. alpha: of a tensor, where there is one.
-    ValueError where tensors are missing or don't belong together."""
-    if not {"down", "up"} <= keys.keys() <= {"down", "up", "magnitude", "alpha"}:
-        raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
-    down, up, magnitude = shapes[keys["down"]], shapes[keys["up"]], keys.get("magnitude")
-    if len(down) < 2 or len(down) != len(up) or 0 in (*down, *up) or down[0] != math.prod(up[1:]):
-        raise ValueError(f"the tensors of {name} don't belong together: A {list(down)}, B {list(up)}")
-    if magnitude is not None and math.prod(shapes[magnitude]) != up[0]:
-        raise ValueError(f"{name} has {up[0]} outputs, and {magnitude} {math.prod(shapes[magnitude])}")
-    scale = strength(down[0])[1] if alpha is None else alpha / down[0]
-    return Layer(keys["down"], keys["up"], down, up, scale, magnitude)
 
 
 def _is_twice(path: Path, name: str, *keys: str) -> AdapterError:

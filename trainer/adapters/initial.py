@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.adapter import Adapter
-from trainer.adapters.header import AdapterError, AdapterFile, Layer, read_adapter
-from trainer.adapters.lokr_header import SIDES, LokrLayer
+from trainer.adapters.header import AdapterError, AdapterFile, read_adapter
+from trainer.adapters.layers import Layer
 
 #: Kind of a file -> what the configuration must say for it.
 _SETTINGS = {
@@ -44,13 +44,9 @@ def read_initial(settings: Adapter) -> AdapterFile | None:
     return adapter
 
 
-def initial_scale(layer: Layer | LokrLayer, rslora: bool) -> tuple[int, float]:
+def initial_scale(layer: Layer, rslora: bool) -> tuple[int, float]:
     """Rank, and the alpha with which alpha / rank is the layer's strength, with rslora alpha / sqrt(rank)."""
-    rank = layer.rank
-    if rank is None:  # of a LoKr's whole matrices: one with which peft keeps them whole
-        assert isinstance(layer, LokrLayer)
-        rank = max(max(layer.matrix(side)) for side in SIDES)
-    return rank, layer.scale * (math.sqrt(rank) if rslora else rank)
+    return layer.rank, layer.scale * (math.sqrt(layer.rank) if rslora else layer.rank)
 
 
 def _join(numbers: Any) -> str:

@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from cache.models.weights import MODEL_INDEX, read_object
 from schemas.weight_files import PICKLE_SUFFIXES, WEIGHTS_SUFFIX
-from trainer.adapters.files import Lora
 from trainer.adapters.header import FLOAT_DTYPES, AdapterError
-from trainer.adapters.lokr_files import Lokr
+from trainer.adapters.layers import Layer
 from trainer.tensor_files import write_tensors
 
 
@@ -40,7 +39,7 @@ def weight_files(component: Path) -> list[Path]:
     return sorted(component.glob(f"*{WEIGHTS_SUFFIX}"))
 
 
-def merge_component(source: Path, target: Path, layers: Mapping[str, Lora | Lokr], advance: Callable[[], None]) -> int:
+def merge_component(source: Path, target: Path, layers: Mapping[str, Layer], advance: Callable[[], None]) -> int:
     """Write the component `source` to the empty folder `target`, with `layers` (by module path) applied to their
     weights in float32; returns how many. advance: called after each weight file. AdapterError where a weight is then
     beyond its dtype."""

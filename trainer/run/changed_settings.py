@@ -7,12 +7,11 @@ from typing import Any
 import xxhash
 
 from cache.sets.trainset import TrainSet
-from schemas.config.pipeline import Config
+from schemas.config.pipeline import PACKAGES, Config
 from schemas.identity import hash_json
 from schemas.text_format import escape_unprintable, shorten
 from trainer.run.run_state import RunError
 
-ROOT = Path(__file__).parent.parent
 SECTIONS = ("train", "validation")
 NOT_COMPARED = ("train.set",)  # config.yaml has the id of the set; other data can't be gone on with
 #: What belongs to a machine, so that ranks may differ in it. Their sets and initial adapters are compared by content.
@@ -41,7 +40,8 @@ def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) 
     """What must be equal on all ranks before the base weights are read: settings, code, training set."""
     values = config.model_dump(mode="json", by_alias=True, exclude={"validation": {"prompts": {"__all__": {"image"}}}})
     code = xxhash.xxh3_64()
-    for path in sorted(path for package in ("trainer", "cache", "schemas") for path in ROOT.glob(f"{package}/**/*.py")):
+    packages = (package for package in PACKAGES if package.name != "stages")
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
         code.update(path.read_bytes())
     return {
         "code": code.hexdigest(),

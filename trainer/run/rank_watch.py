@@ -27,9 +27,10 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.checkpoint.api import CheckpointException
 
 from schemas.cli.console import Console
+from schemas.config.pipeline import PACKAGES
 from schemas.errors import INCOMPLETE, LatentpressError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = PACKAGES[0].parent
 #: How long a rank that lost a connection waits to learn which other one was the cause, and how long one that did not
 #: goes on after another has failed: it may fail for the same reason, and says more of it.
 ANSWER_S = 15.0

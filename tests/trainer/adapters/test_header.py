@@ -206,7 +206,7 @@ def test_a_loras_kinds_and_a_lokrs_strength_and_size(tmp_path) -> None:
     ):
         found = read_adapter(write(file, tensors, header))
         assert found.kind == "LoKr" and list(found.layers) == [FIRST]
-        assert (found.layers[FIRST].rank, found.layers[FIRST].scale) == (rank, scale)
+        assert (found.layers[FIRST].given_rank, found.layers[FIRST].scale) == (rank, scale)
         check_fits(found, shapes, "m")
     with pytest.raises(AdapterError, match=r"blocks\.0\.to_q is 8 x 6, and in m 6 x 8"):
         check_fits(found, {FIRST: (6, 8)}, "m")

@@ -22,7 +22,7 @@ from trainer.memory.estimate import sum_bytes
 from trainer.memory.meter import MemoryMeter
 from trainer.setup.load import empty_transformer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Billions of parameters, as published.
 SIZES = {
     "t2i-lite-sft": 6.0, "i2i-lite-sft": 6.0, "t2v-lite-sft-5s": 2.0, "t2v-lite-sft-10s": 2.0, "i2v-lite-5s": 2.0,

@@ -23,7 +23,7 @@ from trainer.memory.estimate import MemoryEstimate, estimate_memory
 from trainer.methods.base import Method
 from trainer.methods.selection import METHODS
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Sides in multiples of 64, for nf4-bnb, and large enough that what a step allocates is not lost among small things.
 MIDDLE = {
     "t2i": SHAPES["tiny"]["image"] | {"model_dim": 128, "ff_dim": 512, "num_visual_blocks": 2, "visual_cond": False},

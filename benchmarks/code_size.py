@@ -1,0 +1,109 @@
+"""How large the code is: files, lines, functions, the largest folders, and how many floors of imports a folder has.
+
+    python -m benchmarks.code_size [--ref COMMIT]
+
+A floor: a file that imports none of its folder's other files is on the first, one that imports a file of floor n on
+floor n + 1 at least. Names: identifiers of values that say nothing (VAGUE), wherever they are written, beside
+docstrings that begin with no verb and no noun (BEGINNINGS).
+"""
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import PurePosixPath
+from statistics import median
+
+from benchmarks.common import make_parser
+
+PACKAGES = ("schemas", "cache", "stages", "trainer")
+VAGUE = {"found", "each", "own", "one", "it", "said", "place", "got"}
+BEGINNINGS = re.compile(r"(Of|What|Those|As|That|Where|Which) ")
+
+
+def read_tree(ref: str) -> dict[str, str]:
+    """Path -> text of every Python file of the packages and the tests at `ref`."""
+    listed = subprocess.run(["git", "ls-tree", "-r", "--name-only", ref], capture_output=True, text=True, check=True)
+    paths = [path for path in listed.stdout.split("\n") if path.endswith(".py")]
+    paths = [path for path in paths if path.split("/")[0] in (*PACKAGES, "tests")]
+    wanted = "".join(f"{ref}:{path}\n" for path in paths).encode()
+    answer = subprocess.run(["git", "cat-file", "--batch"], input=wanted, capture_output=True, check=True).stdout
+    texts, start = {}, 0
+    for path in paths:
+        header, start = answer[start:].split(b"\n", 1)[0], answer.index(b"\n", start) + 1
+        size = int(header.split()[-1])
+        texts[path] = answer[start : start + size].decode()
+        start += size + 1
+    return texts
+
+
+def function_lengths(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def count_floors(folder: str, trees: dict[str, ast.Module]) -> int:
+    """Floors of imports among the files of one folder, those of its subfolders apart."""
+    package = folder.replace("/", ".")
+    files = {
+        PurePosixPath(path).stem: tree for path, tree in trees.items() if str(PurePosixPath(path).parent) == folder
+    }
+    imports: dict[str, set[str]] = defaultdict(set)
+    for name, tree in files.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                parts = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                imports[name] |= {part.removeprefix(f"{package}.") for part in parts} & files.keys() - {name}
+
+    @cache
+    def floor(name: str) -> int:
+        return 1 + max((floor(other) for other in imports[name]), default=0)
+
+    return max(map(floor, files), default=0)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--ref", default="HEAD", help="the commit that is counted")
+    texts = read_tree(parser.parse_args().ref)
+    source = {path: text for path, text in texts.items() if path.split("/")[0] in PACKAGES}
+    trees = {path: ast.parse(text) for path, text in source.items()}
+    lengths = [length for tree in trees.values() for length in function_lengths(tree)]
+    names = [node.id for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [
+        ast.get_docstring(node) for t in trees.values() for node in ast.walk(t) if isinstance(node, documented)
+    ]
+    folders: dict[str, int] = defaultdict(int)
+    for path in source:
+        folders[str(PurePosixPath(path).parent)] += 1
+    floors = {folder: count_floors(folder, trees) for folder in folders}
+    rows = {
+        "files of source": len(source),
+        "lines of source": sum(text.count("\n") for text in source.values()),
+        **{
+            f"lines of {name}/": sum(t.count("\n") for p, t in source.items() if p.startswith(f"{name}/"))
+            for name in PACKAGES
+        },
+        "longest file": max((text.count("\n"), path) for path, text in source.items()),
+        "functions": len(lengths),
+        "their median length": median(lengths),
+        "longest function": max(lengths),
+        "largest folders": sorted(((count, folder) for folder, count in folders.items()), reverse=True)[:4],
+        "most floors": sorted(((count, folder) for folder, count in floors.items()), reverse=True)[:4],
+        "names that say nothing": sum(name in VAGUE for name in names),
+        "docstrings that begin with Of, What, ...": sum(bool(BEGINNINGS.match(text)) for text in docstrings if text),
+        "files of tests": sum(path.startswith("tests/") for path in texts),
+        "lines of tests": sum(text.count("\n") for path, text in texts.items() if path.startswith("tests/")),
+    }
+    print("| what | count |\n|---|---|")
+    for what, count in rows.items():
+        shown = ", ".join(f"{name}: {number}" for number, name in count) if isinstance(count, list) else count
+        print(f"| {what} | {f'{count[1]}: {count[0]}' if isinstance(count, tuple) else shown} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What an adapter adds to the weight of one module: LoRA, DoRA and LoKr. Without torch until tensors are loaded.
+
+A layer is read from a file's header first, with keys and shapes alone; `trainer/adapters/files.py` loads its tensors.
+`trainer/adapters/header.py` describes the formats.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["LoRA", "DoRA", "LoKr"]
+Shapes = dict[str, tuple[int, ...]]
+Tensors = dict[str, "torch.Tensor"]
+#: Rank that the factors have, or None -> rank and scale that the file's header says.
+Strength = Callable[[int | None], tuple[int | None, float]]
+
+DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+SIDES = ("lokr_w1", "lokr_w2")
+LOKR_TENSORS = tuple(f"{side}{end}" for side in SIDES for end in ("", "_a", "_b"))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """W + scale B A. Tensors by the ends of diffusers' keys: DOWN is A (rank, inputs, ...), UP is B (outputs, rank,
+    ...); of a DoRA MAGNITUDE, one number for each output: the norm of the output's weights.
+
+    keys: of the tensors in the file. tensors: empty until they are loaded.
+    """
+
+    keys: dict[str, str]
+    shapes: Shapes
+    scale: float
+    tensors: Tensors = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Kind:
+        return "DoRA" if MAGNITUDE in self.keys else "LoRA"
+
+    @property
+    def rank(self) -> int:
+        return self.shapes[DOWN][0]
+
+    given_rank = rank
+
+    @property
+    def alpha(self) -> float:
+        """With which the scale is alpha / rank."""
+        return self.scale * self.rank
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight that it is added to."""
+        return self.shapes[UP][0], math.prod(self.shapes[DOWN][1:])
+
+    def apply(self, weight: "torch.Tensor") -> "torch.Tensor":
+        """The float32 weight (outputs, inputs, ...) with the update. Of a DoRA each output's weights then get its
+        magnitude as their norm, whatever the scale is, as in peft (peft/tuners/lora/variants.py, after `set_scale`)."""
+        product = self.tensors[UP].float().flatten(1) @ self.tensors[DOWN].float().flatten(1)
+        weight = weight + self.scale * product.reshape(weight.shape)
+        if MAGNITUDE not in self.tensors:
+            return weight
+        factor = self.tensors[MAGNITUDE].float().flatten() / weight.flatten(1).norm(dim=1)
+        return factor.reshape(-1, *[1] * (weight.ndim - 1)) * weight
+
+    def tensors_and_alpha(self) -> tuple[Tensors, float]:
+        """What ComfyUI reads."""
+        return self.tensors, self.alpha
+
+
+@dataclass(frozen=True)
+class Lokr:
+    """W + scale (w1 kron w2). Tensors by the names of LOKR_TENSORS.
+
+    Each matrix is a tensor, lokr_w1 (L, M) and lokr_w2 (K, N, ...), or two factors: lokr_w1_a (L, rank) and lokr_w1_b
+    (rank, M), the same of w2. In files with diffusers' keys the scale is alpha / rank, both in the header
+    (peft/tuners/lokr). LyCORIS and ComfyUI take alpha from a tensor and the rank from the factors, and ignore alpha
+    where both matrices are whole (comfy/weight_adapter/lokr.py).
+
+    keys: of the tensors in the file. given_rank: None where both matrices are whole and no header says it. tensors:
+    empty until they are loaded.
+    """
+
+    keys: dict[str, str]
+    shapes: Shapes
+    scale: float
+    given_rank: int | None
+    tensors: Tensors = field(default_factory=dict)
+    kind: ClassVar[Kind] = "LoKr"
+
+    @property
+    def rank(self) -> int:
+        """The given one, or one with which peft keeps both matrices whole."""
+        return self.given_rank or max(max(self.matrix_shape(side)) for side in SIDES)
+
+    @property
+    def alpha(self) -> float:
+        """With which the scale is alpha / rank."""
+        return self.scale * self.rank
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight that it is added to."""
+        (outputs, inputs), (right_outputs, *right_inputs) = (self.matrix_shape(side) for side in SIDES)
+        return outputs * right_outputs, inputs * math.prod(right_inputs)
+
+    def matrix_shape(self, side: str) -> tuple[int, ...]:
+        """Shape of w1 (L, M) or w2 (K, N, ...), multiplied out."""
+        if side in self.shapes:
+            return self.shapes[side]
+        return self.shapes[f"{side}_a"][0], *self.shapes[f"{side}_b"][1:]
+
+    def matrix(self, side: str) -> "torch.Tensor":
+        """w1 (L, M) or w2 (K, N, ...) in float32, multiplied out."""
+        if side in self.tensors:
+            return self.tensors[side].float()
+        return self.tensors[f"{side}_a"].float() @ self.tensors[f"{side}_b"].float()
+
+    def apply(self, weight: "torch.Tensor") -> "torch.Tensor":
+        """The float32 weight (outputs, inputs, ...) with the update. Axes of a kernel are the last of w2's and of the
+        weight's, so they stay together as inputs."""
+        product = self.matrix(SIDES[0]).kron(self.matrix(SIDES[1]).flatten(1))
+        return weight + self.scale * product.reshape(weight.shape)
+
+    def tensors_and_alpha(self) -> tuple[Tensors, float]:
+        """What LyCORIS and ComfyUI read: of two whole matrices the first has the scale."""
+        if self.tensors.keys() != set(SIDES):
+            return self.tensors, self.alpha
+        return {**self.tensors, SIDES[0]: self.matrix(SIDES[0]) * self.scale}, float(self.rank)
+
+
+Layer = Lora | Lokr
+
+
+def pair_lora(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | None, strength: Strength) -> Lora:
+    """The layer of the tensors `keys` (tensor -> key) with these shapes (by key), a LoRA or DoRA. alpha: of a tensor,
+    where there is one. ValueError where tensors are missing or don't belong together."""
+    if not {DOWN, UP} <= keys.keys() <= {DOWN, UP, MAGNITUDE}:
+        raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
+    own = {tensor: shapes[key] for tensor, key in keys.items()}
+    down, up = own[DOWN], own[UP]
+    if len(down) < 2 or len(down) != len(up) or 0 in (*down, *up) or down[0] != math.prod(up[1:]):
+        raise ValueError(f"the tensors of {name} don't belong together: A {list(down)}, B {list(up)}")
+    if MAGNITUDE in own and (numbers := math.prod(own[MAGNITUDE])) != up[0]:
+        raise ValueError(f"{name} has {up[0]} outputs, and {keys[MAGNITUDE]} {numbers}")
+    return Lora(keys, own, strength(down[0])[1] if alpha is None else alpha / down[0])
+
+
+def pair_lokr(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | None, strength: Strength) -> Lokr:
+    """The layer of a LoKr; arguments and errors as of `pair_lora`."""
+    own = {tensor: shapes[key] for tensor, key in keys.items()}
+    for side in SIDES:
+        if {key for key in own if key.startswith(side)} not in ({side}, {f"{side}_a", f"{side}_b"}):
+            raise ValueError(f"of {name} it has only {', '.join(keys.values())}")
+    flat = all(len(shape) == 2 or (tensor == SIDES[1] and len(shape) > 2) for tensor, shape in own.items())
+    ranks = {axis for side in SIDES if side not in own for axis in (*own[f"{side}_a"][1:], *own[f"{side}_b"][:1])}
+    if not flat or len(ranks) > 1 or any(0 in shape for shape in own.values()):
+        shown = ", ".join(f"{tensor} {list(shape)}" for tensor, shape in own.items())
+        raise ValueError(f"the tensors of {name} don't belong together: {shown}")
+    rank = next(iter(ranks), None)
+    if alpha is None:
+        rank, scale = strength(rank)
+    else:
+        scale = 1.0 if rank is None else alpha / rank
+    return Lokr(keys, own, scale, rank)
