@@ -117,11 +117,11 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
     kill_when(arrived, lambda: program(config, tmp_path, capsys))
     killing = False
     done = len(lines(config))
-    assert [path.suffix for path in remote.copies].count(".tmp") == 1
+    assert [path.suffix for path in remote.copies].count(".arrow") == 2 * PARTS - 1
     code, report, _ = program(config, tmp_path, capsys)
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)
-    assert [path for path in remote.copies if path.suffix == ".part"] == []
+    assert [path for path in remote.copies if path.suffix == ".tmp"] == []
 
 
 def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
