@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 
 from cache.shards.shard import BaseShardReader
 from cache.store.bad_answers import ANSWERS, note_bad_answer
+from cache.store.files import StoreError
 from cache.supply.limited_shards import LimitedShards, SupplyError
 from cache.supply.remote_shards import ShardCopies
 from cache.supply.shard_queue import ShardQueue
@@ -163,13 +164,17 @@ class FetchedShards(LimitedShards):
                 self._coming.add(number)
                 self._work.notify()  # there may be more
             error: BaseException | None = None
+            sound = False
             try:
                 sound = self._get(number)
             except BaseException as raised:  # raised where the shard is opened
-                sound, error = False, raised
+                error = raised
             with self._lock:
                 self._coming.discard(number)
-                self._queue.end(number, held=sound)
+                try:
+                    self._queue.end(number, held=sound)
+                except StoreError as raised:
+                    sound, error = False, error or raised
                 if sound:
                     self._here.add(number)
                 elif error is not None:
@@ -200,7 +205,12 @@ class FetchedShards(LimitedShards):
             return not known and self._copies.shards[number].bytes > 0
 
         wanted = [number for number in self._wanted if self._copies.shards[number].bytes]
-        number = self._queue.next(self._needs, wanted, is_missing)
+        number = None
+        try:
+            number = self._queue.next(self._needs, wanted, is_missing)
+        except StoreError as error:  # the folder can't be written to: raised where a shard is opened
+            self._errors |= dict.fromkeys(wanted, error)
+            self._changed.notify_all()
         if number is None:
             self._look_at = now + (LOOK_AGAIN_S if any(map(is_missing, wanted)) else LONGEST_SLEEP_S)
         return number
