@@ -38,8 +38,9 @@ class Member:
     def write(self) -> None:
         """Let the others see it. Called under the folder's lock."""
         data = json.dumps({"begun": self.begun, "held": sorted(self.held)}).encode()
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, data, 0)
+        with explained(str(self.path)):
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, data, 0)
 
 
 @dataclass
@@ -127,14 +128,13 @@ class LimitedFolder:
                     path.unlink()
         return members
 
-    def scan(self, own: Path | None = None) -> Disk:
-        """Count what there is, under the lock. Temporary files that no process writes to are removed. own: the file of
-        this process, whose shards do not count as held."""
+    def scan(self, this: Path | None = None) -> Disk:
+        """Count what there is, under the lock. Temporary files that no process writes to are removed. this: the file
+        of this process, whose shards do not count as held."""
         members, disk, unfinished = self.members(), Disk(), Counter[str]()
         begun = {name: size for member in members.values() for name, size in member.begun.items()}
-        disk.held = {
-            name for member in members.values() if member.path != own for name in (*member.held, *member.begun)
-        }
+        others = [member for member in members.values() if member.path != this]
+        disk.held = {name for member in others for name in (*member.held, *member.begun)}
         disk.processes = len(members)
         for name, about in self._list():
             folder, _, file = name.rpartition("/")
