@@ -6,3 +6,6 @@ if sys.argv[:1] == ["-m"]:  # `python -m` is looking for a program of this packa
     from schemas.cli.import_path import remove_working_directory
 
     remove_working_directory()
+    from schemas.cli.missing_libraries import explain_missing_libraries
+
+    explain_missing_libraries()

@@ -12,7 +12,8 @@ from keyword import iskeyword
 from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
-from schemas.cli.starting import hide_line, show_starting
+from schemas.cli.missing_libraries import explain_missing_libraries
+from schemas.cli.starting import print_for_reader, show_starting
 
 WIDTH = 100
 PROGRAMS = {
@@ -65,40 +66,12 @@ def program_module(program: str) -> str:
     return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
 
 
-def check_dependencies(program: str, json_report: bool) -> None:
-    """End the process where libraries that every program needs are not installed. Looks at nothing but metadata."""
-    import json  # here and not above: the working directory may have a json.py (`remove_working_directory`)
-    import re
-    from importlib.metadata import PackageNotFoundError, requires, version
-
-    from schemas.errors import LatentpressError
-
-    missing = list[str]()
-    try:
-        needed = [line for line in requires("latentpress") or () if "extra ==" not in line]
-    except PackageNotFoundError:  # sources on PYTHONPATH
-        return
-    for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed):
-        try:
-            version(name)
-        except PackageNotFoundError:
-            missing.append(name)
-    if not missing:
-        return
-    step = "Install latentpress with its dependencies: pip install -e ."
-    error = LatentpressError(f"latentpress needs libraries that are not installed: {', '.join(missing)}", step)
-    hide_line()
-    print(f"error: {error}", file=sys.stderr)
-    if json_report:
-        print(json.dumps({"program": program, "error": error.to_dict(), "exit_code": error.exit_code}, indent=2))
-    sys.exit(error.exit_code)
-
-
 def main() -> None:
     remove_working_directory()
+    explain_missing_libraries()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(format_usage())
+        print_for_reader(format_usage(), sys.stdout)
         sys.exit(0 if arguments else 2)
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
@@ -118,13 +91,8 @@ def main() -> None:
         sys.exit(2)
     show_starting(name)
     if name in TRAINER_PROGRAMS:
-        check_dependencies(name, "--json" in rest)
         os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
-    try:
-        importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
-    except ModuleNotFoundError:
-        check_dependencies(name, "--json" in rest)
-        raise
+    importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
 
 
 if __name__ == "__main__":

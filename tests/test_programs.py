@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import os
+import re
 import subprocess
 import sys
 from importlib import import_module, metadata
@@ -11,6 +13,7 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
+from schemas.cli.console import Console, Report
 from stages import cli
 from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
 
@@ -101,6 +104,25 @@ def test_help_leaves_out_options_without_use(program: str) -> None:
     assert "--set" in said and not any(it in said for it in ("--workers", "--device", "--shard "))
 
 
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_pipe_without_a_reader_ends_help_quietly(buffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONUNBUFFERED": buffered}
+    command = [sys.executable, "-m", "stages.cli", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_pipe_without_a_reader_ends_a_report_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream, pytest.raises(SystemExit) as ended:
+        Console(stdout=stream).print_report(Report(program="status"))
+    assert ended.value.code == 141
+
+
 def test_an_unknown_program_is_answered_with_the_list() -> None:
     done = python("-m", "stages.cli", "encode")
     assert done.returncode == 2
@@ -108,24 +130,30 @@ def test_an_unknown_program_is_answered_with_the_list() -> None:
     assert "'trian' is no program (did you mean 'train'?)" in python("-m", "stages.cli", "trian").stderr
 
 
-@pytest.mark.parametrize("program", ["status", "train"])
-def test_libraries_that_are_not_installed_are_named(tmp_path: Path, program: str) -> None:
-    """All but numpy are there, as far as metadata say; none can be imported."""
+STARTED = {
+    "latentpress status": (["-c", "from stages.cli import main; main()", "status"], "status"),
+    "python -m stages.encode_text": (["-m", "stages.encode_text"], "encode-text"),
+    "python -m trainer": (["-m", "trainer"], "train"),
+}
+
+
+@pytest.mark.parametrize("started", STARTED)
+@pytest.mark.parametrize("lacks", ["numpy", "nothing that latentpress itself needs"])
+def test_libraries_that_are_not_installed_are_named(tmp_path: Path, started: str, lacks: str) -> None:
+    """All but `lacks` are there, as far as metadata say; none can be imported."""
     for found in metadata.distributions():
-        if found.name != "numpy":
+        if found.name != lacks:
             (tmp_path / f"{found.name}-1.dist-info").mkdir(exist_ok=True)
             (tmp_path / f"{found.name}-1.dist-info/METADATA").write_text(found.read_text("METADATA") or "")
-    code = f"import sys; sys.path[1:1] = [{str(ROOT)!r}]; from stages.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code, program, "--json"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
-    )
+    arguments, program = STARTED[started]
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PATH": ""}
+    command = [sys.executable, "-S", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 3 and "Traceback" not in done.stderr
-    said = "latentpress needs libraries that are not installed: numpy"
-    assert done.stderr.startswith(f"error: {said}\n") and json.loads(done.stdout)["error"]["message"] == said
+    said = re.match("error: (latentpress needs libraries that are not installed: .*)\n", done.stderr)
+    assert said and ("numpy" in said[1]) == (lacks == "numpy")
+    report = json.loads(done.stdout)
+    assert report["error"]["message"] == said[1] and (report["program"], report["exit_code"]) == (program, 3)
 
 
 def test_a_configuration_without_its_option_is_answered_with_the_command() -> None:

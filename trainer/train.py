@@ -131,12 +131,11 @@ def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
     resume.check_signature(found, run.signature, run.config.train.on_new_data == "continue")
     run.begin_order(found)
     average = run.average
-    checkpoint.restore(found, run.trainable, run.optimizer, None if average is None else average.averages)
+    averages = None if average is None else average.averages
+    checkpoint.restore(found, run.trainable, run.optimizer, averages, run.methods)
     if average is not None:
         average.updates = found.state["ema updates"]
     run.gradient_noise.noise, run.gradient_noise.signal = (*found.state.get("gradient noise", []), 0.0, 0.0)[:2]
-    for name, method in run.methods.items():
-        method.load_state(found.state.get("methods", {}).get(name, method.state()))
     run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
     run.log(f"going on from {shown_path(found.path)}, {found.step} steps done")
     if run.new_set is not None:

@@ -28,6 +28,7 @@ SILENT_S = 1800.0  # after which a trainer that wrote nothing, and whose lock ca
 SMOOTHED_STEPS = 50  # over which the loss that is shown is averaged
 TAIL_BYTES = 1 << 20  # of the metrics that status reads: about 1,500 steps
 MAX_HEADER_BYTES = 1 << 20  # of a validation latent
+NUMBERS = ("loss", "eval_loss", "samples_per_s", "data_wait_share", "seconds_left")  # of a line of metrics, or null
 Step = TypeVar("Step", int, str)  # a number, or the name of its folder
 _STEP_PATTERN = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 
@@ -51,6 +52,7 @@ def _read_tail(path: Path) -> bytes:
 
 
 def parse_metrics(content: bytes) -> list[dict[str, Any]]:
+    """The lines of metrics, but those that are none: their step is no whole number, or one of NUMBERS is no number."""
     found: list[dict[str, Any]] = []
     for raw in content.split(b"\n"):
         try:
@@ -58,6 +60,8 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        if not all(isinstance(line.get(key), int | float | None) for key in NUMBERS):
             continue
         if line.get("resumed"):
             found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []

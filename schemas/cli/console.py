@@ -31,6 +31,7 @@ from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
 from schemas.cli.kept_log import KeptLog, LastingStream
 from schemas.cli.library_messages import silence_libraries
 from schemas.cli.limits import limits_explained
+from schemas.cli.missing_libraries import OUR_PACKAGES
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -55,7 +56,7 @@ from schemas.cli.progress import (
     show_activities,
 )
 from schemas.cli.report import Report
-from schemas.cli.starting import hide_line, show_starting
+from schemas.cli.starting import hide_line, print_for_reader, show_starting
 from schemas.cli.tables import fold_message, report_width
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
 from schemas.text_format import escape_unprintable, to_json_values
@@ -77,7 +78,6 @@ __all__ = [
 
 #: Common options of which a program that computes nothing has no use: `unused` of make_app.
 NOT_DIVIDED = ("shard", "device", "workers")
-OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: True of every program: files appear whole or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 EXIT_CODES = (
@@ -227,7 +227,7 @@ class Console:
             stream = LastingStream(self.stdout)
             if not self.json:
                 self._kept.add(_escape_lines(text))
-        print(text, file=stream, flush=True)
+        print_for_reader(text, stream)
         return report.exit_code
 
     def print_error(self, name: str, error: LatentpressError) -> int:

@@ -1,8 +1,11 @@
 """On a terminal, what is shown while a program's modules are imported, which from a cold disk takes seconds, and while
-its process ends."""
+its process ends; and what a program prints for a pipe."""
 
 import os
 import sys
+from typing import TextIO
+
+PIPE_CLOSED = 141  # the exit code that a shell gives SIGPIPE
 
 
 def _is_shown() -> bool:
@@ -24,3 +27,12 @@ def hide_line() -> None:
     """Called when a program's modules are there, or its process is gone."""
     if _is_shown():
         print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def print_for_reader(text: str, stream: TextIO) -> None:
+    """End the process as SIGPIPE does where the reader of a pipe is gone, as `head` is when it has its lines."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is left in its buffer
+        sys.exit(PIPE_CLOSED)

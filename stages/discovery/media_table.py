@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from cache.sets import table_checks
 from cache.store.damage import DamageError
 from cache.store.files import explained
+from cache.store.json_checks import parse_json
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -110,7 +111,7 @@ def _is_current_version(table: pa.Table) -> bool:
 
 
 def _settings_of(table: pa.Table) -> Any:
-    return json.loads((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}"))
+    return parse_json((table.schema.metadata or {}).get(_SETTINGS_KEY, b"{}"))
 
 
 def find_media_table(store: Store, dataset: str) -> pa.Table | None:

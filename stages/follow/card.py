@@ -20,7 +20,8 @@ from schemas.errors import LatentpressError
 from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable
-from stages.pages.validation_pictures import PictureLimits, SmallPicture, read_pictures
+from stages.follow.upload import check_inside
+from stages.pages.validation_pictures import PictureLimits, SmallPicture, find_picture, list_latents, read_pictures
 
 CARD, PICTURES = "README.md", "images"
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of an adapter's file
@@ -55,7 +56,11 @@ class Facts:
 
 
 def gather_facts(config: Config, folder: Path, step: int) -> Facts:
+    """Raises HubError where a picture is a link to a place outside of the run's folder."""
     steps = [made for path in (folder / "validation").glob("step-*") if (made := step_of(path)) is not None]
+    for latent, _ in list_latents(config, folder, max(steps)) if steps else ():
+        if picture := find_picture(folder, latent):
+            check_inside(picture, folder)
     found = read_pictures(config, folder, max(steps), LIMITS) if steps else iter(())
     pictures = tuple(islice(found, MOST_PICTURES))
     return Facts(step, pictures, _read_counts(config), read_metrics(folder / METRICS_FILE), read_curves(folder))

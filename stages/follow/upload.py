@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cache.store.json_checks import check_object, parse_json, printable
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Hub
@@ -14,7 +15,10 @@ from schemas.identity import hash_bytes
 from stages.discovery.sources.urls import scrub_secrets
 
 AGAIN = "Run `latentpress push` again: what has arrived is not sent again."
+AGAIN_SAVED = "Save the result again: latentpress train"
 LOGIN = "Log in by `hf auth login`, or set HF_TOKEN, with a token that may write to it."
+#: Of a transformer's folder, as diffusers saves it.
+MODEL_FILES = ("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.safetensors.index.json")
 
 
 class HubError(LatentpressError):
@@ -33,18 +37,24 @@ def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Pat
         found |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
     else:
         for part in config.model.family_spec.components:
-            listed = sorted((folder / "model" / part).glob("[!.]*"))
-            found |= {f"{part}/{path.name}": path for path in listed if path.suffix in (".safetensors", ".json")}
+            listed = sorted(path for name in MODEL_FILES for path in (folder / "model" / part).glob(name))
+            found |= {f"{part}/{path.name}": path for path in listed}
     if missing := [str(path) for path in found.values() if isinstance(path, Path) and not path.is_file()]:
-        raise HubError(f"{', '.join(missing)}: not there", "Save the result again: latentpress train")
+        raise HubError(f"{', '.join(missing)}: not there", AGAIN_SAVED)
     if not any(name.endswith(".safetensors") for name in found):
         raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
     for name, path in found.items():
-        if isinstance(path, Path) and not path.resolve().is_relative_to(folder.resolve()):
-            raise HubError(f"{path} is a link to a place outside of {folder}", "Put the file itself there.")
+        if isinstance(path, Path):
+            check_inside(path, folder)
         if isinstance(path, Path) and path.suffix == ".json":
             found[name] = _without_path(path, base_model)
     return found
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """HubError for a link to a place outside of a run's folder."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise HubError(f"{path} is a link to a place outside of {folder}", "Put the file itself there.")
 
 
 def _adapter_files(config: Config, folder: Path) -> list[Path]:
@@ -59,7 +69,10 @@ def _adapter_files(config: Config, folder: Path) -> list[Path]:
 
 def _without_path(path: Path, base_model: str) -> bytes:
     """A config.json; diffusers notes in it where the model was loaded from, which may be a local folder."""
-    content: dict[str, Any] = json.loads(path.read_bytes())
+    try:
+        content = check_object(parse_json(path.read_bytes()), "the whole")
+    except ValueError as error:
+        raise HubError(f"{path} can't be read: {printable(error)}", AGAIN_SAVED) from error
     if "_name_or_path" in content:
         content["_name_or_path"] = base_model
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"

@@ -60,9 +60,11 @@ def list_latents(config: Config, folder: Path, step: int) -> list[tuple[Path, di
 
 
 def read_pictures(config: Config, folder: Path, step: int, limits: PictureLimits) -> Iterator[SmallPicture]:
-    """In the order of the prompts; those that are not decoded or can't be read are left out."""
+    """In the order of the prompts; those that are not decoded, can't be read or are links to places outside of the
+    run's folder are left out."""
     for latent, about in list_latents(config, folder, step):
-        if path := find_picture(folder, latent):
+        path = find_picture(folder, latent)
+        if path and path.resolve().is_relative_to(folder.resolve()):
             try:
                 yield _shrink(path, limits, about)
             except (MediaError, OSError):

@@ -114,6 +114,14 @@ def test_what_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub, link
     assert models.requests == []
 
 
+def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: ModelHub) -> None:
+    picture = finished(home).folder / "samples/step-000040/one.png"
+    picture.symlink_to(picture.rename(home.folder / "private.png"))
+    with pytest.raises(LatentpressError, match=r"one\.png is a link to a place outside of .*run"):
+        home.run(push.run)
+    assert models.requests == []
+
+
 @pytest.mark.parametrize("step", ["forty", None, -1, True, 1.5])
 def test_a_malformed_result_is_named(home: Project, models: ModelHub, step: Any) -> None:
     (finished(home).folder / "result.json").write_text(json.dumps({"step": step}))
@@ -266,6 +274,11 @@ def test_a_full_rank_model_is_uploaded_by_component_without_its_path(
     folder.mkdir(parents=True)
     save_file({"a": np.ones(400, np.float32)}, folder / "diffusion_pytorch_model.safetensors")
     config = {"_class_name": "Kandinsky5Transformer3DModel", "_name_or_path": str(home.folder)}
+    (folder / "notes.json").write_text("{}")
+    (folder / "mine.safetensors").write_bytes(b"stale")
+    (folder / "config.json").write_text("[")
+    with pytest.raises(LatentpressError, match=r"config\.json can't be read: .*line 1"):
+        home.run(push.run)
     (folder / "config.json").write_text(json.dumps(config))
     home.run(push.run)
     files = uploaded(models)

@@ -114,9 +114,12 @@ def test_the_token(home: Project) -> None:
         assert server.post("/login", token="a long enough token").headers["set-cookie"] == cookie
 
 
-def test_half_open_connections_shut_nobody_out(server: UiServer) -> None:
+@pytest.mark.parametrize("addresses", [1, 6])
+def test_half_open_connections_shut_nobody_out(server: UiServer, addresses: int) -> None:
     with ExitStack() as opened:
-        held = [opened.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(250)]
+        sources = [(f"127.0.0.{2 + number % addresses}", 0) for number in range(250)]
+        place = "127.0.0.1", server.port
+        held = [opened.enter_context(socket.create_connection(place, source_address=source)) for source in sources]
         for each in held:
             with suppress(ConnectionError):  # one of those that were closed for others
                 each.sendall(b"GET / HTTP/1.1\r\nHost: loc")

@@ -167,6 +167,10 @@ DIFFERENT = [
     ({"adapter": {"rank": 8}}, "train.adapter.rank: 16 on rank 0, 8 on rank 1"),
     ({"batch_size": 2}, "train.batch_size: 1 on rank 0, 2 on rank 1"),
     ({"validation": {"every": 1}}, "validation.every: 1000 on rank 0, 1 on rank 1"),
+    (
+        {"optimizer": {"lr": 2e-3, "warmup": 2, "arguments": {"amsgrad": True}}},
+        "train.optimizer.arguments: {} on rank 0, {'amsgrad': True} on rank 1",
+    ),
 ]
 
 
@@ -181,6 +185,21 @@ def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path,
     make_set(config)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
     assert message.splitlines() == ["the ranks do not train the same:", f"  rank 1 on {socket.gethostname()}: {said}"]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, made, tmp_path) -> None:
+    """Their sets have the same samples to train on, and the second one more to measure the eval loss on."""
+    paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    for path, held_out in zip(paths, (1, 2), strict=True):
+        config = make_config("t2i", name=path.stem, steps=1)
+        config = config.model_copy(update={"output": str(tmp_path / "output")})
+        items, null, _ = made.mixed_items(config)
+        items += [replace(item, role="eval") for item in items[:held_out]]
+        make_set(config, items, null, [])
+        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
+    assert message.splitlines()[1:] == [f"  rank 1 on {socket.gethostname()}: held-out samples: differ"]
 
 
 @pytest.mark.slow

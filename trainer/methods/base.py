@@ -134,4 +134,4 @@ class Method:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Go on from what `state` returned. ValueError for what it can't have returned."""

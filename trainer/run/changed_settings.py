@@ -10,6 +10,7 @@ from cache.sets.trainset import TrainSet
 from schemas.config.pipeline import PACKAGES, Config
 from schemas.identity import hash_json
 from schemas.text_format import escape_unprintable, shorten
+from trainer.run.new_data import held_out_digest
 from trainer.run.run_state import RunError
 
 SECTIONS = ("train", "validation")
@@ -18,7 +19,11 @@ NOT_COMPARED = ("train.set",)  # config.yaml has the id of the set; other data c
 MACHINE_OPTIONS = frozenset(
     ("train.set", "train.adapter.init", "train.device", "train.threads", "train.reading", "train.local_cache")
 ) | {"train.parallel.timeout", "validation.preview_autoencoder", "validation.scores"}
-HASHES = ("code", "training data", "validation prompts", "initial adapter", "base weights")
+HASHES = ("code", "training data", "held-out samples", "validation prompts", "initial adapter", "base weights")
+#: Options whose keys are not those of the schema: each is compared as one value.
+FREE_KEYS = frozenset(("train.adapter.rank_pattern", "train.adapter.alpha_pattern", "train.optimizer.arguments")) | {
+    "validation.placeholders"
+}
 
 
 def find_changed_settings(file: Path, config: Config) -> list[str]:
@@ -46,6 +51,7 @@ def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) 
     return {
         "code": code.hexdigest(),
         "training data": signature["data"]["digest"],
+        "held-out samples": held_out_digest(data),
         "validation prompts": hash_json(data.meta["validation"]),
         "initial adapter": signature["initial adapter"],
         "model": {key: values["model"][key] for key in ("family", "flavour", "precision")},
@@ -70,7 +76,7 @@ def refuse_differences(ranks: Sequence[Mapping[str, Any]], hosts: Sequence[str])
 
 def _compare(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
     """(option, value before, value now) of each that differs."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
+    if isinstance(before, Mapping) and isinstance(now, Mapping) and key not in FREE_KEYS:
         for name in now:
             if name in before:  # others are of another release
                 yield from _compare(f"{key}.{name}".lstrip("."), before[name], now[name])

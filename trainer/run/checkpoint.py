@@ -34,9 +34,10 @@ from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store import disk_space
 from cache.store.files import replacing, sync, temporary
 from cache.store.json_checks import parse_json
+from trainer.methods.base import Method
 from trainer.run import optimizer_state, resume
 from trainer.run.resume import OPTIMIZER_FILE, TRAINABLE_FILE
-from trainer.run.sharded import copy_values, is_sharded, load_shards, save_shards
+from trainer.run.sharded import copy_values, is_sharded, load_shards, local, save_shards
 from trainer.tensor_files import write_tensors
 
 SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
@@ -111,9 +112,10 @@ def restore(
     trainable: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     averages: Mapping[str, torch.Tensor] | None = None,
+    methods: Mapping[str, Method] | None = None,
 ) -> None:
-    """Load weights, optimizer state and moving average, in place. ResumeError where they are those of another model, or
-    no state of a run although their checksums match."""
+    """Load weights, optimizer state, moving average and methods, in place. ResumeError where they are those of another
+    model, or no state of a run although their checksums match."""
     try:
         states = _restore_weights(checkpoint, trainable)
         with safe_open(checkpoint.path / OPTIMIZER_FILE, framework="pt") as file:
@@ -122,6 +124,8 @@ def restore(
         for name, average in (averages or {}).items():
             _copy(f"the moving average of {name}", average, states.get(f"ema/{name}"))
         optimizer_state.restore(trainable, optimizer, states, rest)
+        for name, method in (methods or {}).items():
+            method.load_state(checkpoint.state.get("methods", {}).get(name, method.state()))
     except optimizer_state.OtherGroups as error:
         raise resume.ResumeError(
             f"{checkpoint.path} can't be continued with this configuration: {error}",
@@ -158,10 +162,13 @@ def _restore_weights(
 
 
 def _copy(name: str, target: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set a tensor to a value of its own shape, which is not broadcast. ValueError for another, or none."""
-    if value is None or value.shape != target.shape:
-        shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
-        raise ValueError(f"{name} is {shape}, and should be of shape {tuple(target.shape)}")
+    """Set a tensor to a finite value of its own shape and dtype, which is neither broadcast nor converted. ValueError
+    for another, or none."""
+    if value is None or value.shape != target.shape or value.dtype != target.dtype:
+        found = "missing" if value is None else f"of shape {tuple(value.shape)} in {value.dtype}"
+        raise ValueError(f"{name} is {found}, and should be of shape {tuple(target.shape)} in {target.dtype}")
+    if not local(value).isfinite().all():
+        raise ValueError(f"{name} has numbers that are not finite")
     copy_values(target, value)
 
 

@@ -135,15 +135,15 @@ def restore(
     arguments = inspect.signature(type(optimizer).__init__).parameters
     if len(groups) != len(optimizer.param_groups):
         raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
+    known = type(optimizer).__module__.partition(".")[0] in KNOWN_PACKAGES
     for name, values in parameters.items():
         weight = trainable[name]
         state = {key: joiner.join(value, weight.device, f"{name}/{key}") for key, value in values.items()}
         for key, value in state.items():
+            if known:
+                _check_state(f"{name}/{key}", value, weight)
             if isinstance(value, torch.Tensor) and value.shape == weight.shape:
                 state[key] = shard_like(value, weight)
-            elif key in LIKE_WEIGHTS and type(optimizer).__module__.partition(".")[0] in KNOWN_PACKAGES:
-                shape = getattr(value, "shape", ())
-                raise ValueError(f"{name}/{key} is of shape {tuple(shape)}, and its weight of {tuple(weight.shape)}")
         if getattr(optimizer, "is_paged", False):  # memory that the driver may move to the host
             for key in PAGED & state.keys():
                 state[key] = optimizer.get_state_buffer(weight, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]
@@ -153,6 +153,18 @@ def restore(
         for key, value in values.items():
             if key not in arguments or group.get(key) is None:
                 group[key] = joiner.join(value, device, f"groups/{number}/{key}")
+
+
+def _check_state(name: str, value: Any, weight: torch.Tensor) -> None:
+    """ValueError for a value that no optimizer of KNOWN_PACKAGES keeps under this name."""
+    key, about = name.rpartition("/")[2], getattr(value, "dtype", type(value).__name__)
+    if key in LIKE_WEIGHTS and not (
+        isinstance(value, torch.Tensor) and value.shape == weight.shape and value.is_floating_point()
+    ):
+        shape = tuple(getattr(value, "shape", ()))
+        raise ValueError(f"{name} is of shape {shape} in {about}, and its weight of {tuple(weight.shape)}")
+    if key == "step" and isinstance(value, torch.Tensor) and value.ndim:
+        raise ValueError(f"{name} is of shape {tuple(value.shape)}, and no single number")
 
 
 def _check_description(description: Json, trainable: Collection[str]) -> tuple[dict[str, Json], list[Json]]:

@@ -166,9 +166,9 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
     """ValueError for a value of state.json that training can't go on with."""
     if check_count(state.get("step"), "step") != step:
         raise ValueError(f"{STATE_FILE} is that of step {state['step']}")
-    check_object(state.get("terms"), "terms")
+    averaged = check_object(state.get("terms"), "terms").get("ema") is not None
     for key in ("bad total", "epoch", "ema updates"):
-        check_count(state.get(key, 0), key)
+        check_count(state.get(key, None if averaged and key == "ema updates" else 0), key)
     noise = check_list(state.get("gradient noise", []), "gradient noise")
     if len(noise) not in (0, 2) or not all(isinstance(number, float) for number in noise):
         raise ValueError("gradient noise is no pair of numbers")

@@ -72,6 +72,17 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path | None = None)
     return [] if folder is None else [f"{folder.name}/{path.name}" for path in sorted(folder.iterdir())]
 
 
+def _fill_whole(stored: TensorStorageMetadata) -> bool:
+    """Whether the parts of a tensor follow each other from its first row to its last, as FSDP2 divides the first axis.
+    Their number of values says too little: where two overlap, others may leave a gap."""
+    rows, (count, *others) = 0, stored.size
+    for part in sorted((part for part in stored.chunks if part.sizes.numel()), key=lambda part: part.offsets):
+        if list(part.offsets) != [rows, *(0 for _ in others)] or list(part.sizes[1:]) != others:
+            return False
+        rows += part.sizes[0]
+    return rows == count
+
+
 def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """What `save_shards` wrote, by any number of processes, each sharded as its owner is. owner: name -> weight of the
     same shape; a tensor without one is whole and on the host."""
@@ -79,7 +90,7 @@ def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> di
     for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"{name} in {folder} is no tensor")
-        if sum(part.sizes.numel() for part in stored.chunks) != stored.size.numel():
+        if not _fill_whole(stored):
             raise ValueError(f"the parts of {name} in {folder} overlap, or one is missing")
         like, dtype = owner(name), stored.properties.dtype
         if like is not None and like.shape == stored.size:

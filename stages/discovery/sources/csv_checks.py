@@ -105,12 +105,17 @@ def has_quotes(location: str) -> bool:
 def check_csv_files(root: str) -> None:
     """Check a CSV file, or all in a folder, for a reader that knows only commas and merges rows behind a wrong quote:
     pandas, in the `datasets` library."""
-    files = [root] if os.path.isfile(root) else Path(root).rglob("*") if os.path.isdir(root) else []
-    for file in sorted(str(path) for path in files if str(path).lower().endswith(".csv")):
+    for file in list_files(root, (".csv",)):
         if (delimiter := detect_delimiter(file)) != ",":
             step = "separate them by commas, or use source: manifest, which takes the file as it is"
             raise line_error(file, 1, f"the cells are separated by {_DELIMITER_NAMES[delimiter]}", step)
         check_csv(file, delimiter)
+
+
+def list_files(root: str, endings: tuple[str, ...]) -> list[str]:
+    """A file, or all in a folder, with one of these endings."""
+    files = [root] if os.path.isfile(root) else Path(root).rglob("*") if os.path.isdir(root) else []
+    return sorted(str(path) for path in files if str(path).lower().endswith(endings))
 
 
 def check_csv(location: str, delimiter: str) -> None:

@@ -30,9 +30,9 @@ from stages.discovery.sources.columns import (
     take_rows,
 )
 from stages.discovery.sources.companions import CommonSource
-from stages.discovery.sources.csv_checks import check_csv_files
+from stages.discovery.sources.csv_checks import check_csv_files, list_files
 from stages.discovery.sources.object_store import RemoteFile
-from stages.discovery.sources.table_reader import USUAL_MEDIA_COLUMNS, check_jsonl
+from stages.discovery.sources.table_reader import USUAL_MEDIA_COLUMNS, check_jsonl, read_table, refuse_depth
 from stages.discovery.sources.urls import scrub_secrets
 from stages.media.errors import RESTORE_ADVICE, MediaError
 from stages.media.files import Blob, MediaPath
@@ -59,6 +59,8 @@ class HuggingFaceSource(CommonSource):
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         self.ignored.clear()
         check_csv_files(self._place.root)  # here only, not in every process that opens an item
+        for file in list_files(self._place.root, (".json", ".jsonl")):
+            refuse_depth(file)
         rows, paths = load_rows(self._place), self._lookup.keys.combine_chunks()
         require_columns(list(rows.features), list(self._columns_by_role.values()), "the column of companions")
         for start in range(0, len(rows), CHUNK_ROWS):
@@ -218,7 +220,7 @@ def load_rows(place: DatasetLocation) -> Any:
     except LatentpressError:
         raise
     except Exception as error:  # the library's builders and its HTTP client have exceptions of their own
-        raise _loading_error(place, error) from None
+        raise _loading_error(datasets, place, error) from None
     return found.with_format("arrow")
 
 
@@ -245,10 +247,14 @@ def _load_uncached(datasets: Any, place: DatasetLocation) -> Any:
     return datasets.load_dataset(name, configuration or None, split=split)
 
 
-def _loading_error(place: DatasetLocation, error: Exception) -> LatentpressError:
+def _loading_error(datasets: Any, place: DatasetLocation, error: Exception) -> LatentpressError:
+    """Raises a more exact one for a table that can't be read."""
     is_local = os.path.exists(place.root)
     if is_local and place.root.lower().endswith(".jsonl"):
         check_jsonl(place.root)
+    if is_local and isinstance(error, datasets.exceptions.DatasetGenerationError):
+        for file in list_files(place.root, (".parquet",)):
+            read_table(file)
     name = type(error).__name__
     message = scrub_secrets(f"{name}: {error}").strip().partition("\n")[0]
     if is_local:

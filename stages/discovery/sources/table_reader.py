@@ -47,13 +47,7 @@ def read_table(
         elif kind == "jsonl":
             table = _read_jsonl(location, columns)
         else:
-            import pyarrow.parquet as pq
-
-            with csv_checks.open_location(location) as file, pq.ParquetFile(file) as parquet:
-                fields = parquet.schema_arrow
-                chosen = columns if columns is not None else [f.name for f in fields if not _has_bytes(f.type)]
-                table = parquet.read([name for name in fields.names if name in chosen])
-            refuse_invalid_text(table, location)
+            table = _read_parquet(location, columns)
     except pa.ArrowInvalid as error:
         problem = f"{display_location(location)}: can't be read as {kind} ({_arrow_message(error)})"
         raise LatentpressError(problem, "correct it, or make the table again") from None
@@ -162,10 +156,7 @@ def _clean_numbers(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _read_jsonl(location: str, columns: Sequence[str] | None) -> pa.Table:
-    for number, line in csv_checks.lines_of(location):  # pyarrow crashes at 3,000 levels and stalls at 8,000
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(line) > MAX_DEPTH:
-            problem = f"is nested more than {MAX_DEPTH} levels deep"
-            raise csv_checks.line_error(location, number, problem, "keep what is nested so deep out of the table")
+    refuse_depth(location)
     try:
         with csv_checks.open_location(location) as file:
             table = _parse_jsonl(file)
@@ -176,13 +167,61 @@ def _read_jsonl(location: str, columns: Sequence[str] | None) -> pa.Table:
     return table if columns is None else table.select([name for name in table.column_names if name in columns])
 
 
-def _depth(line: bytes) -> int:
-    """The levels of arrays and objects in a line of JSON."""
-    depth = deepest = 0
-    for bracket in re.findall(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", line)):
-        depth += 1 if bracket in b"[{" else -1
+def refuse_depth(location: str) -> None:
+    """Raise LatentpressError that names the line where values are nested more than MAX_DEPTH levels deep: pyarrow
+    crashes at 3,000 levels and stalls at 8,000, on one line or on several."""
+    depth, by_lines = 0, True  # by_lines: no value has gone on beyond a line; one that did could not be followed by "{"
+    for number, line in csv_checks.lines_of(location):
+        text = line.strip()
+        by_lines = by_lines and (not text or text[:1] + text[-1:] == b"{}")
+        if by_lines and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+            continue
+        depth, deepest = _measure_depth(text, depth)
+        if deepest > MAX_DEPTH:
+            problem = f"is nested more than {MAX_DEPTH} levels deep"
+            raise csv_checks.line_error(location, number, problem, "keep what is nested so deep out of the table")
+
+
+def _measure_depth(text: bytes, depth: int) -> tuple[int, int]:
+    """The levels of arrays and objects at the end of a line of JSON that begins in `depth` of them, and the most."""
+    deepest = depth
+    for bracket in re.findall(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)):
+        depth = max(0, depth + (1 if bracket in b"[{" else -1))
         deepest = max(deepest, depth)
-    return deepest
+    return depth, deepest
+
+
+def _read_parquet(location: str, columns: Sequence[str] | None) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    def read(metadata: pq.FileMetaData | None = None) -> pa.Table:
+        with csv_checks.open_location(location) as file, pq.ParquetFile(file, metadata=metadata) as parquet:
+            fields = parquet.schema_arrow
+            chosen = columns if columns is not None else [f.name for f in fields if not _has_bytes(f.type)]
+            return parquet.read([name for name in fields.names if name in chosen])
+
+    try:
+        table = read()
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # of a column of categories, without saying where
+            raise
+        with csv_checks.open_location(location) as file:
+            plain = _read_plain_metadata(file)
+        refuse_invalid_text(read(plain), location)
+        raise
+    refuse_invalid_text(table, location)
+    return table
+
+
+def _read_plain_metadata(file: BinaryIO) -> Any:
+    """The metadata of a Parquet file without the note of its Arrow types, by which categories are read as text."""
+    import pyarrow.parquet as pq
+
+    file.seek(-8, os.SEEK_END)
+    end = file.read()
+    file.seek(-8 - int.from_bytes(end[:4], "little"), os.SEEK_END)
+    footer = file.read().replace(b"ARROW:schema", b"arrow:schema")
+    return pq.read_metadata(BytesIO(end[4:] + footer))
 
 
 def _parse_jsonl(file: BinaryIO) -> pa.Table:

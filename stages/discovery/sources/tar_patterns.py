@@ -10,6 +10,7 @@ from itertools import islice
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
+from schemas.text_format import shorten
 from stages.discovery.sources.object_store import listing_errors, object_version, open_filesystem, walk_objects
 from stages.discovery.sources.urls import join_url, strip_secrets
 from stages.media.files import MediaPath
@@ -58,24 +59,27 @@ def _split_pattern(root: str, key: str) -> tuple[str, list[str]]:
     pattern = path[cut + 1 :]
     if "{" not in pattern:
         return base, [pattern]
-    too_many = LatentpressError(
-        f"{key}: {pattern} stands for more than {MAX_TARS:,} names",
-        f"name at most {MAX_TARS:,} tars, or the folder that they are in",
-    )
-    if any(abs(int(end) - int(start)) >= MAX_TARS for start, end in _RANGE.findall(pattern)):
-        raise too_many  # the library makes a list of each range
+    return base, _expand_braces(pattern, key)
+
+
+def _expand_braces(pattern: str, key: str) -> list[str]:
+    """The names that a brace expression stands for, each once."""
+    shown = shorten(pattern, 100)
     try:
         from braceexpand import braceexpand
 
-        names = list(dict.fromkeys(islice(braceexpand(pattern), MAX_TARS + 1)))
-        if len(names) > MAX_TARS:
-            raise too_many
-        return base, names
+        # The library makes a list of each range.
+        in_ranges = sum(abs(int(end) - int(start)) for start, end in _RANGE.findall(pattern))
+        names = list(islice(braceexpand(pattern), MAX_TARS + 1)) if in_ranges < MAX_TARS else ()
     except ImportError:
         step = "pip install 'latentpress[webdataset]'"
-        raise LatentpressError(f"{pattern}: needs the library braceexpand", step) from None
-    except ValueError as error:
-        raise LatentpressError(f"{pattern}: {error}", "write it as shards/{00000..00012}.tar") from None
+        raise LatentpressError(f"{shown}: needs the library braceexpand", step) from None
+    except (ValueError, RecursionError) as error:
+        raise LatentpressError(f"{shown}: {error}", "write it as shards/{00000..00012}.tar") from None
+    if not 0 < len(names) <= MAX_TARS:
+        problem = f"{key}: {shown} stands for more than {MAX_TARS:,} names"
+        raise LatentpressError(problem, f"name at most {MAX_TARS:,} tars, or the folder that they are in")
+    return list(dict.fromkeys(names))
 
 
 def _is_glob(text: str, url: bool = False) -> bool:

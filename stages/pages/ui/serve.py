@@ -64,16 +64,18 @@ class _Server(uvicorn.Server):
 
 class _Protocol(H11Protocol):
     """A connection that is closed when a request takes longer than REQUEST_S to come. An address with MAX_CONNECTIONS
-    gets another one in place of its oldest that waits for a request, so that it can't shut itself out."""
+    gets another one in place of its oldest that waits for a request, so that it can't shut itself out; where there are
+    MAX_REQUESTS, anyone gets one in place of the oldest of all."""
 
     _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_limit()
-        own = [each for each in self.connections if isinstance(each, _Protocol) and _address(each) == _address(self)]
-        waiting = [(each._ending.when(), each) for each in own if each._ending]
-        if len(own) > MAX_CONNECTIONS and waiting:
+        every = [each for each in self.connections if isinstance(each, _Protocol)]
+        own = [each for each in every if _address(each) == _address(self)]
+        crowd = own if len(own) > MAX_CONNECTIONS else every if len(every) >= MAX_REQUESTS else []
+        if waiting := [(each._ending.when(), each) for each in crowd if each._ending]:
             _, oldest = min(waiting, key=lambda each: each[0])
             oldest.connections.discard(oldest)
             oldest.transport.abort()

@@ -45,6 +45,15 @@ def write_steps(folder: Path, first: int, last: int) -> None:
             file.write(json.dumps(numbers) + "\n")
 
 
+def test_lines_that_are_no_metrics_are_left_out(config: Config) -> None:
+    folder = Path(config.output) / "run"
+    write_steps(folder, 1, 3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "eval_loss": "low"}\n{"step": 5, "loss": 1, "seconds_left": []}\n{"step": "6"}\n[]\n{')
+    progress = read_progress(config)
+    assert (progress.step, progress.eval_loss) == (3, "") and progress.row()["loss"] == "0.02"
+
+
 def test_progress_is_told_by_the_files_and_the_lock(config: Config) -> None:
     folder = Path(config.output) / "run"
     assert read_progress(config).row()["state"] == "not started"

@@ -77,6 +77,14 @@ def test_only_the_events_that_are_asked_for(home: Project, hook: WebhookServer) 
     assert [name for name, _ in hook.events()] == ["checkpoint", "checkpoint", "finished"]
 
 
+def test_a_picture_that_is_a_link_to_elsewhere_is_not_sent(home: Project, hook: WebhookServer) -> None:
+    picture = trained(home).folder / "samples/step-000000/one.png"
+    picture.symlink_to(picture.rename(home.folder / "private.png"))
+    home.run(notify.run, f"notify.webhooks=[{{url_env: {HOOK}, events: [validation]}}]")
+    first = hook.received[0].document
+    assert [each["name"] for each in first["pictures"]] == ["two"] and first["pictures_left_out"] == 1
+
+
 def test_an_event_is_tried_again_with_the_same_id(home: Project, hook: WebhookServer) -> None:
     trained(home)
     answers = {1: 500, 2: "cut", 3: 429, 4: 503}

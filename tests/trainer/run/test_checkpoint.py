@@ -148,6 +148,27 @@ CRAFTED = {
     "transposed": ("trainable", lambda t, _: t.update({"b.weight": t["b.weight"].T.contiguous()}), "b.weight is of"),
     "moment": ("optimizer", lambda t, _: t.update({"a.bias/exp_avg": torch.ones(1)}), "a.bias/exp_avg is of shape"),
     "moment lost": ("optimizer", lambda t, _: t.__delitem__("a.bias/exp_avg"), "a.bias/exp_avg"),
+    "converted": (
+        "trainable",
+        lambda t, _: t.update({"a.bias": t["a.bias"].to(torch.complex64)}),
+        r"a\.bias is of .* in torch\.complex64, and should be",
+    ),
+    "not a number": (
+        "trainable",
+        lambda t, _: t.update({"a.bias": t["a.bias"] * float("nan")}),
+        "a.bias has numbers that are not finite",
+    ),
+    "average infinite": (
+        "optimizer",
+        lambda t, _: t.update({"ema/a.bias": t["ema/a.bias"] + float("inf")}),
+        "the moving average of a.bias has numbers",
+    ),
+    "moment of integers": (
+        "optimizer",
+        lambda t, _: t.update({"a.bias/exp_avg": t["a.bias/exp_avg"].to(torch.int32)}),
+        r"a\.bias/exp_avg is of shape \(3,\) in torch\.int32",
+    ),
+    "steps": ("optimizer", lambda t, _: t.update({"a.bias/step": torch.ones(3)}), "a.bias/step is .* no single number"),
     "average": (
         "optimizer",
         lambda t, _: t.update({"ema/a.bias": torch.ones(1)}),
@@ -185,6 +206,38 @@ def test_what_was_made_with_matching_checksums_is_refused_by_name(tmp_path: Path
     again = model(9)
     with pytest.raises(resume.ResumeError, match=f"step-000002 can't be restored, .*{said}"):
         checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer(lr=0.01)), averages)
+
+
+def remove_state(key: str):
+    return lambda state: state.pop(key)
+
+
+CRAFTED_STATES = {
+    "no steps of the average": (remove_state("ema updates"), "ema updates is no count"),
+    "no terms": (remove_state("terms"), "terms is no object"),
+    "half a pair": (lambda state: state.update({"gradient noise": [0.5]}), "no pair"),
+    "a later change": (lambda state: state.update({"data changes": [{"step": 9, "set": "a"}]}), "of a later step"),
+    "a negative number": (lambda state: state.update({"bad total": -1}), "bad total is no count"),
+    "a number as text": (lambda state: state.update({"epoch": "1"}), "epoch is no count"),
+    "methods a list": (lambda state: state.update({"methods": []}), "methods is no object"),
+}
+
+
+@pytest.mark.parametrize("craft", CRAFTED_STATES)
+def test_a_crafted_state_is_no_checkpoint(tmp_path: Path, craft: str) -> None:
+    """The one before is used."""
+    change, said = CRAFTED_STATES[craft]
+    parameters, optimizer, _ = trained(2)
+    for number in (1, 2):
+        last = checkpoint.save(
+            tmp_path, number, parameters, optimizer, {"ema": {"decay": 0.5}}, {"ema updates": number}, {}
+        )
+    state = json.loads((last / "state.json").read_text())
+    change(state)
+    (last / "state.json").write_text(json.dumps(state))
+    resume.write_manifest(last)
+    found, ((path, reason),) = resume.newest_checkpoint(tmp_path, verify=True)
+    assert found is not None and found.step == 1 and path == last and said in reason
 
 
 def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:

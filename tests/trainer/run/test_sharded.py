@@ -77,6 +77,15 @@ def set_tensor(**values: Any) -> Callable[[Header], None]:
     return lambda header: header["weights/a.bias"].update(values)
 
 
+def move_and_turn(header: Header) -> None:
+    """As many values as before, of which some overlap the first file's and some leave a gap."""
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    for name, tensor in header.items():
+        if tensor.get("shape") == [2, 3]:
+            tensor["shape"], places[name]["saved_offsets"] = [3, 2], [1, 1]
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+
+
 CRAFTED: dict[str, tuple[Callable[[Header], None], str]] = {
     "a shape": (set_tensor(shape=[1]), "shape"),
     "transposed": (lambda header: header["weights/a.weight"].update(shape=[3, 2]), "a.weight"),
@@ -89,6 +98,7 @@ CRAFTED: dict[str, tuple[Callable[[Header], None], str]] = {
     "overlapping parts": (move(0), "the parts of .* overlap"),
     "a gap": (move(3), "one is missing"),
     "a negative place": (move(-1), "overlap"),
+    "as many values": (move_and_turn, "overlap"),
 }
 
 

@@ -94,6 +94,12 @@ def test_a_byte_order_mark_and_empty_lines_are_no_matter(tmp_path: Path) -> None
             b'{"a": "[[{"}\n{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
             r"t\.jsonl, line 2: is nested more than 100 levels deep",
         ),
+        (
+            "t.jsonl",
+            b'{"a": 1}\n{"a":\n' + b"[\n" * 3000 + b"]\n" * 3000 + b"}\n",
+            r"line 102: is nested more",
+        ),
+        ("t.jsonl", (b'{"a": ' + b'{"a":' * 98 + b'"]", "b": {},\n') * 40, r"line 2: is nested more than 100"),
         ("t.jsonl", b'{"a": 1}\n{"a" 2}\n', r"t\.jsonl, line 2: is no JSON"),
         ("t.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', r"line 3: 'a' is text here and a number on line 1"),
         ("t.jsonl", b'{"a": "x"}\n[1]\n', r"line 2: is a list, not an object"),
@@ -112,13 +118,17 @@ def test_a_broken_table_is_named_with_its_line(tmp_path: Path, name: str, data: 
     assert caught.value.next_step
 
 
+TEXTS = ("file", "caption", "alternatives", "licence")
+
+
 @pytest.mark.parametrize("source", ["manifest", "huggingface"])
-@pytest.mark.parametrize("column", ["file", "caption", "alternatives", "licence"])
+@pytest.mark.parametrize("column", [*TEXTS, "categories"])
 def test_text_of_parquet_that_is_not_utf8_is_named_with_its_row(tmp_path: Path, column: str, source: str) -> None:
-    texts = {name: [b"a.png", b"b.png", b"c.png", b"d.png"] for name in ("file", "caption", "alternatives", "licence")}
+    texts = {name: [b"a.png", b"b.png", b"c.png", b"d.png"] for name in (*TEXTS, "categories")}
     texts[column][2] = b"\xff"
     bytes_ = {name: pa.array(values, pa.binary()) for name, values in texts.items()}
     columns = {name: pa.Array.from_buffers(pa.string(), 4, values.buffers()) for name, values in bytes_.items()}
+    columns["categories"] = pa.DictionaryArray.from_arrays(range(4), columns["categories"])
     columns["alternatives"] = pa.ListArray.from_arrays([0, 1, 2, 3, 4], columns["alternatives"])
     pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
     settings = {"source": source, "caption_column": ["caption", "alternatives"], "media_column": "file"}

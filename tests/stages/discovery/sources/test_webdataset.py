@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from schemas.errors import LatentpressError
+from stages.discovery.sources import tar_patterns
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.webdataset import WebDatasetSource
 from stages.media import files
@@ -254,6 +255,12 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str,
         assert read(source.open(rows[0]["path"])).startswith(b"\xff\xd8")
 
 
+def test_names_that_repeat_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_patterns, "MAX_TARS", 1000)
+    with pytest.raises(LatentpressError, match="stands for more than 1,000 names"):
+        open_source(dataset(str(tmp_path / ("{1,2}" + "{a,a}" * 10 + ".tar"))))
+
+
 def test_media_root_takes_the_place_of_the_pattern(tmp_path: Path) -> None:
     img2dataset(tmp_path / "here", shards=3, each=1)
     here = dataset("/elsewhere/{00000..00001}.tar", media_root=str(tmp_path / "here"))
@@ -269,7 +276,10 @@ def test_media_root_takes_the_place_of_the_pattern(tmp_path: Path) -> None:
         ("s.tar.gz", "gunzip"),
         ("{0..1.tar", "00000"),
         ("{0..999999999}.tar", "stands for more than 1,000,000 names"),
-        ("{a,b}{0..99999}-{1..99}.tar", "stands for more than 1,000,000 names"),
+        ("{a,b}{0..999999999}.tar", "stands for more than 1,000,000 names"),
+        ("{0..600000}{0..600000}.tar", "stands for more than 1,000,000 names"),
+        ("{0.." + "9" * 5000 + "}.tar", "4300 digits"),
+        ("{" * 1200 + "a,b" + "}" * 1200, "recursion depth"),
         ("{{0..9999},{20000..29999}}.tar", "No such file"),
     ],
 )
