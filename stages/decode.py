@@ -207,7 +207,7 @@ def _decode_files(
 
 def _may_be_shared(folder: Path) -> bool:
     """Whether another program of this run may use the card: a trainer, unless it is known that none is at work, or the
-    encoding stages of a rolling cache."""
+    encoding stages of a limited cache."""
     return is_watcher() or is_running(folder) is not False
 
 

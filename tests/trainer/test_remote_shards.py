@@ -11,7 +11,7 @@ import pytest
 
 from cache.store.bad_answers import ANSWERS
 from cache.store.store import Store
-from cache.supply.remote_shards import LocalCacheError
+from cache.supply.limited_shards import SupplyError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, USAGE
@@ -114,11 +114,11 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
     kill_when(arrived, lambda: program(config, tmp_path, capsys))
     killing = False
     done = len(lines(config))
-    assert [path.suffix for path in remote.copies].count(".part") == 1
+    assert [path.suffix for path in remote.copies].count(".arrow") == 2 * PARTS - 1
     code, report, _ = program(config, tmp_path, capsys)
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)
-    assert [path for path in remote.copies if path.suffix == ".part"] == []
+    assert [path for path in remote.copies if path.suffix == ".tmp"] == []
 
 
 def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
@@ -198,4 +198,4 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, ca
     assert code == OK and "In an order over the whole set" in said and "MB a step" in said
     assert "Set train.shuffle_shards: 2, or raise max_gb" in said
     assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total
-    assert issubclass(LocalCacheError, Exception)
+    assert issubclass(SupplyError, Exception)

@@ -1,4 +1,4 @@
-"""A rolling set's index, made from the plan before anything is encoded: cache.rolling.
+"""The index of a set with a limited cache, made from the plan before anything is encoded.
 
 Every wanted member counts as encoded, in its unit's shard and at its place among the unit's members, so the tables are
 those that `index` makes of a full cache in which nothing is set aside.
@@ -32,13 +32,13 @@ def planned_members(units: Sequence[Unit], folder: str, format: str, wanted: pa.
     return EncodedMembers(IdLookup(wanted), paths, shard, at - ends[shard], {}, [], wanted.slice(0, 0))
 
 
-def describe_rolling(
+def describe_limits(
     config: Config,
     plan: Plan,
     joined: TrainingSetTables,
     estimates: dict[str, Callable[[Config, Unit], int]],
 ) -> dict[str, Any]:
-    """What set.json says of a rolling set: "tensors" that samples have, and the most "bytes" of each shard.
+    """What set.json says of such a set: "tensors" that samples have, and the most "bytes" of each shard.
 
     estimates: kind -> the bytes of the tensors of a unit of samples."""
     limits: dict[tuple[str, str], int] = {}

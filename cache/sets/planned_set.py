@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cache.order.schedule import Ints
 from cache.order.set_columns import IntColumn, ListColumn
+from cache.sets.set_files import PLANNED
 from cache.sets.trainset import Location, SetError, TrainSet
 from cache.shards.shard import RejectedMember, ShardRow
 from cache.shards.shard_supply import ShardSupply
@@ -46,8 +47,9 @@ class ShardMembers:
         self.aside = {row: members[id] for row, id in planned.items() if id in members}
 
 
-class RollingSet(TrainSet):
-    """sets/<id> of a store, of which set.json says that it is rolling: {"tensors": those that samples have}."""
+class PlannedSet(TrainSet):
+    """sets/<id> of a store, of which set.json has {"tensors": those that samples have, "bytes": the most of each shard}
+    as PLANNED."""
 
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         super().__init__(store, set_id, meta)
@@ -63,7 +65,7 @@ class RollingSet(TrainSet):
         self._members.pop(number, None)
 
     def has_tensor(self, name: str) -> bool:
-        return self.regularisation > 0 if name == "regularisation" else name in self.meta["rolling"]["tensors"]
+        return self.regularisation > 0 if name == "regularisation" else name in self.meta[PLANNED]["tensors"]
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
         """As of any set, without those that were set aside. SetError where none is left."""

@@ -12,7 +12,6 @@ from cache.store.bad_answers import ANSWERS
 from cache.store.files import StoreError
 from cache.store.store import Store
 from cache.supply import remote_shards
-from cache.supply.copy_folder import CopyFolder
 from schemas.cli import progress
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
@@ -64,8 +63,8 @@ def test_one_that_died_while_fetching_is_followed_by_the_next(
     supply = place.supply(threads=1)
     supply.follow(0, iter([{2}]))
     time.sleep(0.2)
-    assert not [path for path in place.copies() if path.suffix == ".arrow"], "it waits for the other"
-    assert [path.suffix for path in place.copies()] == [".part"]
+    assert [path for path in place.folder.iterdir() if path.is_file()] == [*place.folder.glob("*.tmp")] != []
+    assert place.copies() == [], "it waits for the other"
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     read(supply, 2)
@@ -117,32 +116,30 @@ def test_what_is_waited_for_is_shown_with_its_bytes(
         supply.close()
 
 
-def test_processes_share_the_limit(tmp_path: Path) -> None:
+def test_processes_share_the_limit(place: Place) -> None:
     """In equal parts, of those that are alive; more bytes than the limit are removed when it is opened."""
-    one, other = (CopyFolder(tmp_path, 1000) for _ in range(2))
-    assert one.share() == other.share() == 500
-    ready = tmp_path.with_name("ready")
+    one, other = place.supply(limit=8), place.supply(limit=8)
+    read(one, 0)
+    assert one._queue.share == place.sizes[0] * 4
+    ready = place.folder.with_name("ready")
     child = os.fork()
     if child == 0:
-        CopyFolder(tmp_path, 1000)
+        place.supply(limit=8)
         ready.touch()
         time.sleep(600)
     until(ready.exists)
-    assert one.share() == 333
+    read(one, 1)
+    assert one._queue.share == 8 * max(place.sizes) // 3
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert one.share() == 500
     other.close()
-    assert one.share() == 1000
-    for name in ("a", "b", "b.json"):
-        (tmp_path / name).write_bytes(bytes(300))
-        os.utime(tmp_path / name, (1, 1) if name == "a" else None)
-    held = one.hold("a")
-    assert held is not None and held.path == tmp_path / "a" and one.hold("c") is None
-    assert one.used() == 900
-    CopyFolder(tmp_path, 500).close()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [".lock", "a"], "a is held"
-    held.release()
+    read(one, 2)
+    assert one._queue.share == 8 * max(place.sizes)
+    one.follow(0, iter([{1, 2}]))
+    for number in (1, 2):
+        read(one, number)
+    place.supply(limit=2).close()
+    assert len(place.copies()) == 2, "two are held"
     one.close()
 
 
