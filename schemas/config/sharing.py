@@ -58,7 +58,7 @@ class Notify(Section):
 
 
 class Hub(Section):
-    """Where `latentpress push` uploads a run's result. The token is that of HF_TOKEN or of `hf auth login`."""
+    """The repository of a run's result, for `latentpress push`. The token is HF_TOKEN's or that of `hf auth login`."""
 
     repo: str | None = Field(
         None,

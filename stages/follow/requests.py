@@ -138,7 +138,7 @@ async def _post(client: "AsyncClient", url: str, body: Body) -> Answer:
 
 
 def judge(status: int, retry_after: str = "", now: float | None = None) -> Answer:
-    """What a status code means; retry_after: the header, seconds or a date."""
+    """Judge a status code; retry_after: the header, seconds or a date."""
     if 200 <= status < 300:
         return Answer("sent")
     problem = f"answered {status}"
