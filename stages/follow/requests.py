@@ -68,7 +68,7 @@ def read_url(name: str, form: WebhookFormat) -> tuple[str, str]:
 
 
 @contextmanager
-def open_poster(form: WebhookFormat) -> Iterator[Callable[[str, Body], Answer]]:
+def open_poster(form: WebhookFormat = "json") -> Iterator[Callable[[str, Body], Answer]]:
     """post(url, body). No redirect is followed, which would send the event to another host; but apprise does."""
     if form == "apprise":
         logging.getLogger("apprise").disabled = True  # it logs addresses
