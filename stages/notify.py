@@ -34,7 +34,7 @@ def run(
     watch: Annotated[bool, typer.Option("--watch", help="Send events while the run trains, until it ends.")] = False,
 ) -> Report:
     refuse_partition(options, "notify")
-    folder, hooks = Path(config.output) / config.train.run, config.notify.webhooks
+    folder, hooks = config.run_folder, config.notify.webhooks
     report = Report(program="notify", dry_run=options.dry_run, what="events")
     report.details["run"] = config.train.run
     if not hooks:

@@ -47,7 +47,7 @@ def run(
     ] = None,
 ) -> Report:
     refuse_partition(options, "push")
-    report, folder = Report(program="push", dry_run=options.dry_run, what="files"), _run_folder(config)
+    report, folder = Report(program="push", dry_run=options.dry_run, what="files"), config.run_folder
     repo = repo or config.hub.repo
     if repo is None:
         raise NoRepository("no repository is named", "Set hub.repo to user/name, or give --repo user/name.")
@@ -78,10 +78,6 @@ def run(
     report.done = len(files)
     report.details |= {"url": url, "commit": commit}
     return report
-
-
-def _run_folder(config: Config) -> Path:
-    return Path(config.output) / config.train.run
 
 
 def _read_trained(config: Config, folder: Path) -> Config:

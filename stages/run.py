@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cache.runs.best_step import BEST_KEYS
-from cache.runs.failure_note import clear_failure, read_failure, record_failure
-from cache.runs.stage_log import append_stage
+from cache.runs.process_record import append_stage, clear_failure, read_failure, record_failure
 from cache.runs.training_run import METRICS_FILE
 from cache.sets.trainset import SetNotFound
 from cache.store.damage import ENCODE_PROGRAMS
@@ -26,8 +24,8 @@ from cache.store.files import check_writable
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
-from schemas.cli.program_note import noted
-from schemas.config.encoding import StageName
+from schemas.cli.process_record import noted
+from schemas.config.encoding import CACHE_LIMIT, StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
@@ -67,11 +65,11 @@ def run(
     refuse_partition(options, "run")
     refuse_ranks()
     check_models(config)
-    if prompts and config.cache.rolling is not None:
-        what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
+    if prompts and config.cache.limit is not None:
+        what = f"--prompts: with {CACHE_LIMIT}, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
     note = nullcontext() if aside else noted("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
@@ -148,7 +146,7 @@ def _run_stages(
             continue
         if not options.dry_run and (failed or document["done"]):
             row = {"stage": stage, "began": round(time.time() - seconds, 1), "seconds": seconds, "failed": failed}
-            append_stage(Path(config.output, config.train.run), row | {"done": document.get("done", 0)})
+            append_stage(config.run_folder, row | {"done": document.get("done", 0)})
         if failed:
             raise StageFailed(stage, code, document)
         rows.append(
@@ -212,7 +210,7 @@ def _find_report(
 ) -> str:
     """The run's page, made again if anything was done; "" where there is none. Where `run` was stopped, it is made
     within STOPPED_S, or stays as it was."""
-    page = Path(config.output, config.train.run, "report.html")
+    page = config.run_folder / "report.html"
     if report.done or report.remaining or not page.exists():
         if not stop_handler.reason:
             _make_report(options, console, processes)
@@ -247,10 +245,10 @@ def _push(report: Report, options: Options, console: Console, processes: StagePr
 
 
 def _stage_order(config: Config, options: Options) -> list[StageName]:
-    """The stages in order. With cache.rolling, `index` comes before the encoding stages, and these run beside `train`;
-    a dry run asks them before it."""
+    """The stages in order. With a limited cache, `index` comes before the encoding stages, and these run beside
+    `train`; a dry run asks them before it."""
     order = config.stage_order
-    if config.cache.rolling is None:
+    if config.cache.limit is None:
         return order
     encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
     rest = [stage for stage in order if stage not in encoding]
@@ -274,16 +272,16 @@ def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) ->
 
 
 class _Followers:
-    """With cache.rolling, the encoding stages that run beside training, or take turns with it.
+    """With a limited cache, the encoding stages that run beside training, or take turns with it.
 
     results: of each stage, exit codes and reports. failed: stages that failed, and so ended training.
     """
 
     def __init__(self, config: Config, options: Options, training: StageProcesses) -> None:
-        rolling = None if options.dry_run else config.cache.rolling
+        limit = None if options.dry_run else config.cache.limit
         order = config.stage_order
-        self.stages = tuple(stage for stage in order if rolling and stage in ENCODE_PROGRAMS.values())
-        self._alternate = rolling is not None and rolling.alternate
+        self.stages = tuple(stage for stage in order if limit and stage in ENCODE_PROGRAMS.values())
+        self._alternate = limit is not None and limit.alternate
         self._options, self._training = options, training
         self._processes = {stage: StageProcesses({}) for stage in self.stages}
         self._ending = False

@@ -39,7 +39,7 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "score")
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     check_folder(folder)
     report = Report(program="score", dry_run=options.dry_run, what="samples")
     if not config.validation.scores.any:
@@ -83,7 +83,7 @@ class _Scorer:
     """Scores steps with the measures, whose models are loaded when the first sample needs them."""
 
     def __init__(self, config: Config, options: Options, console: Console, measures: list[Measure]) -> None:
-        self._folder = Path(config.output) / config.train.run
+        self._folder = config.run_folder
         self._config, self._options, self._console = config, options, console
         self._measures = measures
         self._measured = {measure.name: measure.measured for measure in measures}

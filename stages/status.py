@@ -22,10 +22,10 @@ from cache.shards.shard_io import ReaderPool
 from cache.store.damage import ENCODE_PROGRAMS, DamageError
 from cache.store.files import Entry
 from cache.store.store import Store
-from cache.supply.rolling_files import RollingFiles
+from cache.supply.encoded_folder import FOLDER, EncodedFolder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
-from schemas.cli.program_note import read_notes
+from schemas.cli.process_record import ProcessRecord, read_record
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
@@ -97,9 +97,8 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(config).row()]}
-    if any(
-        note.program == "run" and note.is_running for note in read_notes(Path(config.output) / config.train.run / LOGS)
-    ):
+    note = read_record(ProcessRecord, config.run_folder / LOGS / "run.json")
+    if note is not None and note.is_running:
         report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []
     try:
@@ -122,23 +121,23 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
     for stage, state in states:
         row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
-        if config.cache.rolling is not None:  # what is on the disk, of what comes and goes
+        if config.cache.limit is not None:  # what is on the disk, of what comes and goes
             row |= {"what": f"{row['what']} on the disk", "remaining": 0}
         rows.append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
-    if config.cache.rolling is not None:
-        report.details["rolling"] = [_describe_rolling(store, config, states, listed)]
-        left = report.details["rolling"][0]["steps_left"]
+    if config.cache.limit is not None:
+        report.details[FOLDER] = [_describe_limit(store, config, states, listed)]
+        left = report.details[FOLDER][0]["steps_left"]
         report.remaining += left
         report.next_steps += ["latentpress run"] if left else []
     for column in ("units", "jobs", "items_per_second", "left"):
         for row in rows if any(column in row for row in rows) else ():
             row.setdefault(column, "")
     if not everything:
-        jobs = {stage: [job for job in found if job.state not in ENDED] for stage, found in jobs.items()}
+        jobs = {stage: [job for job in reports if job.state not in ENDED] for stage, reports in jobs.items()}
     report.details |= list_jobs(jobs) if options.json else describe_jobs(jobs)
     report.details["training_set"] = _describe_training_set(store, config, plan)
     versions = _library_versions(store, states, listed)
@@ -202,25 +201,25 @@ def format_rate(rate: float, remaining: int) -> TableRow:
     }
 
 
-def _describe_rolling(
+def _describe_limit(
     store: Store,
     config: Config,
     states: Sequence[tuple[EncodingStage, StageState]],
     listed: Mapping[str, Sequence[Entry]],
 ) -> TableRow:
-    """How much of its room a rolling cache takes, how far training is, and which programs are at work for it."""
-    assert config.cache.rolling is not None
-    files = RollingFiles(store)
+    """Tell how much of its room a limited cache takes, how far training is, and which programs are at work for it."""
+    assert config.cache.limit is not None
+    limited = EncodedFolder(store)
     folders = {stage.kind: f"{state.fingerprint}/" for stage, state in states}
     entries = [entry for kind, folder in folders.items() for entry in listed[kind] if entry.name.startswith(folder)]
-    position = files.read_position()
+    position = limited.read_position()
     step = position.step if position is not None and position.run == config.train.run else 0
     running: list[str] = []
-    if files.folder.is_dir():  # or nothing was ever at work, and nothing is written by looking
-        with files.locked():
-            names = (*ENCODE_PROGRAMS.values(), "train")
-            running = [program for program in names if files.read_stage(program) is not None]
-    limit = round(config.cache.rolling.max_gb * 1e9 / 2**20, 2)
+    if limited.control.is_dir():  # or nothing was ever at work, and nothing is written by looking
+        with limited.locked():
+            members = limited.members()
+        running = [program for program in (*ENCODE_PROGRAMS.values(), "train") if program in members]
+    limit = round(config.cache.limit.max_gb * 1e9 / 2**20, 2)
     row = {"mib": _mib(entries), "limit_mib": limit, "step": step, "steps_left": max(0, config.train.steps - step)}
     return row | {"running": ", ".join(running) or "nothing"}
 
@@ -238,8 +237,8 @@ def _describe_training_set(store: Store, config: Config, plan: Plan) -> str:
 def _library_versions(
     store: Store, states: Sequence[tuple[EncodingStage, StageState]], listed: Mapping[str, Sequence[Entry]]
 ) -> list[TableRow]:
-    """For each stage the libraries and hardware that made the plan's shards, those that differ marked as MIXED: bytes
-    may then differ within one configuration. Of many shards some are opened, from the oldest to the newest, since
+    """List for each stage the libraries and hardware that made the plan's shards, those that differ marked as MIXED:
+    bytes may then differ within one configuration. Of many shards some are opened, from the oldest to the newest, since
     versions change in time."""
     readers = ReaderPool(store)
     rows = []
@@ -247,16 +246,16 @@ def _library_versions(
         modified = {f"{stage.kind}/{entry.name}": entry.modified for entry in listed[stage.kind]}
         paths = [path for _, path in sorted((modified.get(path, 0.0), path) for path in state.done.values())]
         opened = spread_evenly(pa.array(paths, pa.string()), MAX_OPENED_SHARDS)
-        found: dict[str, set[str]] = {}
+        versions: dict[str, set[str]] = {}
         damaged = []
         for path in opened:
             try:
                 for key, value in _flatten(readers.meta(path).provenance):
-                    found.setdefault(key, set()).add(value)
+                    versions.setdefault(key, set()).add(value)
             except DamageError:
                 damaged.append(f"{path} can't be read: latentpress verify")
-        mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(found.items()) if len(values) > 1]
-        same = [f"{key} {value}" for key, (value, *more) in sorted(found.items()) if not more]
+        mixed = [f"{key} {' | '.join(sorted(values))}" for key, values in sorted(versions.items()) if len(values) > 1]
+        same = [f"{key} {value}" for key, (value, *more) in sorted(versions.items()) if not more]
         parts = [f"{MIXED}: {', '.join(mixed)}"] if mixed else []
         parts += [", ".join(same)] if same else []
         parts += damaged + ([f"of {len(opened)} of {len(paths)} shards"] if len(opened) < len(paths) else [])

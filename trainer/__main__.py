@@ -8,7 +8,7 @@ from typing import Any
 
 from cache.models import compatibility
 from cache.order.schedule import BatchSchedule, small_bucket_advice
-from cache.runs.failure_note import noting_failure
+from cache.runs.process_record import noting_failure
 from cache.sets.draws import make_schedule
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
@@ -25,7 +25,7 @@ from schemas.optimizers import find_optimizer
 from trainer.adapters.header import check_family
 from trainer.adapters.initial import read_initial
 from trainer.dry_run import CardOption, report_card, report_dry_run
-from trainer.rolling import describe_set_aside, follow_encoding
+from trainer.followed_encoding import describe_set_aside, follow_encoding
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
 from trainer.run.metrics import require_trackers
 from trainer.run.new_data import first_step
@@ -43,7 +43,6 @@ from trainer.run.run_state import (
     is_finished,
     read_shape,
     result_folder,
-    run_folder,
     train_precision,
     train_shift,
     used_methods,
@@ -99,9 +98,9 @@ def run(
         summary: dict[str, Any] = {"done": 0, "skipped": state["step"] if state else 0}
         with (
             stop.on_signals(config, main),
-            lock_output(run_folder(config), console) if main else nullcontext(),
-            console.keep_log(run_folder(config) if main else None),
-            noting_failure(run_folder(config), "train", RunFinished) if main else nullcontext(),
+            lock_output(config.run_folder, console) if main else nullcontext(),
+            console.keep_log(config.run_folder if main else None),
+            noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
             check_layers(config, read_shape(config))
@@ -147,7 +146,7 @@ def _report_damage(report: Report, damage: DamageError) -> Report:
 
 def follow_prompts(config: Config, data: TrainSet, options: Options, console: Console) -> PromptUpdates | None:
     """None where the set was named, or rolls: its prompts are those of the run."""
-    if config.train.set != "current" or config.cache.rolling is not None or not config.datasets:
+    if config.train.set != "current" or config.cache.limit is not None or not config.datasets:
         return None
     return PromptUpdates(
         config,
@@ -160,7 +159,7 @@ def follow_prompts(config: Config, data: TrainSet, options: Options, console: Co
 def report_finished(report: Report, config: Config) -> Report:
     report.skipped = config.train.steps
     report.details["saved"] = str(result_folder(config))
-    report.details |= describe_results(run_folder(config), config.train.trackers)
+    report.details |= describe_results(config.run_folder, config.train.trackers)
     return report
 
 
@@ -189,7 +188,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
         if config.train.timesteps.auto_shift:
             buckets[-1]["shift"] = round(train_shift(config, each.name), 3)
     return {
-        "run": str(run_folder(config)),
+        "run": str(config.run_folder),
         "set": f"sets/{data.id}",
         "samples": len(data),
         "buckets": buckets,

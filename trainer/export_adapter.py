@@ -25,7 +25,7 @@ from trainer.adapters.header import (
     read_adapter,
     resolve_names,
 )
-from trainer.run.run_state import result_folder, run_folder
+from trainer.run.run_state import result_folder
 
 MIB = 1 << 20
 
@@ -117,10 +117,10 @@ def find_source(config: Config) -> Path:
     """The folder of the result of the configuration's run."""
     if not result_folder(config).is_dir():
         raise ExportError(
-            f"{run_folder(config)} has no result yet",
+            f"{config.run_folder} has no result yet",
             "Run `latentpress train`, or name an adapter: latentpress export-adapter --from PATH",
         )
-    return run_folder(config) if config.train.adapter.type == "full" else result_folder(config)
+    return config.run_folder if config.train.adapter.type == "full" else result_folder(config)
 
 
 def describe(adapter: AdapterFile, scale: float) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def train(
     device: auto, cpu, cuda or cuda:N. DamageError before a damaged row reaches a gradient, DivergedError after too many
     non-finite steps, StoreError on a full disk.
     """
-    with explain_failures(run_state.run_folder(config)):
+    with explain_failures(config.run_folder):
         run = prepare_training(config, data, schedule, console, device)
         run.updates = updates
         with unwrap_at_end(run):

@@ -42,13 +42,13 @@ def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] |
 
 
 def best_checkpoint(folder: Path) -> Evaluation | None:
-    """Of the run's evaluated steps that have a checkpoint, the one with the lowest eval loss."""
+    """Find the step with the lowest eval loss among those that have a checkpoint."""
     steps = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
     return best_evaluation(read_metrics(folder / METRICS_FILE), steps)
 
 
 def measured_on(lines: Iterable[Mapping[str, Any]]) -> str:
-    """What the last eval loss was measured on, a key of BEST_KEYS."""
+    """The data that the last eval loss was measured on, a key of BEST_KEYS."""
     on = [line.get("eval_on") for line in lines if "eval_loss" in line]
     return on[-1] if on and on[-1] in BEST_KEYS else "held-out samples"
 

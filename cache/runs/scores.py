@@ -35,7 +35,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class Measured:
-    """Which model and settings a score is of. fingerprint: their hash; model: as the configuration names it."""
+    """The model and settings of a score. fingerprint: their hash; model: as the configuration names it."""
 
     fingerprint: str
     model: str
@@ -65,7 +65,7 @@ class ScoreCurve:
 
     @property
     def comparable(self) -> list[ScorePoint]:
-        """Those over the same samples as the last whole one."""
+        """The points over the same samples as the last whole one."""
         last = next((point for point in reversed(self.points) if point.is_whole), self.points[-1])
         return [point for point in self.points if point.compared == last.compared]
 
@@ -145,7 +145,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(folder: Path, measured: dict[str, Measured]) -> dict[int, dict[str, dict[tuple[str, str], float]]]:
-    """Of each step and measure with this fingerprint the last line's samples: (name, content) -> score."""
+    """The samples of the last line of each step and measure with this fingerprint: (name, content) -> score."""
     found: dict[int, dict[str, dict[tuple[str, str], float]]] = {}
     for line in read_lines(folder):
         for name, measure in measured.items():
@@ -173,7 +173,7 @@ def read_curves(folder: Path) -> list[ScoreCurve]:
 
 
 def _point(line: dict[str, Any], name: str) -> ScorePoint:
-    """Of a line that another program may have written, with its step and scores alone."""
+    """Parse a line that another program may have written, with its step and scores alone."""
     samples = _rows(line)
     compared = hash_json(sorted([row.get("prompt"), row.get("seed")] for row in samples)) if samples else ""
     spread = line["spread"].get(name) if isinstance(line.get("spread"), dict) else None

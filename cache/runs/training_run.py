@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from cache.runs.failure_note import FAILURE_NOTE, KILLED, read_failure
+from cache.runs.process_record import FAILURE_NOTE, read_failure
 from cache.store.files import explained, replacing
 from cache.store.json_checks import parse_json
 from schemas.config.pipeline import Config
@@ -39,7 +39,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_metrics(path: Path) -> list[dict[str, Any]]:
-    """Those of its last TAIL_BYTES, in constant time however long the run is."""
+    """Read the lines of its last TAIL_BYTES, in constant time however long the run is."""
     return parse_metrics(_read_tail(path))
 
 
@@ -52,8 +52,8 @@ def _read_tail(path: Path) -> bytes:
 
 
 def parse_metrics(content: bytes) -> list[dict[str, Any]]:
-    """The lines of metrics, but those that are none: their step is no whole number, or one of NUMBERS is no number."""
-    found: list[dict[str, Any]] = []
+    """Parse lines of metrics, without those whose step is no whole number or one of whose NUMBERS is none."""
+    lines: list[dict[str, Any]] = []
     for raw in content.split(b"\n"):
         try:
             line = json.loads(raw)
@@ -64,20 +64,20 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
         if not all(isinstance(line.get(key), int | float | None) for key in NUMBERS):
             continue
         if line.get("resumed"):
-            found = [earlier for earlier in found if earlier["step"] <= line["step"]] if line["step"] else []
+            lines = [earlier for earlier in lines if earlier["step"] <= line["step"]] if line["step"] else []
             if isinstance(line.get("set"), str):  # the data are others from here on
-                found = [earlier for earlier in found if "set" not in earlier or earlier["step"] < line["step"]]
-                found.append({"step": line["step"], "set": line["set"]})
+                lines = [earlier for earlier in lines if "set" not in earlier or earlier["step"] < line["step"]]
+                lines.append({"step": line["step"], "set": line["set"]})
         else:
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, the newest last, without temporaries of killed processes."""
     with explained(str(folder)):
-        found = [path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+        checkpoints = [path for path in folder.glob("step-*") if step_of(path) is not None and path.is_dir()]
+    return sorted(checkpoints, key=checkpoint_step)
 
 
 def checkpoint_step(path: Path) -> int:
@@ -86,7 +86,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def spread(steps: Sequence[Step], most: int) -> list[Step]:
-    """At most `most` of them, two at least, evenly, with the first and the last."""
+    """Choose at most `most` of them, two at least, evenly, with the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
@@ -94,21 +94,21 @@ def spread(steps: Sequence[Step], most: int) -> list[Step]:
 
 def step_of(path: Path) -> int | None:
     """The step of a folder named "step-000500"; None of another name."""
-    found = _STEP_PATTERN.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = _STEP_PATTERN.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """What the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of length,
-    then JSON. Empty where the file is missing or damaged."""
+    """Read what the trainer wrote about a validation latent, from the header of its safetensors file: 8 bytes of
+    length, then JSON. Empty where the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = parse_json(file.read(min(size, MAX_HEADER_BYTES)))
-        found = json.loads(header["__metadata__"]["latentpress"])
+        description = json.loads(header["__metadata__"]["latentpress"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return description if isinstance(description, dict) else {}
 
 
 def smoothed_loss(losses: Sequence[float | None]) -> float | None:
@@ -143,10 +143,10 @@ def is_running(folder: Path) -> bool | None:
 def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
     """Whether a trainer may be at work by the run's files: it has not said that it ended, as one that was killed can't,
     and wrote something within SILENT_S. elsewhere: on another machine than this one."""
-    note = read_failure(folder)
-    if note is None or note.reason != KILLED or (elsewhere and note.host in ("", socket.gethostname())):
+    record = read_failure(folder)
+    if record is None or record.state != "lost" or (elsewhere and record.host == socket.gethostname()):
         return False
-    written = [note.time]
+    written = [record.began]
     for path in (folder / METRICS_FILE, folder / CHECKPOINTS, *folder.glob("validation/*")):
         with suppress(OSError):
             written.append(path.stat().st_mtime)
@@ -155,9 +155,9 @@ def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What a run has done, by its files. steps: those that the configuration asks for. state: "not started", "running",
-    "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest. eval_loss:
-    the last and its step."""
+    """The progress of a run, by its files. steps: those that the configuration asks for. state: "not started",
+    "running", "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest.
+    eval_loss: the last and its step."""
 
     run: str
     state: str
@@ -171,7 +171,7 @@ class RunProgress:
     eval_loss: str = ""
 
     def row(self) -> dict[str, Any]:
-        """Of a table."""
+        """A row of a table."""
         left = format_duration(self.seconds_left) if self.seconds_left is not None else ""
         return {
             "run": self.run,
@@ -187,9 +187,9 @@ class RunProgress:
 
 
 def read_progress(config: Config) -> RunProgress:
-    """That of the configuration's run. Of a running one speed and time left are what it has said since it was started
-    last, which is nothing while it loads."""
-    folder, steps = Path(config.output) / config.train.run, config.train.steps
+    """Read that of the configuration's run. Speed and time left of a running one are from the time since it was started
+    last, so there are none while it loads."""
+    folder, steps = config.run_folder, config.train.steps
     content = _read_tail(folder / METRICS_FILE)
     metrics = parse_metrics(content)
     lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))

@@ -44,7 +44,7 @@ from schemas.cli.options import (
     SetOption,
     WorkersOption,
 )
-from schemas.cli.program_note import NoteWriter, noted
+from schemas.cli.process_record import NoteWriter, noted
 from schemas.cli.progress import (
     PROGRESS_INTERVAL_S,
     STILL_S,

@@ -1,4 +1,4 @@
-"""What `run` and `train` print is kept in <output>/<run>/logs/, too: a terminal or a connection may go away.
+"""Logs of `run` and `train` in <output>/<run>/logs/, as a terminal or a connection may go away.
 
 The programs that `run` starts add to its log, so that one file has all lines in order.
 """
@@ -91,6 +91,6 @@ class LastingStream:
             self._drop()
 
     def _drop(self) -> None:
-        """Of libraries, too, which write to the same file."""
-        with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())
+        """Drop what libraries write to the same file, too."""
+        with suppress(OSError), open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), self._stream.fileno())

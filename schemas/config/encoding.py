@@ -15,6 +15,7 @@ StageName = Literal[
 ]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
+CACHE_LIMIT = "cache.rolling"  # for messages: the option behind `Cache.limit`
 MOST_PREFETCH = 1_000_000
 MOST_READERS = 8  # beyond which a disk is rarely faster
 
@@ -32,6 +33,11 @@ class Cache(Section):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
     unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
     rolling: Rolling | None = Field(None, description="encode while training, within a limit of bytes; docs/rolling.md")
+
+    @property
+    def limit(self) -> Rolling | None:
+        """Set where only a part of the shards is on the disk, encoded while it is trained on; None where all are."""
+        return self.rolling
 
 
 class Model(Section):

@@ -68,6 +68,11 @@ class Config(Section):
         return self
 
     @property
+    def run_folder(self) -> Path:
+        """Where everything of the training run is: checkpoints, adapters, metrics, samples."""
+        return Path(self.output) / self.train.run
+
+    @property
     def stage_order(self) -> list[StageName]:
         """The programs that `latentpress run` runs: of `stages.order` those that this configuration has work for."""
         idle = {"encode-vision": not self.vision.model, "score": not self.validation.scores.any}

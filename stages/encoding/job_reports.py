@@ -1,4 +1,4 @@
-"""What the jobs of an encoding stage report while they run: one small file for each under jobs/, which `status` merges.
+"""Reports of the jobs of an encoding stage while they run: one small file for each under jobs/, which `status` merges.
 
 A job is one run of a stage's program: alone, as a task of a job array, or with a pool of processes or actors. Its
 report says where it runs, how much it has done and how fast. It is written again every INTERVAL_S, so that a job that
@@ -6,25 +6,22 @@ was killed is seen to be lost. Only `status` reads reports; a job whose report c
 """
 
 import itertools
-import os
 import secrets
-import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from cache.store.batch_reads import read_files
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from schemas.cli.program_note import Moment
-from schemas.errors import LatentpressError
-from schemas.text_format import shorten
+from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, parse_record, storable_text
+from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 from stages.engines.jobs import UnitResult
 
 INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an object store each is one put
@@ -35,24 +32,14 @@ MOST_REMOVED = 100  # by one job, as a thousand may start together
 RATE_INTERVALS = 10  # that the rate is measured over
 END_TIMEOUT_S = 10.0  # that the program waits for its last report
 
-State = Literal["running", "lost", "failed", "stopped", "ended"]
 
-
-class JobReport(BaseModel):
+class JobReport(ProcessRecord):
     """Counts are of this job. members: texts or samples that it is to encode; done: those that it has, set-aside ones
-    included. workers: processes or actors. shard: like "3/16". begun: seconds since 1970. reason: why it stopped or
-    failed."""
+    included. workers: processes or actors. shard: like "3/16"."""
 
-    model_config = ConfigDict(frozen=True, str_max_length=1000, allow_inf_nan=False)
-
-    host: str = Field(default_factory=socket.gethostname)
-    process: int = Field(default_factory=os.getpid)
     engine: str
     workers: int = Field(ge=0)
     shard: str
-    begun: Moment = Field(default_factory=time.time)
-    state: State = "running"
-    reason: str = ""
     seconds: Moment = 0.0  # as many as a calendar has, at most
     members: int = Field(0, ge=0)
     done: int = 0
@@ -67,14 +54,13 @@ class JobReporter:
     """A context around a job's work, in which a thread writes the report. report: what does not change. stopped_by:
     what ended the work before it was done; "" where nothing did."""
 
-    def __init__(
-        self, root: str, stage: str, fingerprint: str, report: JobReport, stopped_by: Callable[[], str]
-    ) -> None:
-        self._folder = f"jobs/{stage}"
+    def __init__(self, root: str, fingerprint: str, report: JobReport, stopped_by: Callable[[], str]) -> None:
+        self._root, self._folder, self._stopped_by = root, f"jobs/{report.program}", stopped_by
         self._name = f"{self._folder}/{fingerprint}/{secrets.token_hex(8)}.json"
-        self._root, self._report, self._stopped_by = root, report, stopped_by
+        self._report, self._end = report, dict[str, object]()
         self._began, self._lock, self._ended = time.monotonic(), threading.Lock(), threading.Event()
-        self._counts: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)  # time and members done
+        self._counts = Counter[str]()
+        self._moments: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)  # time and members done
         self._thread = threading.Thread(target=self._write_on, name="job-report", daemon=True)
 
     def __enter__(self) -> Self:
@@ -83,52 +69,54 @@ class JobReporter:
 
     def advance(self, members: int) -> None:
         with self._lock:
-            self._report = self._report.model_copy(update={"done": self._report.done + members})
-            if not self._counts:  # loading the model does not count
-                self._counts.append((time.monotonic(), self._report.done))
+            self._counts["done"] += members
+            if not self._moments:  # loading the model does not count
+                self._moments.append((time.monotonic(), self._counts["done"]))
 
     def add(self, result: UnitResult) -> None:
         """A unit has ended."""
-        now = self._report
         with self._lock:
-            done = {"units_done": now.units_done + 1, "set_aside": now.set_aside + len(result.set_aside)}
-            failed = {"units_failed": now.units_failed + 1}
-            self._report = self._report.model_copy(update=failed if result.shard_path is None else done)
+            if result.shard_path is None:
+                self._counts["units_failed"] += 1
+            else:
+                self._counts.update(units_done=1, set_aside=len(result.set_aside))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        why = self._stopped_by()
-        state: State = "stopped" if why or isinstance(error, KeyboardInterrupt) else "ended"
+        reason = self._stopped_by()
+        code = INTERRUPTED if reason or isinstance(error, KeyboardInterrupt) else OK
         if isinstance(error, Exception):
-            state, why = "failed", error.message if isinstance(error, LatentpressError) else repr(error)
-        with self._lock:
-            self._report = self._report.model_copy(update={"state": state, "reason": shorten(why, 200)})
+            code, reason = INCOMPLETE, error.message if isinstance(error, LatentpressError) else repr(error)
+        self._end = {"exit_code": code, "reason": storable_text(reason, 200)}
         self._ended.set()
         self._thread.join(END_TIMEOUT_S)
 
     def _write_on(self) -> None:
         store, ended = Store(self._root), False
+        writer = RecordWriter(
+            self._report, lambda record: store.publish_bytes(self._name, record.model_dump_json().encode())
+        )
         for number in itertools.count():
-            with suppress(LatentpressError, OSError):  # the next one may be written
-                store.publish_bytes(self._name, self._current().model_dump_json().encode())
-                if number == 0:
+            writer.update(**self._measure(), **(self._end if ended else {}))
+            if number == 0:
+                with suppress(LatentpressError, OSError):
                     remove_old_reports(store, self._folder)
             if ended:
                 return
             ended = self._ended.wait(min(INTERVAL_S, FIRST_INTERVAL_S * 2 ** min(number, 10)))
 
-    def _current(self) -> JobReport:
+    def _measure(self) -> dict[str, object]:
         now = time.monotonic()
         with self._lock:
             rate = None
-            if self._counts and now > self._counts[0][0]:
-                first, counted = self._counts[0]
-                rate = max(0.0, (self._report.done - counted) / (now - first))
-                self._counts.append((now, self._report.done))
-            return self._report.model_copy(update={"seconds": now - self._began, "items_per_second": rate})
+            if self._moments and now > self._moments[0][0]:
+                first, counted = self._moments[0]
+                rate = max(0.0, (self._counts["done"] - counted) / (now - first))
+                self._moments.append((now, self._counts["done"]))
+            return {**self._counts, "seconds": now - self._began, "items_per_second": rate}
 
 
 def remove_old_reports(store: Store, folder: str) -> None:
-    """Those below `folder` of jobs that gave no sign of life for KEPT_S, at most MOST_REMOVED."""
+    """Remove those below `folder` of jobs that gave no sign of life for KEPT_S, at most MOST_REMOVED."""
     before = time.time() - KEPT_S
     old = [entry.name for entry in store.list_files(folder) if entry.modified < before]
     for name in [name for name in old if is_project_file(f"{folder}/{name}")][:MOST_REMOVED]:
@@ -140,7 +128,7 @@ def remove_old_reports(store: Store, folder: str) -> None:
 def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> dict[str, list[JobReport]]:
     """stage -> reports of its jobs of the last KEPT_S, the newest first. fingerprints: of each stage's cache. One
     listing, and a small read for each job; files that are no reports are left out."""
-    found: dict[str, list[JobReport]] = {stage: [] for stage in fingerprints}
+    by_stage: dict[str, list[JobReport]] = {stage: [] for stage in fingerprints}
     folders = {f"{stage}/{fingerprint}": stage for stage, fingerprint in fingerprints.items()}
     listed = [entry for entry in store.list_files("jobs") if is_project_file(f"jobs/{entry.name}")]
     recent = [
@@ -149,15 +137,13 @@ def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> d
         if entry.name.rpartition("/")[0] in folders and entry.modified >= now - KEPT_S
     ]
     for entry, data in read_files(store, recent):
-        try:
-            report = JobReport.model_validate_json(data)
-        except ValidationError:
+        report = parse_record(JobReport, data)
+        if report is None:
             continue
         if report.state == "running" and entry.modified < now - LOST_AFTER_S:
-            why = f"no sign of life for {now - entry.modified:.0f} s"
-            report = report.model_copy(update={"state": "lost", "reason": why})
-        found[folders[entry.name.split("/", 1)[1].rpartition("/")[0]]].append(report)
-    return {stage: sorted(reports, key=lambda report: -report.begun) for stage, reports in found.items()}
+            report = report.model_copy(update={"reason": f"no sign of life for {now - entry.modified:.0f} s"})
+        by_stage[folders[entry.name.split("/", 1)[1].rpartition("/")[0]]].append(report)
+    return {stage: sorted(reports, key=lambda report: -report.began) for stage, reports in by_stage.items()}
 
 
 def sum_rates(reports: Iterable[JobReport]) -> float:

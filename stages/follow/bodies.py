@@ -14,7 +14,7 @@ from cache.runs.scores import read_curves
 from cache.runs.training_run import RunProgress, read_progress
 from schemas.config.pipeline import Config
 from schemas.config.sharing import WebhookFormat
-from schemas.notification import Notification, NotifiedFailure, NotifiedModel, NotifiedPicture
+from schemas.notification import Notification, NotifiedModel, NotifiedPicture
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.follow.run_events import Event, read_eval_loss
@@ -54,7 +54,7 @@ class Body:
 
 def make_body(config: Config, event: Event, form: WebhookFormat) -> Body:
     """The body for an event; losses, scores and pictures are the run's present ones."""
-    folder, progress = Path(config.output) / config.train.run, read_progress(config)
+    folder, progress = config.run_folder, read_progress(config)
     pictures: list[SmallPicture] = []
     left_out = 0
     if event.event == "validation":
@@ -76,7 +76,7 @@ def make_body(config: Config, event: Event, form: WebhookFormat) -> Body:
 def _describe(
     config: Config, event: Event, progress: RunProgress, pictures: list[SmallPicture], left_out: int
 ) -> Notification:
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     validation = event.event == "validation"
     failure = event.failure
     return Notification(
@@ -102,9 +102,8 @@ def _describe(
             for picture in pictures
         ),
         pictures_left_out=left_out,
-        failure=None
-        if failure is None
-        else NotifiedFailure(stage=failure.stage, reason=_reason(failure.reason), advice=_reason(failure.advice)),
+        failure=failure
+        and failure.model_copy(update={"reason": _reason(failure.reason), "advice": _reason(failure.advice)}),
     )
 
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cache.runs.failure_note import Failure
 from cache.store.files import replacing
 from cache.store.json_checks import parse_json
 from schemas.config.sharing import Webhook
 from schemas.errors import LatentpressError
+from schemas.notification import NotifiedFailure
 from stages.follow.run_events import Event
 
 OUTBOX_FILE, LOCK_FILE = "notifications.json", ".notify.lock"
@@ -87,9 +87,11 @@ def only_one(folder: Path) -> Iterator[bool]:
 
 def _write_event(event: Event) -> dict[str, Any]:
     row = dataclasses.asdict(event)
-    return row | {"failure": event.failure._asdict() if event.failure else None}
+    return row | {"failure": event.failure.model_dump() if event.failure else None}
 
 
 def _read_event(row: dict[str, Any]) -> Event:
-    failure = Failure(**row["failure"]) if row["failure"] else None
+    """Read an event, also of an older version, whose failure has more values."""
+    values = row["failure"] and {name: row["failure"][name] for name in NotifiedFailure.model_fields}
+    failure = NotifiedFailure(**values) if values else None
     return Event(row["key"], row["event"], row["step"], row["id"], row["time"], failure)

@@ -1,4 +1,4 @@
-"""What has happened to a run, by its folder: started, validation, checkpoint, finished, failed."""
+"""The events of a run, by its folder: started, validation, checkpoint, finished, failed."""
 
 import time
 import uuid
@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cache.runs.failure_note import KILLED, Failure, read_failure
+from cache.runs.process_record import read_failure
 from cache.runs.scores import read_lines
 from cache.runs.training_run import CHECKPOINTS, METRICS_FILE, RunProgress, read_last_metrics, read_progress, step_of
 from schemas.config.pipeline import Config
 from schemas.config.sharing import EventName
+from schemas.notification import NotifiedFailure
 from stages.pages.validation_pictures import find_picture
 
 PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
@@ -29,23 +30,23 @@ class Event:
     step: int
     id: str
     time: str
-    failure: Failure | None = None
+    failure: NotifiedFailure | None = None
 
 
 def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tuple[list[Event], int]:
     """The events that are not among `known`, in order, and the number of validations that wait for their pictures or
     scores. watching: whether decode and score may still make these; if not, and no trainer is at work, a validation is
     sent with those that are there."""
-    folder = Path(config.output) / config.train.run
+    folder = config.run_folder
     progress = read_progress(config)
     keys, phase = {event.key for event in known}, next((e for e in reversed(known) if e.event in _PHASES), None)
-    found: list[Event] = []
+    events: list[Event] = []
 
-    def add(event: EventName, step: int, mark: str, failure: Failure | None = None) -> None:
+    def add(event: EventName, step: int, mark: str, failure: NotifiedFailure | None = None) -> None:
         if (key := f"{event}-{mark}") not in keys:
             keys.add(key)
             moment = datetime.now(UTC).strftime("%FT%TZ")
-            found.append(Event(key, event, step, uuid.uuid4().hex, moment, failure))
+            events.append(Event(key, event, step, uuid.uuid4().hex, moment, failure))
 
     if _has_started(progress, phase, folder):
         add("started", progress.step, f"{sum(e.event == 'started' for e in known)}")
@@ -56,10 +57,11 @@ def find_events(config: Config, known: Sequence[Event], *, watching: bool) -> tu
         add(event, step, f"{step}")
     if progress.state == "finished" and not pending:
         add("finished", progress.step, f"{progress.step}")
-    failure = None if progress.state == "running" else read_failure(folder)
-    if failure and not (progress.state == "unknown" and failure.reason == KILLED):  # then it may still be at work
-        add("failed", progress.step, f"{failure.time}", failure)
-    return found, pending
+    last = None if progress.state == "running" else read_failure(folder)
+    if last and not (progress.state == "unknown" and last.state == "lost"):  # then it may still be at work
+        failure = NotifiedFailure(stage=last.program, reason=last.reason, advice=last.advice)
+        add("failed", progress.step, f"{last.began}", failure)
+    return events, pending
 
 
 def _has_started(progress: RunProgress, phase: Event | None, folder: Path) -> bool:

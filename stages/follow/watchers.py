@@ -13,18 +13,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from cache.models.compatibility import check_preview_autoencoder
-from cache.runs.training_run import is_running, may_be_running, read_progress
-from cache.runs.training_wait import describe_wait
+from cache.runs.training_run import METRICS_FILE, is_running, may_be_running, read_last_metrics, read_progress
 from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler, signals_blocked
 from schemas.cli.kept_log import LOG_VARIABLE, LOGS
 from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
+from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import OK
 from schemas.text_format import shown_path
@@ -57,8 +59,8 @@ class Watcher:
 
 
 def decodes_while_training(config: Config) -> bool:
-    """By default: pictures, on the processor or on the configured device. On a processor clips take minutes and tens of
-    gigabytes, so they are decoded only where a device is configured."""
+    """Whether the configuration says so; by default pictures are, on the processor or on the configured device. Clips
+    take minutes and tens of gigabytes on a processor, so they are decoded only where a device is configured."""
     decode = config.stages.decode
     if "decode" not in config.stages.order or not config.validation.prompts:
         return False
@@ -92,13 +94,13 @@ class Watchers:
     def __init__(self, config: Config, options: Options, console: Console, stop_handler: StopHandler) -> None:
         self._config, self._console, self._stop_handler = config, console, stop_handler
         self._options = replace(options, json=False, device=None, workers=None)  # those of the stages
-        self._folder = Path(config.output) / config.train.run
+        self._folder = config.run_folder
         self._running: dict[Watcher, subprocess.Popen] = {}
         self.failed: list[dict[str, str | int]] = []
 
     def start(self, stage: StageName | None = None) -> None:
         """Start the watchers whose `since` is `stage`. With a stage, none is started where nothing is left to train."""
-        rows = [it for it in WATCHERS if it.since == stage and it.applies(self._config)]
+        rows = [row for row in WATCHERS if row.since == stage and row.applies(self._config)]
         if not rows or self._options.dry_run or (stage and read_progress(self._config).state == "finished"):
             return
         for watcher in rows:
@@ -134,29 +136,29 @@ class Watchers:
     def finish(self, stage: StageName | None = None) -> None:
         """Tell the watchers whose `until` is `stage` to finish (None: all), and wait until they have ended. Those that
         take longer than FINISH_S, or INTERRUPTED_S where `run` is interrupted, are killed."""
-        told = {it: process for it, process in self._running.items() if stage is None or it.until == stage}
-        for process in told.values():
+        ending = {row: process for row, process in self._running.items() if stage is None or row.until == stage}
+        for process in ending.values():
             if process.poll() is None:
                 process.terminate()
         limit_s = INTERRUPTED_S if self._stop_handler.reason else FINISH_S
-        names = ", ".join(watcher.program for watcher in told)
+        names = ", ".join(watcher.program for watcher in ending)
         with activity(f"waiting for what runs beside training to finish, at most {limit_s:.0f} s: {names}"):
-            killed = self._wait_until_ended(told)
-        for watcher, process in told.items():
+            killed = self._wait_until_ended(ending)
+        for watcher, process in ending.items():
             del self._running[watcher]
             if watcher in killed and self._stop_handler.reason:
                 continue
             if process.returncode != OK:
                 self._add_failure(watcher, process.returncode, watcher in killed)
 
-    def _wait_until_ended(self, told: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
-        """Those that had to be killed. An interruption of `run` shortens the time limit while it waits."""
+    def _wait_until_ended(self, processes: Mapping[Watcher, subprocess.Popen]) -> set[Watcher]:
+        """Wait, and return those that had to be killed. An interruption of `run` shortens the limit while it waits."""
         began = time.monotonic()
-        while running := {it for it, process in told.items() if process.poll() is None}:
+        while running := {row for row, process in processes.items() if process.poll() is None}:
             if time.monotonic() - began > (INTERRUPTED_S if self._stop_handler.reason else FINISH_S):
                 for watcher in running:
-                    told[watcher].kill()
-                    told[watcher].wait()
+                    processes[watcher].kill()
+                    processes[watcher].wait()
                 break
             time.sleep(0.05)
         return running
@@ -252,3 +254,35 @@ def _is_trained(folder: Path) -> bool:
     """Whether a trainer is at work there: by its lock or, where there are no locks, by the age of what it wrote."""
     running = is_running(folder)
     return may_be_running(folder) if running is None else running
+
+
+def describe_wait(folder: Path) -> tuple[str, str]:
+    """Describe what is waited for, such as "waiting for the validation of step 200", and how far it is, such as "step
+    120 of 1000, about 0:04:00 left"; "" where that is not known."""
+    if is_running(folder) is False:
+        return "waiting for training to begin", ""
+    lines = read_last_metrics(folder / METRICS_FILE)
+    trained = [line for line in lines if "loss" in line]
+    try:
+        steps, every = _read_intervals(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns)
+    except (OSError, ConfigError):
+        steps, every = 0, None
+    if not trained or not steps:
+        return "waiting for the first step of training", ""
+    step, left = trained[-1]["step"], trained[-1].get("seconds_left")
+    state = f"step {step} of {steps}"
+    if every and step % every == 0 and lines[-1] is trained[-1]:
+        return f"waiting for the validation of step {step}, which has begun", state
+    if step >= steps:
+        return "waiting for training to end", state
+    next_step = min(steps, (step // every + 1) * every) if every else steps
+    if isinstance(left, int | float):
+        state += f", about {timedelta(seconds=round(left * (next_step - step) / (steps - step)))} left"
+    return f"waiting for the validation of step {next_step}", state
+
+
+@lru_cache(maxsize=16)
+def _read_intervals(path: Path, changed_ns: int) -> tuple[int, int | None]:
+    """Steps of the run, and after how many there is a validation."""
+    config = load_config(path)
+    return config.train.steps, config.validation.every

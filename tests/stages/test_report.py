@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
+from cache.runs.process_record import append_stage
 from cache.runs.scores import Measured, SampleScores, append_step
-from cache.runs.stage_log import append_stage
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, report
@@ -79,7 +78,9 @@ def test_a_finished_run(home: Project) -> None:
         append_stage(made.folder, {"stage": "discover", "began": 0.0, "seconds": seconds, "done": 1, "failed": False})
     fingerprint, store = TEXT.fingerprint(made.config), Store(made.config.root)
     for number, seconds in enumerate((200.0, 5.0)):  # of two machines
-        job = JobReport(engine="local", workers=1, shard=f"{number}/2", state="ended", seconds=seconds)
+        job = JobReport(
+            program="encode-text", engine="local", workers=1, shard=f"{number}/2", exit_code=0, seconds=seconds
+        )
         store.publish_bytes(f"jobs/encode-text/{fingerprint}/{number:016x}.json", job.model_dump_json().encode())
     text, missing = page_of(home)
     assert (made.folder / "report.html").stat().st_size < 10_000_000
@@ -234,9 +235,9 @@ def test_two_runs_side_by_side(home: Project) -> None:
 
 
 @pytest.mark.slow
-def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project) -> None:
+def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, often) -> None:
     made = FakeRun(home)
-    steps = 100_000 if os.environ.get("TORTURE") == "long" else 20_000
+    steps = often(20_000, 100_000)
     peak, every = steps // 2 + 321, steps // 40
     lines = [step_line(step, loss=9.0 if step == peak else 1.0) for step in range(1, steps + 1)]
     made.metrics(*lines)

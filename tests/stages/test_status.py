@@ -13,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 
 from schemas.cli.console import Console, Options, Report
-from schemas.cli.program_note import NoteWriter
+from schemas.cli.process_record import NoteWriter
 from schemas.config.pipeline import Config
 from stages import bucket, discover, encode_latents, encode_text, index, status
 from stages.discovery.missing_media import spread_evenly

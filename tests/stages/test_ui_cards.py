@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from schemas.cli.program_note import ProgramNote, TaskNote, find_process_start
+from schemas.cli.process_record import ProcessRecord, Task, find_process_start, write_record
 from schemas.cli.report import Report
 from schemas.errors import LatentpressError
 from stages.pages.ui.cards import Card, build_cards, build_run_card
@@ -22,10 +22,8 @@ def row(stage: str, done: int, remaining: int = 0, set_aside: int = 0, **more: A
 
 
 def note(programs: ChildPrograms, job: str, program: str, **values: Any) -> None:
-    folder = programs._folder / "notes" / job
-    folder.mkdir(parents=True, exist_ok=True)
     given = {"process_start": find_process_start(os.getpid()), "began": time.time() - 90} | values
-    (folder / f"{program}.json").write_text(ProgramNote(program=program, **given).model_dump_json())
+    write_record(programs._folder / "notes" / job / f"{program}.json", ProcessRecord(program=program, **given))
 
 
 @pytest.fixture
@@ -81,8 +79,8 @@ def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
     )
     assert found["encode-text"].log == "run"
     assert found["discover"].state == found["bucket"].state == "to do"
-    reading = TaskNote(description="encode-text", state="3/8 texts, 2 texts/s", done=3, total=8)
-    for tasks in ((reading, TaskNote(description="loading", state="0:00:07", done=0)), (reading,)):
+    reading = Task(description="encode-text", state="3/8 texts, 2 texts/s", done=3, total=8)
+    for tasks in ((reading, Task(description="loading", state="0:00:07", done=0)), (reading,)):
         note(cards.programs, "run", "encode-text", tasks=tasks)
         card = cards(row("encode-text", 2, 6, items_per_second="9", left="0:00:01"))["encode-text"]
         assert card.facts == [f"{tasks[-1].description}: {tasks[-1].state}"]

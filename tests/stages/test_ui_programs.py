@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.cli.program_note import find_process_start
+from schemas.cli.process_record import find_process_start
 from schemas.errors import LatentpressError
 from stages.pages.ui.cards import build_job_card
 from stages.pages.ui.child_programs import KEPT_LOGS, ChildPrograms, Refused, Start
@@ -41,7 +41,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def said(programs: ChildPrograms, start: Start) -> str:
-    log = next(path for path in programs.logs(start.job) if path.name == start.log)
+    log = next(path for path in programs.logs(start.program) if path.name == start.log)
     until(lambda: log.read_text(), "a first line")
     return log.read_text()
 
@@ -160,11 +160,9 @@ def test_another_process_with_its_id_is_left_alone(page: Callable[..., ChildProg
 def test_a_program_on_another_machine_is_named(page: Callable[..., ChildPrograms]) -> None:
     programs = page()
     start = Start(
-        job="train",
-        process=os.getpid(),
+        program="train",
         process_start=find_process_start(os.getpid()),
         host=f"not-{socket.gethostname()}",
-        began=time.time(),
         log="train-0.log",
     )
     programs._write(start)

@@ -54,7 +54,7 @@ def move_adapter(run: loop.TrainState) -> None:
 
 
 def lines(config, key: str = "loss") -> dict[int, float]:
-    path = Path(config.output) / config.train.run / "metrics.jsonl"
+    path = config.run_folder / "metrics.jsonl"
     return {line["step"]: line[key] for line in metrics.read_metrics(path) if key in line}
 
 

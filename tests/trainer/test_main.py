@@ -20,7 +20,7 @@ from trainer.run.output_lock import LOCK_NAME, OutputLocked, lock_output
 
 
 def run_of(config) -> Path:
-    return Path(config.output) / config.train.run
+    return config.run_folder
 
 
 def on(config, path: Path):

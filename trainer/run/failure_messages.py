@@ -23,8 +23,8 @@ def explain_failures(folder: Path) -> Iterator[None]:
     """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
     to creating the folder, or one in it, is found before anything is loaded."""
     steps = [path for path in folder.glob(f"{CHECKPOINTS}/*") if step_of(path) is not None]
-    for place in (folder, *(folder / name for name in (CHECKPOINTS, "validation", "adapter", "model")), *steps):
-        check_folder(place)
+    for path in (folder, *(folder / name for name in (CHECKPOINTS, "validation", "adapter", "model")), *steps):
+        check_folder(path)
     with explained(str(folder)):
         try:
             yield

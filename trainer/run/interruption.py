@@ -17,7 +17,6 @@ from schemas.cli.interruption import StopHandler
 from schemas.config.pipeline import Config
 from schemas.errors import INTERRUPTED, LatentpressError
 from trainer.run.resume import newest_checkpoint
-from trainer.run.run_state import run_folder
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +129,7 @@ class StopRequest:
 
 def describe_progress(config: Config) -> str:
     """Which steps are saved and which are lost."""
-    folder = run_folder(config)
+    folder = config.run_folder
     try:
         found, _ = newest_checkpoint(folder / "checkpoints")
     except LatentpressError:

@@ -221,12 +221,7 @@ def check_base_precision(config: Config) -> None:
 
 def result_folder(config: Config) -> Path:
     """adapter/ for a LoRA or LoKr, model/transformer/ for a full-rank run."""
-    folder = run_folder(config)
-    return folder / "model" / "transformer" if config.train.adapter.type == "full" else folder / "adapter"
-
-
-def run_folder(config: Config) -> Path:
-    return Path(config.output) / config.train.run
+    return config.run_folder / ("model/transformer" if config.train.adapter.type == "full" else "adapter")
 
 
 def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:
@@ -234,7 +229,7 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
 
     ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
     """
-    folder = run_folder(config)
+    folder = config.run_folder
     found, _ = newest_checkpoint(folder / "checkpoints")
     if found is None:
         return None
@@ -259,7 +254,7 @@ def write_config(config: Config, data: TrainSet) -> None:
     if "/" not in config.train.set:
         values["train"]["set"] = data.id
     lines = [f"# Not in force, as set {data.id} was named: {row}\n" for row in data.recipe_differences]
-    with replacing(run_folder(config) / "config.yaml") as temporary, temporary.open("w") as file:
+    with replacing(config.run_folder / "config.yaml") as temporary, temporary.open("w") as file:
         file.writelines(lines)
         YAML(typ="safe").dump(values, file)
 
@@ -284,4 +279,4 @@ def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
 
 
 def _result_note(config: Config) -> Path:
-    return run_folder(config) / RESULT_NOTE
+    return config.run_folder / RESULT_NOTE

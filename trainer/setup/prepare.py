@@ -74,7 +74,7 @@ class TrainState:
 
     @property
     def folder(self) -> Path:
-        return run_state.run_folder(self.config)
+        return self.config.run_folder
 
     @property
     def skip_frames(self) -> int:
@@ -142,7 +142,7 @@ def prepare_training(
     accelerator = make_accelerator(device)
     watch = RankWatch(accelerator, console, parallel.timeout, store)
     with watch.sharing_errors():
-        files = RunFiles(accelerator, run_state.run_folder(config), watch.note)
+        files = RunFiles(accelerator, config.run_folder, watch.note)
         if store is not None:
             signature = run_state.resume_signature(config, data, schedule)
             refuse_differences(files.gathered(describe_rank(config, data, signature)), files.hosts)

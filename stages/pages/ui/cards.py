@@ -4,12 +4,11 @@ for the files of a run."""
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cache.runs.scores import read_lines
 from cache.runs.training_run import RunProgress, read_progress, step_of
-from schemas.cli.program_note import ProgramNote
+from schemas.cli.process_record import ProcessRecord
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
@@ -67,15 +66,15 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
 
 
 def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
-    """That of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
+    """The card of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
     card = build_job_card("run", "every stage in order, skipping what is done", programs)
     if is_known:
-        _settle(card, all(each.state == "done" for step in steps for each in step))
+        _settle(card, all(stage.state == "done" for step in steps for stage in step))
     return card
 
 
 def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
-    """What its last start says."""
+    """A job's card by its last start."""
     start, card = programs.last_start(name), Card(name, what)
     card.log = name if programs.logs(name) else ""
     conflict = next((other for other in list_conflicts(name) if _is_running(programs.last_start(other))), None)
@@ -99,11 +98,11 @@ def _is_running(start: Start | None) -> bool:
 
 def _is_outdated(start: Start, whole: Start | None) -> bool:
     """Whether `run` has done the stage's work since."""
-    return start.job in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
+    return start.program in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
 
 
 def _describe_end(start: Start) -> tuple[str, str]:
-    when = f", {_ago(start.ended)} ago" if start.ended else ""
+    when = "" if start.exit_code is None else f", {_ago(start.updated)} ago"
     if start.stop_asked is not None and not start.runs_elsewhere:
         return "to do", f"stopped{when}"
     if start.exit_code is None:
@@ -117,7 +116,7 @@ def _describe_end(start: Start) -> tuple[str, str]:
 
 
 def _ago(moment: float) -> str:
-    """Like 0:01:25, in steps that grow, so that the page has not to be drawn anew each second."""
+    """Time since, in steps that grow, so that the page has not to be drawn anew each second."""
     seconds = max(0, round(time.time() - moment))
     if seconds < 60:
         return f"{seconds} s"
@@ -127,7 +126,7 @@ def _ago(moment: float) -> str:
 
 
 def _add_counts(card: Card, config: Config, status: Report | LatentpressError | None, row: Any) -> None:
-    """What there is, whoever made it."""
+    """Add what there is, whoever made it."""
     if card.name == "train":
         return _add_training(card, read_progress(config))
     if card.name in ("decode", "score"):
@@ -150,13 +149,13 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
     card.set_aside = row["set_aside"]
-    if config.cache.rolling is not None:  # its shards come and go
+    if config.cache.limit is not None:  # its shards come and go
         return _settle(card, read_progress(config).state == "finished")
     return _settle(card, not remaining and (done or row["set_aside"]) > 0)
 
 
 def _settle(card: Card, is_done: bool) -> None:
-    """What there is counts more than how the last start ended, unless that failed."""
+    """Let what there is count more than how the last start ended, unless that failed."""
     if card.state in ("to do", "done"):
         card.state = "done" if is_done else "to do"
 
@@ -178,41 +177,41 @@ def _add_training(card: Card, progress: RunProgress) -> None:
 
 
 def _add_pictures(card: Card, config: Config) -> None:
-    """How many are decoded, or scored. A run that made none has nothing to decode or to score."""
-    folder = Path(config.output) / config.train.run
+    """Count those that are decoded, or scored. A run that made none has nothing to decode or to score."""
+    folder = config.run_folder
     latents = {
         path.with_suffix("").relative_to(folder / "validation") for path in folder.glob("validation/*/*.safetensors")
     }
-    found = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
+    pictures = {path.with_suffix("").relative_to(folder / "samples") for path in folder.glob("samples/*/*")}
     if card.name == "score":
         scored = {line["step"] for line in read_lines(folder)}
-        found = {path for path in found if step_of(path.parent) in scored}
+        pictures = {path for path in pictures if step_of(path.parent) in scored}
     if latents:
-        done = len(latents & found)
+        done = len(latents & pictures)
         card.done, card.total, card.count = done, len(latents), f"{done} of {len(latents)} pictures and clips"
-    _settle(card, latents <= found and (bool(latents) or read_progress(config).state == "finished"))
+    _settle(card, latents <= pictures and (bool(latents) or read_progress(config).state == "finished"))
 
 
-def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProgramNote]]]:
-    """Of what runs now: program -> jobs that it is of, and notes; `run` has those of its stages."""
-    found: dict[str, list[tuple[str, ProgramNote]]] = {}
+def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProcessRecord]]]:
+    """The notes of what runs now: program -> (job, note); `run` has those of its stages."""
+    notes: dict[str, list[tuple[str, ProcessRecord]]] = {}
     for job in (*STAGES, "run"):
         for note in programs.notes(job):
             if note.is_running:
-                found.setdefault(note.program, []).append((job, note))
-    return found
+                notes.setdefault(note.program, []).append((job, note))
+    return notes
 
 
-def _add_state(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
-    """That of a stage which `run` runs."""
+def _add_state(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
+    """Add the state of a stage which `run` runs."""
     for job, note in notes:
         if card.state not in AT_WORK:
             card.state, card.said, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
 
 
-def _add_tasks(card: Card, notes: Sequence[tuple[str, ProgramNote]]) -> None:
-    """What the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of training,
-    which is of steps; so do its rate and time left, of which it has none while it loads."""
+def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
+    """Add what the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of
+    training, which is of steps; so do its rate and time left, of which it has none while it loads."""
     for note in [note for _, note in notes if note.tasks]:
         task = note.tasks[-1]
         card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)

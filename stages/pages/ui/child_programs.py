@@ -4,9 +4,9 @@ Each has a session of its own, so it goes on when the page's process ends, and i
 <output>/.ui/, so a page that is opened later finds it again. Several pages may share the folder.
 
     <output>/.ui/lock               held while something is started
-    <output>/.ui/starts/<job>.json  the last start: process, when it began, log
+    <output>/.ui/starts/<job>.json  the record of the last start (schemas/cli/process_record.py)
     <output>/.ui/logs/<job>-*.log   what each start printed
-    <output>/.ui/notes/<job>/       what the programs say of themselves (schemas/cli/program_note.py)
+    <output>/.ui/notes/<job>/       the records of the job's programs, by themselves
 """
 
 import fcntl
@@ -23,10 +23,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from cache.store.files import explained, replacing
-from schemas.cli.program_note import NOTES_VARIABLE, Moment, ProgramNote, find_process_start, is_process, read_notes
+from cache.store.files import explained
+from schemas.cli.process_record import (
+    NOTES_VARIABLE,
+    Moment,
+    ProcessRecord,
+    find_process_start,
+    read_notes,
+    read_record,
+    write_record,
+)
 from schemas.errors import LatentpressError
 from stages.pages.ui.jobs import JOBS, list_conflicts
 
@@ -36,32 +42,14 @@ POLL_S = 0.2
 
 
 class Refused(LatentpressError):
-    """What was asked for can't be done now."""
+    """Raised where what was asked for can't be done now."""
 
 
-class Start(BaseModel):
-    """A start of a job. process_start: of `find_process_start`. stop_asked: when it was told to stop."""
+class Start(ProcessRecord):
+    """A start of a job, which is its `program`. log: name of the file. stop_asked: when it was told to stop."""
 
-    model_config = ConfigDict(frozen=True)
-
-    job: str
-    process: int
-    process_start: str
-    host: str
-    began: Moment
     log: str
     stop_asked: Moment | None = None
-    ended: Moment | None = None
-    exit_code: int | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self.exit_code is None and is_process(self.process, self.process_start, self.host)
-
-    @property
-    def runs_elsewhere(self) -> bool:
-        """Or ran: another machine's processes are not seen from here."""
-        return self.exit_code is None and self.host != socket.gethostname()
 
 
 class ChildPrograms:
@@ -74,7 +62,7 @@ class ChildPrograms:
         self._lock = threading.RLock()
 
     def start(self, name: str) -> Start:
-        """Refused where it, or one that it conflicts with, is at work."""
+        """Start a job. Refused where it, or one that it conflicts with, is at work."""
         job = JOBS[name]
         with self._locked():
             for other in (name, *list_conflicts(name)):
@@ -93,14 +81,8 @@ class ChildPrograms:
                     env={**os.environ, NOTES_VARIABLE: str(notes)},
                 )
             self._children[name] = child
-            start = Start(
-                job=name,
-                process=child.pid,
-                process_start=find_process_start(child.pid),
-                host=socket.gethostname(),
-                began=time.time(),
-                log=log.name,
-            )
+            started_at = find_process_start(child.pid)
+            start = Start(program=name, process=child.pid, process_start=started_at, log=log.name)
             self._write(start)
             return start
 
@@ -115,7 +97,7 @@ class ChildPrograms:
         raise Refused(f"{what}: it was started at {began}, process {last.process}", step)
 
     def stop(self, name: str) -> None:
-        """SIGTERM, after which each program ends in its own way, and keeps what is done."""
+        """Send SIGTERM, after which each program ends in its own way, and keeps what is done."""
         last = self._require_running(name)
         if last.stop_asked is not None:
             step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
@@ -124,7 +106,7 @@ class ChildPrograms:
         self._write(last.model_copy(update={"stop_asked": time.time()}))
 
     def kill(self, name: str) -> None:
-        """For one that was told to stop and does not."""
+        """Kill one that was told to stop and does not."""
         last = self._require_running(name)
         if last.stop_asked is None:
             raise Refused(f"{name} was not told to stop yet", "stop it first")
@@ -159,44 +141,41 @@ class ChildPrograms:
             while self._reaped(last).is_running:
                 time.sleep(POLL_S)
             with suppress(LatentpressError):  # another page was faster
-                self.start(last.job)
+                self.start(last.program)
         finally:
-            self._restarting.discard(last.job)
+            self._restarting.discard(last.program)
 
     def is_restarting(self, name: str) -> bool:
         return name in self._restarting
 
     def last_start(self, name: str) -> Start | None:
-        """None where it was never started from a page."""
-        try:
-            start = Start.model_validate_json(self._path(name).read_bytes())
-        except (OSError, ValidationError):
-            return None
-        return self._reaped(start)
+        """Read the record of the last start; None where it was never started from a page."""
+        start = read_record(Start, self._path(name))
+        return None if start is None else self._reaped(start)
 
     def _reaped(self, start: Start) -> Start:
-        """With its exit code, if it has ended: a child of this page's tells it, any other by its note."""
+        """Add its exit code, if it has ended: a child of this page's tells it, any other by its note."""
         if start.exit_code is not None or start.is_running:
             return start
-        child, code, when = self._children.get(start.job), None, time.time()
-        own = [note for note in self.notes(start.job) if note.process == start.process and note.exit_code is not None]
-        if own:
-            code, when = own[0].exit_code, own[0].updated
+        child, code, when = self._children.get(start.program), None, time.time()
+        for note in self.notes(start.program):
+            if note.process == start.process and note.exit_code is not None:
+                code, when = note.exit_code, note.updated
         if child is not None and child.pid == start.process and start.host == socket.gethostname():
             code = child.wait()
         if code is None:
             return start
-        ended = start.model_copy(update={"exit_code": code, "ended": when})
+        ended = start.model_copy(update={"exit_code": code, "updated": when})
         with self._lock, suppress(OSError):
             self._write(ended)
         return ended
 
-    def notes(self, name: str) -> list[ProgramNote]:
-        """Of the job's last start, and of the programs that it started."""
+    def notes(self, name: str) -> list[ProcessRecord]:
+        """The records of the job's last start, and those of the programs that it started."""
         return read_notes(self._folder / "notes" / name)
 
     def logs(self, name: str) -> list[Path]:
-        """The newest first."""
+        """The logs of the job's starts, the newest first."""
         return sorted((self._folder / "logs").glob(f"{name}-[0-9]*.log"), key=lambda path: path.name, reverse=True)
 
     def _new_log(self, name: str) -> Path:
@@ -210,14 +189,11 @@ class ChildPrograms:
         return self._folder / "starts" / f"{name}.json"
 
     def _write(self, start: Start) -> None:
-        path = self._path(start.job)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(start.model_dump_json(), encoding="utf-8")
+        write_record(self._path(start.program), start)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Nobody else starts anything in this folder meanwhile."""
+        """While the body runs, nobody else starts anything in this folder."""
         with explained(str(self._folder)):
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock, (self._folder / "lock").open("wb") as file:

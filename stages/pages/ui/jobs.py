@@ -1,4 +1,4 @@
-"""What can be started from the page: the programs of the command line, by the words that start them."""
+"""Jobs that the page can start: the programs of the command line, by the words that start them."""
 
 from dataclasses import dataclass
 

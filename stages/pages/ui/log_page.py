@@ -48,7 +48,7 @@ def show(request: Request) -> Response:
 
 
 def tail(request: Request) -> Response:
-    """What was added since `from`."""
+    """Answer with what was added since `from`."""
     given = request.query_params.get("from", "")
     chosen, ended = _chosen(request), _has_ended(request)
     offset = int(given) if re.fullmatch("[0-9]{1,18}", given, re.ASCII) else None
@@ -59,20 +59,20 @@ def tail(request: Request) -> Response:
 def _has_ended(request: Request) -> bool:
     site, name = site_of(request), request.path_params["job"]
     if name.startswith(BESIDE):
-        return not is_running(site.output / site.config().train.run)
+        return not is_running(site.config().run_folder)
     last = site.programs.last_start(name)
     return last is None or not last.is_running
 
 
 def _list_watchers(site: Site) -> list[str]:
-    return sorted(path.stem for path in (site.output / site.config().train.run / LOGS).glob("*.log"))
+    return sorted(path.stem for path in (site.config().run_folder / LOGS).glob("*.log"))
 
 
 def _logs(request: Request) -> list[Path]:
     """The newest first. None that a link leads out of the output's folder."""
     site, name = site_of(request), request.path_params["job"]
     if name.startswith(BESIDE) and (watcher := name.removeprefix(BESIDE)) in _list_watchers(site):
-        found = [site.output / site.config().train.run / LOGS / f"{watcher}.log"]
+        found = [site.config().run_folder / LOGS / f"{watcher}.log"]
     elif name in JOBS:
         found = site.programs.logs(name)
     else:

@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 from cache.runs import training_run
-from cache.runs.failure_note import FAILURE_NOTE, noting_failure
+from cache.runs.process_record import FAILURE_NOTE, clear_failure, noting_failure, read_failure, record_failure
 from cache.runs.training_run import (
     is_running,
     may_be_running,
@@ -146,7 +146,7 @@ def test_where_there_are_no_locks_the_files_tell(config: Config, monkeypatch: py
 def _written_before(folder: Path, seconds: float) -> None:
     """As if the trainer had written nothing since."""
     note = json.loads((folder / FAILURE_NOTE).read_text())
-    (folder / FAILURE_NOTE).write_text(json.dumps(note | {"time": time.time() - seconds}))
+    (folder / FAILURE_NOTE).write_text(json.dumps(note | {"began": time.time() - seconds}))
     os.utime(folder / "metrics.jsonl", (time.time() - seconds,) * 2)
 
 
@@ -160,3 +160,13 @@ def test_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 def test_skipped_steps_have_no_part_in_the_smoothed_loss() -> None:
     assert smoothed_loss([]) is None and smoothed_loss([None]) is None
     assert smoothed_loss([9.0] * 60 + [1.0, None, 3.0] + [2.0] * 47) == 2.0
+
+
+def test_a_failure_with_any_text_is_recorded(tmp_path: Path) -> None:
+    name = b"caf\xe9.png".decode(errors="surrogateescape")
+    record_failure(tmp_path, "train", f"{name} can't be read: {'x' * 100_000}")
+    failure = read_failure(tmp_path)
+    assert failure is not None and failure.state == "failed" and failure.reason.startswith("caf\\udce9.png can't be")
+    clear_failure(tmp_path)
+    (tmp_path / "failure.json").write_text('{"stage": "train", "reason": "", "advice": "", "time": 1.5, "host": "vm"}')
+    assert read_failure(tmp_path) is None, "of an older version"

@@ -42,8 +42,8 @@ def rows(home: Project, **options: bool) -> tuple[dict, list[dict]]:
 
 
 def reporter(root: object, stopped_by: str = "", **about: object) -> JobReporter:
-    given = {"engine": "local", "workers": 2, "shard": "1/4", "members": 10, "units": 5, **about}
-    return JobReporter(str(root), STAGE, CACHE, JobReport.model_validate(given), lambda: stopped_by)
+    given = {"program": STAGE, "engine": "local", "workers": 2, "shard": "1/4", "members": 10, "units": 5, **about}
+    return JobReporter(str(root), CACHE, JobReport.model_validate(given), lambda: stopped_by)
 
 
 def reports(root: object, now: float | None = None) -> list[JobReport]:
@@ -59,7 +59,7 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
         row, _ = rows(planned)
         assert row["remaining"] == left and not row.get("left"), "nobody works on it"
         path = next((planned.root / "jobs" / STAGE).glob("*/*.json")).with_name(f"{0:016x}.json")
-        path.write_text(JobReport(engine="local", workers=1, shard="1/2").model_dump_json())
+        path.write_text(JobReport(program=STAGE, engine="local", workers=1, shard="1/2").model_dump_json())
         row, _ = rows(planned)
         path.unlink()
         assert "1 running" in row["jobs"] and not row.get("left"), "it loads its model"
@@ -111,7 +111,7 @@ def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
     assert reports(tmp_path, time.time() + 2 * job_reports.KEPT_S) == []
 
 
-@pytest.mark.parametrize("field", ["begun", "seconds"])
+@pytest.mark.parametrize("field", ["began", "seconds"])
 def test_a_report_beyond_any_calendar_is_left_out(tmp_path: Path, field: str) -> None:
     with reporter(tmp_path):
         pass

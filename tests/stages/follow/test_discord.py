@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cache.runs.failure_note import record_failure
+from cache.runs.process_record import record_failure
 from stages import notify
 from tests.project import Project
 from tests.stages.follow.notified_run import HOOK, OTHER, finish, trained

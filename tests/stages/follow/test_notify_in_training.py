@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jsonschema
 import pytest
 
-from cache.runs.failure_note import KILLED, clear_failure, noting_failure, record_failure
+from cache.runs.process_record import KILLED, begin_record, clear_failure, noting_failure, record_failure
 from schemas.errors import LatentpressError
 from stages import notify
 from stages.follow import run_events
@@ -152,7 +152,7 @@ def test_a_run_that_was_killed_has_failed(home: Project, hook: WebhookServer) ->
     run = FakeRun(home)
     run.metrics(step_line(1))
     with training(run):
-        record_failure(run.folder, "train", KILLED, "latentpress train")  # as noting_failure does first
+        begin_record(run.folder, "train").update()  # as noting_failure does first
         home.run(notify.run)
         assert hook.events() == [("started", 1)]
     home.run(notify.run)
@@ -170,3 +170,17 @@ def test_a_failed_stage_before_training_is_told(home: Project, hook: WebhookServ
     record_failure(folder, "encode-latents", "the disk is full")
     home.run(notify.run)
     assert hook.events() == [("failed", 0)]
+
+
+def test_a_failure_that_an_older_version_found_is_told(home: Project, hook: WebhookServer) -> None:
+    """Its outbox has more of a failure."""
+    folder = home.folder / "output" / "run"
+    folder.mkdir(parents=True)
+    failure = {"stage": "train", "reason": "the disk is full", "advice": "make room", "time": 1.5, "host": "vm"}
+    event = {"key": "failed-1.5", "event": "failed", "step": 3, "id": "0" * 32, "time": "2026-01-31T12:00:00Z"}
+    outbox = {"events": [event | {"failure": failure}], "handled": {}}
+    (folder / "notifications.json").write_text(json.dumps(outbox))
+    home.run(notify.run)
+    (received,) = hook.received
+    assert received.document["failure"] == {name: failure[name] for name in ("stage", "reason", "advice")}
+    assert home.run(notify.run).done == 0 and len(hook.received) == 1

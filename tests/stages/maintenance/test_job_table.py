@@ -11,8 +11,17 @@ from tests.reports import odd_keys
 
 
 def job(**about: object) -> JobReport:
-    usual = {"host": "vm", "process": 21341, "engine": "local", "workers": 1, "shard": "0/1", "members": 7, "done": 7}
-    usual |= {"units": 1, "units_done": 1, "items_per_second": 53.2, "seconds": 11, "state": "ended"}
+    usual = {
+        "program": "encode-latents",
+        "host": "vm",
+        "process": 21341,
+        "engine": "local",
+        "workers": 1,
+        "shard": "0/1",
+        "members": 7,
+        "done": 7,
+    }
+    usual |= {"units": 1, "units_done": 1, "items_per_second": 53.2, "seconds": 11, "exit_code": 0}
     return JobReport.model_validate(usual | about)
 
 
@@ -24,7 +33,7 @@ def lines_of(**jobs: list[JobReport]) -> list[str]:
 
 def test_usual_jobs_take_a_line_each() -> None:
     assert lines_of(
-        encode_text=[job()], encode_latents=[job(process=22065, state="running", items_per_second=None)]
+        encode_text=[job()], encode_latents=[job(process=22065, exit_code=None, items_per_second=None)]
     ) == [
         "  jobs:",
         "    stage           state    where      done    units   per second  took",
@@ -39,8 +48,8 @@ def test_usual_jobs_take_a_line_each() -> None:
 def test_long_names_counts_and_reasons_keep_to_the_width(host) -> None:
     why = "13 of 25 samples were set aside; the whole list: s3://bucket/work/rejects/encode-latents/0123456789abcdef.arrow"
     big = {"host": host, "members": 10**7, "done": 10**6, "units": 40000, "units_done": 1201, "seconds": 2 * 86400 + 5}
-    jobs = [job(**big, shard=f"{i}/128", set_aside=i, units_failed=i, state="running") for i in range(5)]
-    jobs += [job(**big, shard="7/128", engine="ray", workers=512, state="failed", reason=why)]
+    jobs = [job(**big, shard=f"{i}/128", set_aside=i, units_failed=i, exit_code=None) for i in range(5)]
+    jobs += [job(**big, shard="7/128", engine="ray", workers=512, exit_code=3, reason=why)]
     lines = lines_of(encode_latents=jobs)
     assert max(map(cell_len, lines)) <= WIDTH
     text = " ".join(" ".join(lines).split())
@@ -50,7 +59,8 @@ def test_long_names_counts_and_reasons_keep_to_the_width(host) -> None:
 
 def test_programs_get_every_job_and_people_the_most_interesting() -> None:
     many = {
-        "encode-text": [job(process=i, state="ended") for i in range(MAX_SHOWN)] + [job(state="lost", reason="gone")]
+        "encode-text": [job(process=i + 1, exit_code=0) for i in range(MAX_SHOWN)]
+        + [job(exit_code=None, reason="gone")]
     }
     found = describe_jobs(many)
     assert len(found["jobs"]) == MAX_SHOWN and found["jobs"][0]["state"] == "lost" and found["more_jobs"] == 1

@@ -10,7 +10,6 @@ import torch
 
 from schemas.cli.console import Options, run_program
 from schemas.errors import OK, USAGE
-from tests.conftest import LONG
 from tests.trainer.methods.test_crepa import with_features
 from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights
 from trainer import train as loop
@@ -118,13 +117,15 @@ def test_with_nabla_a_rollout_and_the_base_model_are_sparse_too(make_config, mak
 
 
 @pytest.mark.slow
-def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, make_set, made) -> None:
+def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, make_set, made, is_long) -> None:
     found = {}
     for name, options in {
         "plain": {"gradient_checkpointing": False},
         "checkpointing": {},
         "offload": {"offload": {"blocks": True, "activations": True}},
-        **({"compile": {"compile": "blocks", "compile_backend": "eager"}} if LONG else {}),  # as in test_all_at_once.py
+        **(
+            {"compile": {"compile": "blocks", "compile_backend": "eager"}} if is_long else {}
+        ),  # as in test_all_at_once.py
     }.items():
         torch.compiler.reset()
         methods = {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10}}

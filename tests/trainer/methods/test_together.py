@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.forms import long
 from tests.trainer.runs import lines, train
 
 TOGETHER = {
@@ -19,7 +20,7 @@ OBJECTIVE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
+@pytest.mark.parametrize("kind", [long("t2i"), "i2v", "sana"])
 def test_they_train_together_and_a_resumed_run_goes_on_as_a_whole_one(make_config, make_set, made, kind) -> None:
     found = {}
     for name, stops in (("whole", (3,)), ("cut", (2, 3))):

@@ -46,7 +46,7 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
     make_set(config)
     loop.train_loop(prepared(config))
     seen = []
-    for path in list_checkpoints(loop.run_state.run_folder(config) / "checkpoints"):
+    for path in list_checkpoints(config.run_folder / "checkpoints"):
         pipe, run = pipeline(name, Path(config.model.path)), prepared(config)
         before = output(name, pipe.transformer)
         if adapter.get("type") == "full":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.tiny_models import make_model
-from tests.conftest import LONG
+from tests.forms import long
 from tests.processes import in_child
 from tests.trainer.pipelines import KINDS
 from tests.trainer.setup.test_quantize import NAMES
@@ -31,8 +31,11 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     return folder, sum(parameter.numel() for parameter in model.parameters())
 
 
+SHORT = ("full rank", "int8-torchao", "nf4-bnb")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full rank", "bf16", *NAMES] if LONG else ["full rank", "int8-torchao", "nf4-bnb"])
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ("full rank", "bf16", *NAMES)])
 def test_the_host_never_holds_two_copies(make_config, large, name):
     """Memory of the process while a float32 checkpoint is loaded, quantised and its weights are set up."""
     folder, weights = large
