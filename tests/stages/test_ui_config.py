@@ -36,7 +36,7 @@ def stamp_of(server: UiServer) -> str:
 def test_the_form_has_a_field_for_every_option_of_the_example() -> None:
     text = EXAMPLE.read_text()
     fields = {each.path: each for each in build_form(text).all_fields()}
-    assert fields["train.steps"].value == "2000" and fields["train.optimizer.lr"].value == "1e-4"
+    assert fields["train.steps"].value == "2000" and fields["train.optimizer.lr"].value == "0.0001"
     assert fields["model.family"].value == "kandinsky5-video"
     assert fields["train.gradient_checkpointing"].choices == ["true", "false"]
     assert "webdataset" in fields["cache.format"].choices and fields["cache.format"].default == "arrow"
