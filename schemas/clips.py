@@ -51,7 +51,7 @@ def frames_available(duration: float, rate: float) -> int: ...
 @overload
 def frames_available(duration: Floats, rate: float | Floats) -> Ints: ...
 def frames_available(duration: Any, rate: Any) -> Any:
-    """How many of the times 0, 1/rate, 2/rate ... are within a segment of `duration` seconds, at most MAX_FRAMES.
+    """Count the times 0, 1/rate, 2/rate ... that are within a segment of `duration` seconds, at most MAX_FRAMES.
 
     A time within a millisecond of the end (or a quarter of 1/rate, if that is less) is outside, as containers round
     durations. 0 where the duration is not positive, NaN (unknown) or infinite.

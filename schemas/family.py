@@ -185,7 +185,7 @@ class Family:
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
-        """Of a component's config, the keys that differ from the defaults of its class."""
+        """The keys of a component's config that differ from the defaults of its class."""
         own = {**self.transformer_config[flavour.task], **flavour.shape} if part in self.components else {}
         return {**self.shapes[part], **own}
 

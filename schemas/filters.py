@@ -47,7 +47,7 @@ class Filter:
         self._evaluate(self._tree, empty, dry=True)
 
     def mask(self, table: pa.Table) -> pa.BooleanArray:
-        """Which rows pass. ValueError for an unknown column or one of another type than it is compared with."""
+        """Tell which rows pass. ValueError for an unknown column or one of another type than it is compared with."""
         found = self._evaluate(self._tree, table)
         if not isinstance(found, pa.Array | pa.ChunkedArray) or not pa.types.is_boolean(found.type):
             raise ValueError(f"{self.text!r} is no comparison; write it as in: score > 5")

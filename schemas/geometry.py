@@ -256,7 +256,7 @@ def aspect_distortion(width: Lengths, height: Lengths, crop: Crop) -> Floats:
 
 
 def is_upscaled(width: Lengths, height: Lengths, crop: Crop) -> NDArray[np.bool_]:
-    """Whether the resize makes either side longer than it is."""
+    """Tell whether the resize makes either side longer than it is."""
     return np.greater(crop.resize_width, width) | np.greater(crop.resize_height, height)
 
 

@@ -97,7 +97,7 @@ def id_prefixes(ids: pa.Array) -> NDArray[np.uint64]:
 
 
 def count_distinct(ids: pa.Array) -> int:
-    """How many distinct first halves the ids have: where it is len(ids), all ids are distinct."""
+    """Count the distinct first halves of the ids: where it is len(ids), all ids are distinct."""
     found = np.sort(id_prefixes(ids))  # np.unique hashes, which is several times slower
     return len(found) and 1 + int((found[1:] != found[:-1]).sum())
 

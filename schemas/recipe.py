@@ -107,7 +107,7 @@ def dataset_settings(dataset: Dataset) -> Settings:
 
 
 def discovery_settings(dataset: Dataset) -> Settings:
-    """What determines a dataset's media table, beside the media."""
+    """Settings that determine a dataset's media table, beside the media."""
     settings = dataset_settings(dataset)
     return {name: settings[name] for name in DISCOVERY_OPTIONS} | {"video.scenes": dataset.video.scenes}
 
@@ -117,7 +117,7 @@ QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's bloc
 
 
 def text_settings(config: Config) -> Settings:
-    """What determines the bytes of a shard of embeddings, beside the texts and the encoder's weights."""
+    """Settings that determine the bytes of a shard of embeddings, beside the texts and the encoder's weights."""
     model, family, template = config.model, config.model.family_spec, config.model.template
     precision, quantization = config.text.precision or model.precision, config.text.quantization
     if quantization == "bf16" and precision == "bfloat16":
@@ -140,7 +140,7 @@ def text_settings(config: Config) -> Settings:
 
 
 def latents_settings(config: Config) -> Settings:
-    """What determines the bytes of a shard of latents, beside the samples and the autoencoder's weights."""
+    """Settings that determine the bytes of a shard of latents, beside the samples and the autoencoder's weights."""
     model, family = config.model, config.model.family_spec
     settings = {
         "stage": "encode-latents",
@@ -163,7 +163,7 @@ def latents_settings(config: Config) -> Settings:
 
 
 def vision_settings(config: Config) -> Settings:
-    """What determines the bytes of a shard of vision features, beside the samples and the model's weights."""
+    """Settings that determine the bytes of a shard of vision features, beside the samples and the model's weights."""
     vision, family = config.vision, config.model.family_spec
     return {
         "stage": "encode-vision",

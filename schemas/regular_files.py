@@ -31,7 +31,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def find_obstacle(path: str | Path) -> str | None:
-    """What is in the way of the folder `path` or one above it, and what to do; None where nothing is."""
+    """Say what is in the way of the folder `path` or one above it, and what to do; None where nothing is."""
     folder = Path(os.path.abspath(path))
     for part in (*reversed(folder.parents), folder):
         if os.path.isdir(part):

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint are read: safetensors only, as reading a pickle runs code from it."""
+"""The files of a checkpoint that are read: safetensors only, as reading a pickle runs code from it."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def find_weights_problem(folder: Path) -> tuple[str, str] | None:
-    """Why a folder's weights can't be read, and what to do; None where they are safetensors."""
+    """The reason why a folder's weights can't be read, and what to do; None where they are safetensors."""
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     for name in files:
         if name.endswith(f"{WEIGHTS_SUFFIX}.index.json") and not _is_valid_index(folder / name):
@@ -31,7 +31,7 @@ def find_weights_problem(folder: Path) -> tuple[str, str] | None:
 
 
 def _is_valid_index(path: Path) -> bool:
-    """Whether it maps every weight to a safetensors file of its own folder."""
+    """Tell whether it maps every weight to a safetensors file of its own folder."""
     try:
         with open_regular(path) as file:
             files = json.loads(file.read())["weight_map"].values()

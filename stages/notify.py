@@ -6,6 +6,7 @@ recorded in <output>/<run>/notifications.json: started again, it sends the rest.
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
+from schemas.errors import LatentpressError
 from stages.encoding.stage import refuse_partition
 from stages.follow.bodies import make_body
 from stages.follow.outbox import Outbox, only_one
@@ -40,6 +42,9 @@ def run(
         return report
     if config.notify.pictures:
         import PIL  # noqa: F401  # where it is missing, this fails before anything is sent
+    if any(hook.format == "apprise" for hook in hooks) and find_spec("apprise") is None:
+        step = "Install it: pip install -e '.[notify]'"
+        raise LatentpressError("notify.webhooks: format apprise needs the package apprise, which is missing", step)
     if options.dry_run:
         _show_bodies(config, folder, report, options, console)
         return report

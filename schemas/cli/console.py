@@ -1,4 +1,4 @@
-"""What every program shares: its options, log, progress, report and exit code.
+"""Parts that every program shares: its options, log, progress, report and exit code.
 
 A program is a function of the configuration that returns a report, and one line:
 

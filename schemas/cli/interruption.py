@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and the end of `--max-time` do to a program that can be stopped and started again."""
+"""Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again."""
 
 import math
 import os
@@ -97,7 +97,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_parent() -> None:
-    """Of a program that another one, such as `run`, started with `child_environment`: once that is gone, as after
+    """End a program that another one, such as `run`, started with `child_environment`: once that is gone, as after
     SIGKILL, this one ends as it does by SIGTERM. Otherwise it would go on alone, in the way of the next `run`. A signal
     may come while the main thread is about to wait, and go unnoticed: it is repeated while a handler takes it."""
     parent = int(os.environ.pop(PARENT_VARIABLE, 0))
@@ -131,7 +131,7 @@ class StopHandler:
         self._end = None if max_time is None else time.monotonic() + max_time
 
     def seconds_left(self) -> float:
-        """Of `max_time`; infinity without one."""
+        """Seconds left of `max_time`; infinity without one."""
         return math.inf if self._end is None else self._end - time.monotonic()
 
     def check(self) -> None:

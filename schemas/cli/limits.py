@@ -54,7 +54,7 @@ def _raise_open_files() -> None:
 
 
 def explain_limit(error: Exception) -> LatentpressError | None:
-    """What to do about an error that a limit of open files or of memory explains; None for any other."""
+    """Advice about an error that a limit of open files or of memory explains; None for any other."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         step = f"raise the limit where you start it (ulimit -n), above {limit}"

@@ -1,4 +1,4 @@
-"""How far a program is and what it waits for: lines at the bottom of a terminal, elsewhere lines of a log.
+"""Progress of a program, and what it waits for: lines at the bottom of a terminal, elsewhere lines of a log.
 
 Whatever takes a while says so where it happens, in any module, without knowing the program:
 
@@ -65,7 +65,7 @@ class Progress:
 
     @property
     def says(self) -> bool:
-        """Whether it has a text of its own, by `say`."""
+        """Tell whether it has a text of its own, by `say`."""
         return bool(self._text)
 
     @property

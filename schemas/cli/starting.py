@@ -18,7 +18,7 @@ def show_starting(program: str) -> None:
 
 
 def show_ending(program: str) -> None:
-    """Of a program that has said all."""
+    """Show that a program ends, which has said all."""
     if _is_shown():
         print(f"ending {program} ...", end="", file=sys.stderr, flush=True)
 

@@ -117,7 +117,7 @@ class _Column:
         return [cell] if cell_len(cell) <= width else fold(cell, width)
 
     def needed(self, width: int) -> int:
-        """Of `width`, where its cells are folded."""
+        """Columns that it needs of `width`, where its cells are folded."""
         return max(cell_len(line) for row in range(len(self._cells)) for line in self.lines(row, width))
 
     def pad(self, text: str, width: int) -> str:

@@ -190,7 +190,7 @@ class Dataset(Section):
 
     @property
     def resolved_source(self) -> SourceName:
-        """As configured, else by the location."""
+        """The source that is configured, else that of the location."""
         if self.source:
             return self.source
         where = self.instance_data_dir.split("?")[0].lower()
@@ -202,7 +202,7 @@ class Dataset(Section):
 
     @property
     def resolved_caption_strategy(self) -> CaptionStrategy:
-        """As configured, else the source's own."""
+        """The strategy that is configured, else the source's own."""
         if self.caption_strategy:
             return self.caption_strategy
         source = self.resolved_source

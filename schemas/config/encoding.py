@@ -124,7 +124,7 @@ class Latents(Section):
     tiling: bool = Field(False, description="encode overlapping spatial tiles, to save memory: gives other latents")
 
     def settings(self, family: Family) -> dict[str, int | bool | str]:
-        """What determines latents beside weights and precision: part of the fingerprint, without what has no effect."""
+        """Settings of latents beside weights and precision: part of the fingerprint, without what has no effect."""
         settings = dict(family.latent_settings)
         if self.tiling:
             settings |= {"tiling": True, "tile": family.tile[0], "tile_stride": family.tile[1]}
@@ -171,7 +171,7 @@ def cores() -> int:
 
 
 class Resources(Section):
-    """What one stage may use of a machine."""
+    """Resources of a machine that one stage may use."""
 
     threads: Processes = Field(2, description="CPU threads of one process; recorded in the shards")
     device: Device = "auto"

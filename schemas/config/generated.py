@@ -25,7 +25,7 @@ WIDTH = 120
 COMMENT_COLUMN = 28  # after the indentation
 _TABLE = re.compile(r"(<!-- options: (\S+) -->\n)\n(.*?)\n(<!-- end -->)", re.DOTALL)
 _OPTION = re.compile(r"( *)(?:# )?(?:- )?([a-z][\w-]*):( |$)")
-Path_ = tuple[str, ...]  # keys, without the numbers of lists
+OptionPath = tuple[str, ...]  # keys, without the numbers of lists
 
 
 def write_all(root: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def options(section: type[Section]) -> Iterator[tuple[str, FieldInfo, type[Secti
 
 
 def description(info: FieldInfo) -> str:
-    """What the option is, after its choices where neither the words nor the default name each of them."""
+    """Words about the option, after its choices where neither the words nor the default name each of them."""
     kinds = (info.annotation, *get_args(info.annotation))
     choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words = info.description or ""
@@ -99,11 +99,11 @@ def commented_example(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _remarks(text: str) -> dict[Path_, list[str]]:
+def _remarks(text: str) -> dict[OptionPath, list[str]]:
     """Path of an option -> the lines before it that are blank, or comments of more than that option; () has the header,
     which ends with the first blank line."""
     header, _, rest = text.partition("\n\n")
-    remarks: dict[Path_, list[str]] = {(): [*header.splitlines(), ""]}
+    remarks: dict[OptionPath, list[str]] = {(): [*header.splitlines(), ""]}
     above, kept = list[tuple[int, str]](), list[str]()
     for line in rest.splitlines():
         match = _OPTION.match(line)
@@ -119,7 +119,7 @@ def _remarks(text: str) -> dict[Path_, list[str]]:
     return remarks
 
 
-def _is_option(path: Path_) -> bool:
+def _is_option(path: OptionPath) -> bool:
     section: type[Section] | None = Config
     for key in path:
         inner = {name: kind for name, _, kind in options(section)} if section else {}
@@ -133,9 +133,9 @@ def _section_lines(
     section: type[Section],
     defaults: Section | None,
     given: Any,
-    above: Path_,
+    above: OptionPath,
     indent: str,
-    remarks: dict[Path_, list[str]],
+    remarks: dict[OptionPath, list[str]],
     seen: set[Any],
 ) -> Iterator[str]:
     known = {key: value for (key, _, _), (_, value) in zip(options(section), defaults or (), strict=False)}

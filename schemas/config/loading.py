@@ -56,8 +56,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def parse_config(
     text: str, path: Path, overrides: Sequence[str] = (), why_not_read: Callable[[Path], str] = lambda file: ""
 ) -> Config:
-    """As `load_config`, of a text that the file `path` has or will have. why_not_read: why a file that the text names
-    is not to be opened, "" where it may be."""
+    """Do as `load_config`, with a text that the file `path` has or will have. why_not_read: why a file that the text
+    names is not to be opened, "" where it may be."""
     try:
         document = parse_yaml(text)
     except YamlError as error:
@@ -82,12 +82,14 @@ def parse_config(
     try:
         config = Config.model_validate(document.value)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems = [problem for each in found[:MAX_ERRORS] for problem in explain_error(each)]
-        located = {library.locate(*each) or _locate_error(path, document, set_paths, *each) for each in problems}
+        details = error.errors(include_url=False)
+        problems = [problem for detail in details[:MAX_ERRORS] for problem in explain_error(detail)]
+        located = {
+            library.locate(*problem) or _locate_error(path, document, set_paths, *problem) for problem in problems
+        }
         errors += [line for _, line in sorted(located)]
-        if len(found) > MAX_ERRORS:
-            errors.append(f"{path}: and {len(found) - MAX_ERRORS} more")
+        if len(details) > MAX_ERRORS:
+            errors.append(f"{path}: and {len(details) - MAX_ERRORS} more")
     if errors:
         raise ConfigError(errors)
     for dataset, paths in zip(config.datasets, portable, strict=True):
@@ -160,7 +162,7 @@ def _add_library(config: dict[str, Any], why_not_read: Callable[[Path], str]) ->
 
 
 def read_text(path: Path) -> str:
-    """What is in a configuration file; of one that is too long only so much that the parser says so. ConfigError where
+    """Read a configuration file; of one that is too long only so much that the parser says so. ConfigError where
     it can't be read."""
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
@@ -235,15 +237,15 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
 def _portable_paths(dataset: Any, folder: Path) -> dict[str, str]:
     """A dataset's PORTABLE_PATHS, relative to the configuration's folder where they are written so or are below it, so
     that a project can be moved. URLs without their query, which may be a signature."""
-    found = dict[str, str]()
+    portable = dict[str, str]()
     for key in PORTABLE_PATHS:
         text = dataset.get(key) if isinstance(dataset, dict) else None
         if isinstance(text, str) and text:
             text = text.removeprefix("file://")
             path = Path(text).expanduser() if "://" not in text else Path()
             inside = path.relative_to(folder) if path.is_relative_to(folder) else path
-            found[key] = text.partition("?")[0] if "://" in text else os.path.normpath(inside)
-    return found
+            portable[key] = text.partition("?")[0] if "://" in text else os.path.normpath(inside)
+    return portable
 
 
 def _list_items(section: Any, key: str) -> list[Any]:

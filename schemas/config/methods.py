@@ -25,11 +25,11 @@ class Method(Section):
     needs: ClassVar[Mapping[str, str]] = {}
 
     def layer_problems(self, layers: int) -> Iterator[Problem]:
-        """What does not fit a transformer with so many blocks of visual tokens."""
+        """Yield what does not fit a transformer with so many blocks of visual tokens."""
         yield from ()
 
     def find_conflicts(self, train: Any) -> Iterator[str]:
-        """Why it does not go with other settings of `train` (a Train section)."""
+        """Yield why it does not go with other settings of `train` (a Train section)."""
         yield from ()
 
 
@@ -84,21 +84,21 @@ class Tread(Method):
     def layer_problems(self, layers: int) -> Iterator[Problem]:
         free = 0  # the first block after the routes before
         for number, route in enumerate(self.routes):
-            found, key = route.layers(layers), ("routes", number)
+            blocks, key = route.layers(layers), ("routes", number)
             for name, value, layer in (
-                ("start_layer_idx", route.start_layer_idx, found.start),
-                ("end_layer_idx", route.end_layer_idx, found.stop - 1),
+                ("start_layer_idx", route.start_layer_idx, blocks.start),
+                ("end_layer_idx", route.end_layer_idx, blocks.stop - 1),
             ):
                 if not 0 <= layer < layers:
                     yield (*key, name), f"{value} is outside of the transformer's blocks, 0 to {layers - 1}"
-            if not found:
+            if not blocks:
                 yield (
                     (*key, "end_layer_idx"),
-                    f"block {found.stop - 1} is before the route's first block, {found.start}",
+                    f"block {blocks.stop - 1} is before the route's first block, {blocks.start}",
                 )
-            if found.start < free:
-                yield (*key, "start_layer_idx"), f"block {found.start} is part of the route before, or precedes it"
-            free = max(free, found.stop)
+            if blocks.start < free:
+                yield (*key, "start_layer_idx"), f"block {blocks.start} is part of the route before, or precedes it"
+            free = max(free, blocks.stop)
 
 
 class CREPA(Method):
@@ -220,7 +220,7 @@ class Regularization(Method):
 
 
 class Methods(Section):
-    """What is added to the plain flow-matching loss; a method that is named is used."""
+    """Methods beside the plain flow-matching loss; one that is named is used."""
 
     masked_loss: MaskedLoss | None = Field(None, description="train the masked part only")
     tread: Tread | None = Field(None, description="drop tokens in some blocks")

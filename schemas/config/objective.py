@@ -39,7 +39,7 @@ class Timesteps(Section):
 
 
 class Loss(Section):
-    """Of a prediction of the velocity, and how much each noise level counts."""
+    """The loss of a prediction of the velocity, and how much each noise level counts."""
 
     type: Literal["mse", "huber", "smooth_l1"] = Field("mse", description="huber, smooth_l1: less of large errors")
     huber_c: float = Field(0.1, gt=0, le=1000, description="error at which huber and smooth_l1 turn linear")

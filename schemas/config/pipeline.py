@@ -74,7 +74,7 @@ class Config(Section):
 
     @property
     def stage_order(self) -> list[StageName]:
-        """What `latentpress run` runs: of `stages.order` what this configuration has work for."""
+        """The programs that `latentpress run` runs: of `stages.order` those that this configuration has work for."""
         idle = {"encode-vision": not self.vision.model, "score": not self.validation.scores.any}
         return [stage for stage in self.stages.order if not idle.get(stage)]
 
@@ -184,9 +184,9 @@ class Config(Section):
 
     def _size_problems(self, at: tuple[str | int, ...], value: OneOrSeveral[str] | None) -> Iterator[Problem]:
         spec = self.model.family_spec
-        for i, each in enumerate(listed(value)):
+        for i, text in enumerate(listed(value)):
             here = (*at, i) if isinstance(value, tuple) else at
-            size, _, frames = each.partition("@")
+            size, _, frames = text.partition("@")
             if any(int(side) % spec.side_multiple for side in size.split("x")):
                 yield here, f"sides of {size!r} must be multiples of {spec.side_multiple} for {spec.name}"
             if frames and not spec.video and frames != "1":

@@ -100,23 +100,23 @@ def _parse(text: str, kind: str) -> Document:
 
 
 def _structured_prompts(document: Document) -> Iterator[LibraryPrompt]:
-    found, lines = document.value, document.lines
-    if not isinstance(found, dict | list) and found is not None:
+    content, lines = document.value, document.lines
+    if not isinstance(content, dict | list) and content is not None:
         what = "expected names with their prompts, or a list of sections with name and prompt"
         raise PromptLibraryError([(1, what)])
-    entries = found.items() if isinstance(found, dict) else enumerate(found or ())
+    entries = content.items() if isinstance(content, dict) else enumerate(content or ())
     for key, value in entries:
-        own = {path[1]: line for path, line in lines.items() if len(path) == 2 and path[0] == key}
+        key_lines = {path[1]: line for path, line in lines.items() if len(path) == 2 and path[0] == key}
         values = dict(value) if isinstance(value, dict) else {"prompt": value}
-        if isinstance(found, dict):
+        if isinstance(content, dict):
             if "name" in values:
                 what = f"{key}: its name is the key {key!r} already; remove `name`"
-                raise PromptLibraryError([(own["name"], what)])
+                raise PromptLibraryError([(key_lines["name"], what)])
             values = {"name": key, **values}
         elif not isinstance(value, dict):
             what = f"item {int(key) + 1} of the list is no section with name and prompt; write one, or name: prompt"
             raise PromptLibraryError([(lines[key,], what)])
-        yield LibraryPrompt(values, lines[key,], {str(name): line for name, line in own.items()})
+        yield LibraryPrompt(values, lines[key,], {str(name): line for name, line in key_lines.items()})
 
 
 def _text_prompts(text: str) -> Iterator[LibraryPrompt]:

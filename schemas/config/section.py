@@ -104,7 +104,7 @@ class Section(BaseModel):
         return self
 
     def _problems(self) -> Iterator[Problem]:
-        """What is inconsistent in this section."""
+        """Yield what is inconsistent in this section."""
         yield from ()
 
 
@@ -118,7 +118,7 @@ def check_pattern(pattern: str) -> str:
 
 
 def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterator[Problem]:
-    """Those of `names` that are not their defaults, which have no effect for that reason."""
+    """Problems of the options `names` that are not their defaults, which have no effect for that reason."""
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
             yield (FORMER_SPELLINGS.get(name, name),), reason

@@ -10,6 +10,7 @@ from schemas.config.section import LICENSE, REPO, Problem, Section
 
 EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
 EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
+WebhookFormat = Literal["json", "discord", "apprise"]
 MOST_PICTURES = 10  # of one message: Discord takes no more files
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
 #: These errors never repeat the value, as it may be the secret.
@@ -22,7 +23,7 @@ URL_ADVICE = (
 
 class Webhook(Section):
     url_env: str = Field(description="name of the environment variable that holds the URL")
-    format: Literal["json", "discord"] = Field("json", description="body of the request")
+    format: WebhookFormat = Field("json", description="body of the request; with apprise, for the other services")
     events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events that are sent")
 
     @field_validator("url_env", mode="before")
@@ -57,7 +58,7 @@ class Notify(Section):
 
 
 class Hub(Section):
-    """Where `latentpress push` uploads a run's result. The token is that of HF_TOKEN or of `hf auth login`."""
+    """The repository of a run's result, for `latentpress push`. The token is HF_TOKEN's or that of `hf auth login`."""
 
     repo: str | None = Field(
         None,

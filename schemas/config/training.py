@@ -154,7 +154,7 @@ VerifyRows = Literal["always", "first"]
 
 
 class Reading(Section):
-    """How the trainer reads rows of shards. It changes no result."""
+    """The trainer's reading of rows of shards. It changes no result."""
 
     threads: Processes = Field(2, description="threads that read steps ahead of training")
     verify: VerifyRows = Field(
@@ -164,7 +164,7 @@ class Reading(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """Of training."""
+        """Steps of training that are read ahead."""
         return max(2, self.threads)
 
 
@@ -255,7 +255,7 @@ class Train(Section):
 
     @property
     def quantized(self) -> bool:
-        """Whether base weights are stored in 8 or 4 bits."""
+        """Tell whether base weights are stored in 8 or 4 bits."""
         return self.base_precision not in ("no_change", "bf16")
 
     def _problems(self) -> Iterator[Problem]:

@@ -26,8 +26,9 @@ class SizedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class ValidationSample:
-    """What is denoised once in each validation. name: of its files: the prompt's name and what varies. group: the name
-    without the seed. planned: index of the prompt at its size, in the list that the samples were made of."""
+    """A sample that is denoised once in each validation. name: that of its files, the prompt's name and what varies.
+    group: the name without the seed. planned: index of the prompt at its size, in the list that the samples were made
+    of."""
 
     name: str
     group: str
@@ -83,7 +84,7 @@ def validation_samples(
 
 
 def _values(option: str, prompt: Prompt | None, validation: Validation) -> tuple[Any, ...]:
-    """Of an option: the prompt's own values, else those of all prompts."""
+    """Values of an option: the prompt's own, else those of all prompts."""
     own = None if prompt is None else getattr(prompt, option)
     return listed(getattr(validation, option) if own is None else own)
 

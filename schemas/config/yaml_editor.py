@@ -42,7 +42,7 @@ def read_values(text: str, paths: Iterable[KeyPath]) -> dict[KeyPath, str | None
 
 
 def value_at(value: Any, path: KeyPath) -> Any:
-    """What a document has at `path`; None where it has nothing."""
+    """The value that a document has at `path`; None where it has nothing."""
     for step in path:
         if isinstance(value, dict):
             value = value.get(step)
@@ -200,7 +200,7 @@ def _last_index(node: Node, key: Node | None = None) -> int:
 
 
 def _line_end(text: str, index: int) -> int:
-    """Of the line that has `index`: after its newline, or the end of the text."""
+    """The end of the line that has `index`: after its newline, or the end of the text."""
     return text.find("\n", index) + 1 or len(text)
 
 

@@ -1,16 +1,19 @@
-"""The bodies of requests to webhooks: JSON of the schema in `schemas.notification`, or a Discord message."""
+"""The bodies of requests to webhooks: JSON of the schema in `schemas.notification`, a Discord message, or a title, a
+sentence and pictures for apprise."""
 
 import base64
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cache.runs.scores import read_curves
 from cache.runs.training_run import RunProgress, read_progress
 from schemas.config.pipeline import Config
+from schemas.config.sharing import WebhookFormat
 from schemas.notification import Notification, NotifiedModel, NotifiedPicture
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
@@ -49,7 +52,7 @@ class Body:
         return document | ({"files": files} if files else {})
 
 
-def make_body(config: Config, event: Event, form: Literal["json", "discord"]) -> Body:
+def make_body(config: Config, event: Event, form: WebhookFormat) -> Body:
     """The body for an event; losses, scores and pictures are the run's present ones."""
     folder, progress = config.run_folder, read_progress(config)
     pictures: list[SmallPicture] = []
@@ -62,6 +65,11 @@ def make_body(config: Config, event: Event, form: Literal["json", "discord"]) ->
     notification = _describe(config, event, progress, pictures, left_out)
     if form == "discord":
         return _discord(notification, pictures)
+    if form == "apprise":
+        files = (Upload(f"{number}.jpg", picture.data, "image/jpeg") for number, picture in enumerate(pictures))
+        return Body(
+            {"title": config.train.run, "body": _cut(_headline(notification, _cut, ""), MAX_CONTENT)}, (*files,)
+        )
     return Body(notification.model_dump(mode="json"))
 
 
@@ -115,7 +123,7 @@ def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
         embed |= {"image": {"url": f"attachment://{name}"}} if picture.clip is None else {}
         embeds.append(embed)
     document: dict[str, Any] = {
-        "content": _cut(_headline(about), MAX_CONTENT),
+        "content": _cut(_headline(about, _plain, "**"), MAX_CONTENT),
         "embeds": embeds,
         "allowed_mentions": {"parse": []},
     }
@@ -124,9 +132,10 @@ def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
     return Body(document, tuple(files))
 
 
-def _headline(about: Notification) -> str:
-    run, place = f"**{_plain(about.run, MAX_NAME)}**", f"step {about.step} of {about.steps}"
-    model = _plain(f"{about.model.family}, {about.model.flavour}", MAX_NAME)
+def _headline(about: Notification, show: Callable[[str, int], str], bold: str) -> str:
+    """A sentence about the event. show: makes a text of at most so many units of one that may have marks."""
+    run, place = f"{bold}{show(about.run, MAX_NAME)}{bold}", f"step {about.step} of {about.steps}"
+    model = show(f"{about.model.family}, {about.model.flavour}", MAX_NAME)
     if about.event == "started":
         return f"{run} started ({model}), {f'going on from {place}' if about.step else f'{about.steps} steps'}"
     if about.event == "checkpoint":
@@ -135,10 +144,10 @@ def _headline(about: Notification) -> str:
         return f"{run} finished: {place}{_number(', loss', about.loss)}"
     if about.event == "failed" and about.failure is not None:
         failure = about.failure
-        advice = f"\n{_plain(failure.advice, MAX_REASON // 2)}" if failure.advice else ""
-        return f"{run} failed in {failure.stage}, {place}: {_plain(failure.reason, MAX_REASON)}{advice}"
+        advice = f"\n{show(failure.advice, MAX_REASON // 2)}" if failure.advice else ""
+        return f"{run} failed in {failure.stage}, {place}: {show(failure.reason, MAX_REASON)}{advice}"
     left = "" if about.seconds_left is None else f", {format_duration(about.seconds_left)} left"
-    scores = "".join(_number(f", {_plain(name, MAX_NAME)}", value) for name, value in about.scores.items())
+    scores = "".join(_number(f", {show(name, MAX_NAME)}", value) for name, value in about.scores.items())
     more = f" ({about.pictures_left_out} more pictures are not shown)" if about.pictures_left_out else ""
     numbers = f"{_number(', eval loss', about.eval_loss)}{_number(', loss', about.loss)}"
     return f"{run}: validation at {place}{numbers}{scores}{left}{more}"

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from schemas.config.sharing import WebhookFormat
 from stages.follow.bodies import Body
 
 if TYPE_CHECKING:
@@ -48,11 +50,13 @@ class Answer:
     wait_s: float | None = None
 
 
-def read_url(name: str) -> tuple[str, str]:
-    """(URL, what is wrong with it) of the environment variable; one of them is empty."""
+def read_url(name: str, form: WebhookFormat) -> tuple[str, str]:
+    """(URL, what is wrong with it) of the environment variable; one is empty. apprise has schemes of its own."""
     url = os.environ.get(name, "").strip()
     if not url:
         return "", f"the environment variable {name} is not set"
+    if form == "apprise":
+        return url, ""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -64,8 +68,12 @@ def read_url(name: str) -> tuple[str, str]:
 
 
 @contextmanager
-def open_poster() -> Iterator[Callable[[str, Body], Answer]]:
-    """post(url, body). No redirect is followed, which would send the event to another host."""
+def open_poster(form: WebhookFormat = "json") -> Iterator[Callable[[str, Body], Answer]]:
+    """post(url, body). No redirect is followed, which would send the event to another host; but apprise does."""
+    if form == "apprise":
+        logging.getLogger("apprise").disabled = True  # it logs addresses
+        yield _notify
+        return
     import httpx2
 
     for name in ("httpx2", "httpcore2"):  # they log each URL, where a handler is set
@@ -79,6 +87,28 @@ def open_poster() -> Iterator[Callable[[str, Body], Answer]]:
             yield lambda url, body: runner.run(_post(client, url, body))
         finally:
             runner.run(client.aclose())
+
+
+def _notify(url: str, body: Body) -> Answer:
+    """Send it by apprise, which says whether it was sent, but not why it was not."""
+    from apprise import Apprise, NotifyFormat
+    from apprise.attachment.memory import AttachMemory
+
+    service, sent = Apprise(), list[bool]()
+    if not service.add(url):
+        return Answer("useless", "has a URL that apprise does not know")
+
+    def notify() -> None:
+        files = [AttachMemory(each.data, name=each.name, mimetype=each.media_type) for each in body.files]
+        sent.append(bool(service.notify(**body.document, body_format=NotifyFormat.TEXT, attach=files or None)))
+
+    # A daemon: its time limit is for the silence between two bytes, so a request could last for ever.
+    thread = threading.Thread(target=notify, daemon=True)
+    thread.start()
+    thread.join(WHOLE_S)
+    if thread.is_alive():
+        return Answer("later", "did not answer in time")
+    return Answer("sent") if sent == [True] else Answer("later", "did not take the message, as apprise says")
 
 
 async def _post(client: "AsyncClient", url: str, body: Body) -> Answer:
@@ -108,7 +138,7 @@ async def _post(client: "AsyncClient", url: str, body: Body) -> Answer:
 
 
 def judge(status: int, retry_after: str = "", now: float | None = None) -> Answer:
-    """What a status code means; retry_after: the header, seconds or a date."""
+    """Judge a status code; retry_after: the header, seconds or a date."""
     if 200 <= status < 300:
         return Answer("sent")
     problem = f"answered {status}"

@@ -67,11 +67,11 @@ class Senders:
 
     def _work(self, delivery: Deliveries) -> None:
         hook = delivery.hook
-        url, delivery.problem = read_url(hook.url_env)
+        url, delivery.problem = read_url(hook.url_env, hook.format)
         if not url:
             self._log(f"{delivery.problem}: no event is sent to it")
             return
-        with open_poster() as post:
+        with open_poster(hook.format) as post:
             while not self.stopped.is_set():
                 ending = self.last.is_set()  # before looking: what came until then is seen
                 waiting = self._outbox.waiting(hook)
