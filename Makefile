@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLAVOUR ?=
 PYTEST_ARGS ?=
+PART ?= 0/1
 # Without a virtual environment a Python that has torch already, such as that of a rented machine.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 ONLY ?=
@@ -18,15 +19,17 @@ RESULTS ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast torture lint gpu demo clean
+.PHONY: help venv test test-fast test-long lint generated gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all five"
-	@echo "make test                 the whole test suite (PYTEST_ARGS=... are added)"
-	@echo "make test-fast            the same without the tests marked slow, for every change on the way"
-	@echo "make torture              kills, full disks, damage and hostile files in their long form (some tens of minutes)"
+	@echo "make test                 the tests that prove every change (PYTEST_ARGS=... are added)"
+	@echo "make test-fast            the same without those marked slow, for every change on the way"
+	@echo "make test-long [PART=i/n] torture, browser, benchmarks, every kill and every product of options; of n parts"
+	@echo "                          the ith, from 0"
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
+	@echo "make generated            pipeline.schema.json, pipeline.yaml and the tables in docs/, from schemas/config/"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
 
@@ -43,17 +46,20 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not long" $(PYTEST_ARGS)
 
-torture: $(STAMP)
-	TORTURE=long $(BIN)/python -m pytest tests/torture $$(grep -rlw LONG tests --include='test_*.py' --exclude-dir=torture) \
-		--timeout 7200 $(PYTEST_ARGS)
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "long or hypothesis" --hypothesis-profile long --part $(PART) \
+		--timeout 3600 $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+generated: $(STAMP)
+	$(BIN)/python -m schemas.config.generated
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \

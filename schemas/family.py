@@ -32,7 +32,7 @@ class Template:
     layers: tuple[int, ...] = (-1,)
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
-        """The exact text that is tokenised for a caption; some templates leave negative and null prompts alone."""
+        """The exact text that is tokenized for a caption; some templates leave negative and null prompts alone."""
         alone = negative and not self.negative_uses_template
         return cleaned if alone else self.text.replace("{}", cleaned, 1)
 
@@ -57,7 +57,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Normalisation:
+class Normalization:
     """From the autoencoder's latents to the model's: (z - mean) / deviation * scale.
 
     Each names a key of the autoencoder's config, whose value is a number or a list of one per channel. None: left out.
@@ -169,7 +169,7 @@ class Family:
     latent_components: tuple[str, ...] = ("vae",)
     negative_prompt: str = ""
     posterior: bool = True
-    normalisation: Normalisation = Normalisation()
+    normalization: Normalization = Normalization()
     frames: int = 1
     image_token: int = 56
     sparse: SparseAttention | None = None

@@ -1,4 +1,4 @@
-"""Filters on the columns of a media table: `score > 5 and licence in ('cc0', 'cc-by')`. Pure.
+"""Filters on the columns of a media table: `score > 5 and license in ('cc0', 'cc-by')`. Pure.
 
 The grammar is a small part of Python's: comparisons, `in`, `not in`, `and`, `or`, `not`, `is None`, numbers, text,
 True and False. A name is a column of the manifest or one of BUILTIN_COLUMNS; one that is no Python name is written in

@@ -11,7 +11,7 @@ _ROUND_NUMBERS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779
 
 
 def mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
     values = values ^ (values >> _SHIFTS[0])
     values *= _FACTORS[0]  # in place: half the time of new arrays
     values ^= values >> _SHIFTS[1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
-from schemas.family import Normalisation
+from schemas.family import Normalization
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
@@ -25,7 +25,7 @@ PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalis
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
 MASK = "grey-over-black;pillow-bilinear;area-mean"
 # stages/media: image.py, colour.py and orientation.py
-COLOUR = (
+COLOR = (
     "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"
     "hdr-and-interlaced-refused"
 )
@@ -112,7 +112,7 @@ def discovery_settings(dataset: Dataset) -> Settings:
     return {name: settings[name] for name in DISCOVERY_OPTIONS} | {"video.scenes": dataset.video.scenes}
 
 
-#: What is quantised exactly, where a library's default depends on its version or on the CPU.
+#: What is quantized exactly, where a library's default depends on its version or on the CPU.
 QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's blocks, multiples of 32x64"}
 
 
@@ -135,7 +135,7 @@ def text_settings(config: Config) -> Settings:
     if template.layers != (-1,):
         settings["layers"] = template.layers  # left out by default, to keep the fingerprints of older caches
     if template.with_image:
-        settings |= {"resize": RESIZE, "colour": COLOUR, "image": PROMPT_IMAGE}
+        settings |= {"resize": RESIZE, "colour": COLOR, "image": PROMPT_IMAGE}
     return settings
 
 
@@ -151,12 +151,12 @@ def latents_settings(config: Config) -> Settings:
         "posterior": config.latents.posterior if family.posterior else None,
         "decoder": config.latents.decoder if family.video else None,
         "resize": RESIZE,
-        "colour": COLOUR,
+        "colour": COLOR,
         "mask": MASK,
     }
     # Left out at their defaults, to keep the fingerprints of older caches.
-    if family.normalisation != Normalisation():
-        settings["normalisation"] = asdict(family.normalisation)
+    if family.normalization != Normalization():
+        settings["normalisation"] = asdict(family.normalization)
     if model.condition is not None and model.condition.frames != 1:
         settings["condition_frames"] = family.condition_frames(model.task)
     return settings
@@ -176,5 +176,5 @@ def vision_settings(config: Config) -> Settings:
         "token": [family.temporal_stride, family.side_multiple],
         "decoder": config.latents.decoder if family.video else None,
         "resize": RESIZE,
-        "colour": COLOUR,
+        "colour": COLOR,
     }

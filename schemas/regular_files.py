@@ -1,4 +1,5 @@
-"""Opening files that come from outside: a pipe or a device there would be waited on, or read, for ever."""
+"""Paths that come from outside: what may be opened, as a pipe or a device would be waited on, or read, for ever; and
+what keeps a folder from being created."""
 
 import errno
 import os
@@ -27,3 +28,17 @@ def open_regular(path: str | Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     raise NotRegular(errno.EINVAL, NOT_REGULAR, os.fspath(path))
+
+
+def find_obstacle(path: str | Path) -> str | None:
+    """What is in the way of the folder `path` or one above it, and what to do; None where nothing is."""
+    folder = Path(os.path.abspath(path))
+    for part in (*reversed(folder.parents), folder):
+        if os.path.isdir(part):
+            continue
+        if os.path.islink(part):
+            target = os.readlink(part)
+            kind = "a file" if os.path.exists(part) else "not there"
+            return f"{part} is a link to {target}, which is {kind}; mount or make that folder, or correct the link"
+        return f"{part} is a file, not a folder; choose another place" if os.path.exists(part) else None
+    return None

@@ -86,7 +86,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     }
     report.details = _report_details(config, plan, new_samples, new_texts)
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
-    if config.cache.rolling is None and (shortage := find_shortage(config.root, needed)):
+    if config.cache.limit is None and (shortage := find_shortage(config.root, needed)):
         console.warn(f"{shortage}; {SPACE_ADVICE}")
     report.details["changes"] = summary.diff_active(_latest_active(store, info), plan.active) or "none"
     _print_warnings(config, plan, report.details["buckets"], multiple, console)

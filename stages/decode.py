@@ -83,7 +83,7 @@ def run(
     sheet = folder / "samples" / "contact-sheet.png"
     if todo or not sheet.exists():
         with explained(str(sheet)):
-            from stages.pages.validation_sheet import write_sheet
+            from stages.pages.sheets import write_sheet
 
             pictures = [(file.parent.name, file.stem, output_path(folder, config, file)) for file in files]
             write_sheet(config, pictures, sheet)
@@ -207,7 +207,7 @@ def _decode_files(
 
 def _may_be_shared(folder: Path) -> bool:
     """Whether another program of this run may use the card: a trainer, unless it is known that none is at work, or the
-    encoding stages of a rolling cache."""
+    encoding stages of a limited cache."""
     return is_watcher() or is_running(folder) is not False
 
 

@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from cache.sets.exporter import MIB, Exporter
-from cache.sets.rolling_set import RollingSet
+from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
 from cache.shards.shard import SUFFIXES
 from cache.store.store import Store
+from cache.supply.limited_shards import SupplyError
 from cache.supply.local_cache import supply_whole_set
-from cache.supply.rolling_files import RollingError
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.config.encoding import CACHE_LIMIT
 from schemas.config.pipeline import Config
 from stages.encoding.stage import refuse_partition
 
@@ -47,10 +48,10 @@ def run(
 ) -> Report:
     refuse_partition(options, "export")
     data = open_configured_set(config, console.warn)
-    if isinstance(data, RollingSet):
-        raise RollingError(
-            f"set {data.id} is of a rolling cache, whose shards are never all there",
-            "Remove cache.rolling and run `latentpress run`, which encodes everything; then export.",
+    if isinstance(data, PlannedSet):
+        raise SupplyError(
+            f"set {data.id} is of a limited cache, whose shards are never all there",
+            f"Remove {CACHE_LIMIT} and run `latentpress run`, which encodes everything; then export.",
         )
     target = to or f"{config.output}/export/{data.id}"
     exporter = Exporter(data, Store(target), form or config.cache.format, shard_mib, with_captions)

@@ -15,14 +15,13 @@ import typer
 
 from cache.models.compatibility import bucket_side_multiple
 from cache.sets import set_lookup
+from cache.sets.planned_set import PlannedSet
 from cache.sets.plans import Plan
-from cache.sets.rolling_set import RollingSet
-from cache.sets.set_files import read_set_table
+from cache.sets.set_files import PLANNED, read_set_table
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import ENCODE_PROGRAMS, DamageError
 from cache.store.store import Store
-from cache.supply.rolling import check_room
-from cache.supply.step_shards import ReadingOrder
+from cache.supply.encoded_folder import ReadingOrder, check_room
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
@@ -36,7 +35,7 @@ from stages.encoding.stage import EncodingStage, format_truncated, refuse_partit
 from stages.encoding.stage_state import RejectLimit, StageState
 from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, join_plan
 from stages.planning.plan_lookup import current_plan
-from stages.planning.rolling_index import describe_rolling, planned_members
+from stages.planning.planned_members import describe_limits, planned_members
 
 MAX_LISTED_MISSING = 20
 HASH_BATCH_ROWS = 2**18
@@ -59,9 +58,9 @@ def run(
     report = Report(program="index", dry_run=options.dry_run)
     kinds = {stage.kind: stage for stage in stage_registry.required_stages(config)}
     states = {kind: stage.state(store, config, plan) for kind, stage in kinds.items()}
-    rolling, encoded = config.cache.rolling is not None, {}
+    limit, encoded = config.cache.limit, {}
     for kind, state in states.items():
-        if rolling:  # nothing has to be there: training waits for its shards
+        if limit is not None:  # nothing has to be there: training waits for its shards
             folder = f"{kind}/{state.fingerprint}"
             encoded[kind] = planned_members(state.units, folder, config.cache.format, state.wanted_ids)
             continue
@@ -69,7 +68,7 @@ def run(
         with activity(f"reading what the {len(paths)} shards of {kind} hold"):
             encoded[kind] = find_encoded(ReaderPool(store), paths, state.wanted_ids)
     aside = _list_set_aside(plan, encoded)
-    stopped = [] if rolling else _find_stopped(store, config, kinds, states)
+    stopped = [] if limit is not None else _find_stopped(store, config, kinds, states)
     if stopped or any(len(members.missing) for members in encoded.values()):
         report.set_aside, report.details = aside, {"stopped_by_limit": stopped} if stopped else {}
         return report_missing(report, plan, encoded)
@@ -79,9 +78,9 @@ def run(
     with activity("joining plan and shards"):
         joined = join_plan(plan, texts, encoded)
     record = _describe_set(config, plan, joined, kinds, states, encoded)
-    if rolling:
+    if limit is not None:
         estimates = {stage.kind: stage.estimate_bytes for stage in kinds.values() if stage.kind != "text"}
-        record["rolling"] = describe_rolling(config, plan, joined, estimates)
+        record[PLANNED] = describe_limits(config, plan, joined, estimates)
     count = joined.tables["texts"].num_rows
     record["counts"] = {"samples": joined.train, "eval": joined.held_out, "texts": count}
     name = hash_json({**record, "tables": {key: hash_table(table) for key, table in joined.tables.items()}})[:16]
@@ -104,9 +103,9 @@ def run(
             store.write_table(f"sets/{name}/{key}.arrow", table)
         store.publish_json(f"sets/{name}/set.json", record)
     set_lookup.update_pointers(store, record)
-    if config.cache.rolling is not None:
+    if limit is not None:
         order, samples = ReadingOrder.of(config.train), config.validation.eval_samples
-        check_room(RollingSet(store, name, record), order, samples, config.cache.rolling.max_gb)
+        check_room(PlannedSet(store, name, record), order, samples, limit.max_gb)
     return report
 
 

@@ -108,7 +108,7 @@ def _show_latents(
         )
     _require_media(table, chosen)
     with activity("loading torch and the autoencoder's code", at_once=True):
-        from stages.pages import contact_sheet, result_comparison, result_page
+        from stages.pages import result_comparison, result_page, sheets
 
     with console.progress(total, "preview", "samples") as progress:
         resources = options.resources(table.config, "decode")
@@ -116,15 +116,15 @@ def _show_latents(
     result_comparison.add_to_report(results, report, with_samples=options.json)
     report.details["buckets"] = rows = result_page.bucket_rows(encoded, results, buckets)
     size = _write_atomically(page, result_page.render_result_page(encoded, results, rows))
-    sheets = []
-    for number, sheet in enumerate(contact_sheet.draw_sheets(results, rows), 1):
-        sheets.append(page.with_name(f"{page.stem}-{number}.png"))
-        size += _write_atomically(sheets[-1], [sheet])
-    number = len(sheets) + 1
+    paths = []
+    for number, sheet in enumerate(sheets.draw_sheets(results, rows), 1):
+        paths.append(page.with_name(f"{page.stem}-{number}.png"))
+        size += _write_atomically(paths[-1], [sheet])
+    number = len(paths) + 1
     while (stale := page.with_name(f"{page.stem}-{number}.png")).exists():  # of an earlier run with more sheets
         stale.unlink()
         number += 1
-    report.details["contact_sheets"] = [str(path) for path in sheets]
+    report.details["contact_sheets"] = list(map(str, paths))
     report.details["written_mib"] = round(size / 2**20, 2)
     return report
 

@@ -89,7 +89,7 @@ def _label_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def _count_common(paths: Sequence[Sequence[str]]) -> int:
-    """How many parts all have in common at their beginning."""
+    """Count the parts that all have in common at their beginning."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
@@ -102,11 +102,11 @@ def _find_run(config: Config, name: str) -> tuple[Path, Config]:
             have = sorted(path.parent.name for path in Path(config.output).glob("*/config.yaml"))
             raise UnknownRun(f"there is no run {name!r} in {config.output}", f"it has: {', '.join(have) or 'none'}")
         return folder, config
-    own = folder / "config.yaml"
-    if not own.exists():
+    own_config = folder / "config.yaml"
+    if not own_config.exists():
         return folder, config
     try:
-        return folder, load_config(own)
+        return folder, load_config(own_config)
     except ConfigError as error:
         if folder.name == config.train.run:
             return folder, config
@@ -121,13 +121,13 @@ def _write_page(
     with activity("loading what draws"):
         from stages.pages.report.page import make_page, read_run
 
-    places = [_find_run(config, name) for name in names]
-    labels = _label_runs([folder for folder, _ in places])
-    found = [read_run(label, *place, config) for label, place in zip(labels, places, strict=True)]
+    runs = [_find_run(config, name) for name in names]
+    labels = _label_runs([folder for folder, _ in runs])
+    loaded = [read_run(label, *run, config) for label, run in zip(labels, runs, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
     command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.train.run)
     with activity("gathering curves, samples and data"):
-        content, pieces = make_page(found, options.add_given_options(command), folder)
+        content, pieces = make_page(loaded, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
         file.writelines(pieces)
         size = file.tell()
@@ -159,11 +159,11 @@ def _remake_while_training(
 def _count_results(folders: Sequence[Path]) -> tuple[int, ...]:
     """Lines of eval losses and of scores, and files of validation and of samples."""
     parts = [folder.glob(f"{part}/step-*/*") for folder in folders for part in ("validation", "samples")]
-    found = [sum(1 for path in paths if not is_unfinished(path.name)) for paths in parts]
+    counts = [sum(1 for path in paths if not is_unfinished(path.name)) for paths in parts]
     for name, mark in ((METRICS_FILE, b'"eval_loss"'), (SCORES_FILE, b'"step"')):
         files = [folder / name for folder in folders]
-        found += [file.read_bytes().count(mark) for file in files if file.exists()]
-    return tuple(found)
+        counts += [file.read_bytes().count(mark) for file in files if file.exists()]
+    return tuple(counts)
 
 
 app = make_app(

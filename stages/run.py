@@ -25,7 +25,7 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
-from schemas.config.encoding import StageName
+from schemas.config.encoding import CACHE_LIMIT, StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
@@ -65,8 +65,8 @@ def run(
     refuse_partition(options, "run")
     refuse_ranks()
     check_models(config)
-    if prompts and config.cache.rolling is not None:
-        what = "--prompts: with cache.rolling, validation prompts are encoded when training begins"
+    if prompts and config.cache.limit is not None:
+        what = f"--prompts: with {CACHE_LIMIT}, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
     order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
     folder = config.run_folder
@@ -245,10 +245,10 @@ def _push(report: Report, options: Options, console: Console, processes: StagePr
 
 
 def _stage_order(config: Config, options: Options) -> list[StageName]:
-    """The stages in order. With cache.rolling, `index` comes before the encoding stages, and these run beside `train`;
-    a dry run asks them before it."""
+    """The stages in order. With a limited cache, `index` comes before the encoding stages, and these run beside
+    `train`; a dry run asks them before it."""
     order = config.stage_order
-    if config.cache.rolling is None:
+    if config.cache.limit is None:
         return order
     encoding = [stage for stage in order if stage in ENCODE_PROGRAMS.values()]
     rest = [stage for stage in order if stage not in encoding]
@@ -272,16 +272,16 @@ def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) ->
 
 
 class _Followers:
-    """With cache.rolling, the encoding stages that run beside training, or take turns with it.
+    """With a limited cache, the encoding stages that run beside training, or take turns with it.
 
     results: of each stage, exit codes and reports. failed: stages that failed, and so ended training.
     """
 
     def __init__(self, config: Config, options: Options, training: StageProcesses) -> None:
-        rolling = None if options.dry_run else config.cache.rolling
+        limit = None if options.dry_run else config.cache.limit
         order = config.stage_order
-        self.stages = tuple(stage for stage in order if rolling and stage in ENCODE_PROGRAMS.values())
-        self._alternate = rolling is not None and rolling.alternate
+        self.stages = tuple(stage for stage in order if limit and stage in ENCODE_PROGRAMS.values())
+        self._alternate = limit is not None and limit.alternate
         self._options, self._training = options, training
         self._processes = {stage: StageProcesses({}) for stage in self.stages}
         self._ending = False

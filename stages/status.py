@@ -22,7 +22,7 @@ from cache.shards.shard_io import ReaderPool
 from cache.store.damage import ENCODE_PROGRAMS, DamageError
 from cache.store.files import Entry
 from cache.store.store import Store
-from cache.supply.rolling_files import RollingFiles
+from cache.supply.encoded_folder import FOLDER, EncodedFolder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, read_record
@@ -121,16 +121,16 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
     for stage, state in states:
         row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
-        if config.cache.rolling is not None:  # what is on the disk, of what comes and goes
+        if config.cache.limit is not None:  # what is on the disk, of what comes and goes
             row |= {"what": f"{row['what']} on the disk", "remaining": 0}
         rows.append(row)
         if row["remaining"]:
             report.next_steps.append(f"latentpress {stage.name}")
         report.remaining += row["remaining"]
         report.done += row["done"]
-    if config.cache.rolling is not None:
-        report.details["rolling"] = [_describe_rolling(store, config, states, listed)]
-        left = report.details["rolling"][0]["steps_left"]
+    if config.cache.limit is not None:
+        report.details[FOLDER] = [_describe_limit(store, config, states, listed)]
+        left = report.details[FOLDER][0]["steps_left"]
         report.remaining += left
         report.next_steps += ["latentpress run"] if left else []
     for column in ("units", "jobs", "items_per_second", "left"):
@@ -201,25 +201,25 @@ def format_rate(rate: float, remaining: int) -> TableRow:
     }
 
 
-def _describe_rolling(
+def _describe_limit(
     store: Store,
     config: Config,
     states: Sequence[tuple[EncodingStage, StageState]],
     listed: Mapping[str, Sequence[Entry]],
 ) -> TableRow:
-    """Tell how much of its room a rolling cache takes, how far training is, and which programs are at work for it."""
-    assert config.cache.rolling is not None
-    files = RollingFiles(store)
+    """Tell how much of its room a limited cache takes, how far training is, and which programs are at work for it."""
+    assert config.cache.limit is not None
+    limited = EncodedFolder(store)
     folders = {stage.kind: f"{state.fingerprint}/" for stage, state in states}
     entries = [entry for kind, folder in folders.items() for entry in listed[kind] if entry.name.startswith(folder)]
-    position = files.read_position()
+    position = limited.read_position()
     step = position.step if position is not None and position.run == config.train.run else 0
     running: list[str] = []
-    if files.folder.is_dir():  # or nothing was ever at work, and nothing is written by looking
-        with files.locked():
-            names = (*ENCODE_PROGRAMS.values(), "train")
-            running = [program for program in names if files.read_stage(program) is not None]
-    limit = round(config.cache.rolling.max_gb * 1e9 / 2**20, 2)
+    if limited.control.is_dir():  # or nothing was ever at work, and nothing is written by looking
+        with limited.locked():
+            members = limited.members()
+        running = [program for program in (*ENCODE_PROGRAMS.values(), "train") if program in members]
+    limit = round(config.cache.limit.max_gb * 1e9 / 2**20, 2)
     row = {"mib": _mib(entries), "limit_mib": limit, "step": step, "steps_left": max(0, config.train.steps - step)}
     return row | {"running": ", ".join(running) or "nothing"}
 

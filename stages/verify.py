@@ -18,7 +18,7 @@ from cache.shards import shard
 from cache.store.damage import SHARD_PROGRAMS, DamageError, rebuild_program
 from cache.store.files import StoreError
 from cache.store.store import STALE, Store
-from cache.supply.rolling_files import RollingFiles
+from cache.supply.encoded_folder import EncodedFolder
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -164,8 +164,8 @@ def _repair_shards(
         units = {unit.unit_id for unit in state.units}
         folder = f"{stage.kind}/{state.fingerprint}/"
         stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
-    if config.cache.rolling is not None:
-        return _remove_rolling(store, config, damaged, own, report)
+    if config.cache.limit is not None:
+        return _remove_damaged(store, config, damaged, own, report)
     report.details["damaged_shards"] = [
         {
             "shard": rel,
@@ -191,12 +191,12 @@ def _repair_shards(
     return other | still_damaged
 
 
-def _remove_rolling(
+def _remove_damaged(
     store: Store, config: Config, damaged: DamageByPath, own: list[str], report: Report
 ) -> DamageByPath:
-    """Remove damaged shards of a rolling cache, where they would take a part of its room: they are encoded again when
+    """Remove damaged shards of a limited cache, where they would take a part of its room: they are encoded again when
     training needs them."""
-    with RollingFiles(store).locked():
+    with EncodedFolder(store).locked():
         for rel in own:
             store.remove(rel)
     report.details["damaged_shards"] = [

@@ -18,20 +18,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from stages.engines import sandbox
+from tests.fork_server import ForkServer
+from tests.forms import long
 from tests.google_server import google, google_server  # noqa: F401 (fixtures)
 from tests.hub_server import hub  # noqa: F401 (fixture)
 from tests.model_hub import models  # noqa: F401 (fixture)
-from tests.processes import ForkedProgram, import_for_forks
+from tests.processes import ForkedProgram
 from tests.project import SETTINGS, Project
 from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For the same reason the time that an example takes says nothing.
-LONG = os.environ.get("TORTURE") == "long"
-settings.register_profile(
-    "patient", deadline=None, max_examples=500 if LONG else 50, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("patient", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("patient"), max_examples=500)
 settings.load_profile("patient")
 
 # In memory where there is room: what the tests sync to a disk takes a tenth of their time.
@@ -42,6 +42,7 @@ if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 6 << 30:
 sandbox.SOURCE_LIBRARIES.clear()
 
 ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "tests" / "benchmarks"
 BUILDER = ROOT / "examples" / "tiny_models.py"
 SLOW_S = 0.5  # of processor time; a test that takes more belongs among those that are marked slow
 
@@ -63,8 +64,20 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # as garbage_collection_paused does for programs
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped without a CUDA device."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="0/1", help="run each nth of the tests alone, from the ith: i/n, from 0/n")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Tests of benchmarks and with a browser are long ones; those marked gpu are skipped without a CUDA device."""
+    for item in items:
+        if BENCHMARKS in item.path.parents or "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.long)
+    yield  # after which those of one form alone are left
+    part, parts = map(int, config.getoption("part").split("/"))
+    config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % parts != part])
+    items[:] = items[part::parts]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -78,6 +91,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # nor are the modules' objects examined later, nor copied by forks
     gc.set_threshold(20_000, 20, 20)  # what libraries import later is examined less often: 5 % of the time of the tests
     gc.enable()
+    if any("forked_programs" in getattr(item, "fixturenames", ()) for item in session.items):
+        ForkedProgram.server = ForkServer()  # before the first test, so before the first thread
 
 
 @pytest.hookimpl(wrapper=True)
@@ -111,10 +126,22 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None
         yield folder
 
 
+@pytest.fixture(scope="session", params=[False, long(True)], ids=["short", "long"])
+def is_long(request: pytest.FixtureRequest) -> bool:
+    """Whether the test, which has both forms, is in its long one."""
+    return request.param
+
+
+@pytest.fixture
+def often(is_long: bool) -> Callable[[int, int], int]:
+    """often(short, long): how many times, in this form."""
+    return lambda short, long: long if is_long else short
+
+
 @pytest.fixture
 def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that are started in this test are forks of this process, and so are those that they start."""
-    import_for_forks()
+    """Programs that are started in this test are forks of this process as it was before the first test, and so are
+    those that they start."""
     monkeypatch.setattr(subprocess, "Popen", ForkedProgram)
 
 

@@ -67,7 +67,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "datasets.clips.where": (PLAN, "datasets.clips.where=score > 5"),
     "datasets.clips.repeats": (PLAN, "datasets.clips.repeats=2"),
     "datasets.clips.weight": (PLAN, "datasets.clips.weight=0.5"),
-    "datasets.clips.is_regularisation_data": (PLAN, "datasets.clips.is_regularisation_data=true"),
+    "datasets.clips.is_regularization_data": (PLAN, "datasets.clips.is_regularization_data=true"),
     "datasets.clips.eval": (PLAN, "datasets.clips.eval=true"),
     "datasets.clips.eval_fraction": (PLAN, "datasets.clips.eval_fraction=0.1"),
     "datasets.clips.resolution": (PLAN, "datasets.clips.resolution=96"),
@@ -171,7 +171,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
         "train.methods.masked_loss={unmasked_probability: 0.5}",
     ),
     "train.methods.masked_loss.prior_weight": (REFUSED, "train.methods.masked_loss={prior_weight: 1}"),
-    "train.methods.masked_loss.normalise_area": (REFUSED, "train.methods.masked_loss={normalise_area: true}"),
+    "train.methods.masked_loss.normalize_area": (REFUSED, "train.methods.masked_loss={normalize_area: true}"),
     **{
         f"train.methods.tread.{name}": (RUN, "train.methods.tread={routes: [{" + route + "}]" + more + "}")
         for name, route, more in (
@@ -210,8 +210,8 @@ TABLE: dict[str, tuple[Kind, str]] = {
         f"train.methods.input_perturbation.{option}": (RUN, f"train.methods.input_perturbation={{{option}: {value}}}")
         for option, value in (("strength", 0.2), ("decay_steps", 9))
     },
-    "train.methods.regularisation.target": (REFUSED, "train.methods.regularisation={}"),  # nor regularisation data
-    "train.methods.regularisation.weight": (REFUSED, "train.methods.regularisation={weight: 2}"),
+    "train.methods.regularization.target": (REFUSED, "train.methods.regularization={}"),  # nor regularisation data
+    "train.methods.regularization.weight": (REFUSED, "train.methods.regularization={weight: 2}"),
     **{
         f"train.methods.scheduled_sampling.{option}": (RUN, f"train.methods.scheduled_sampling={{{option}: {value}}}")
         for option, value in (

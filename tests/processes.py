@@ -8,17 +8,21 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from stages.engines.jobs import Job
+from tests.fork_server import ForkServer
+
+PATIENCE_S = 60.0
 
 
 def forget_forkserver() -> None:
@@ -38,12 +42,6 @@ def same_scheduling() -> Iterator[None]:
         os.sched_setscheduler(0, policy, param)
 
 
-def import_for_forks() -> None:
-    """What else each fork of a program would import: for the report page, and by Arrow at its first conversion."""
-    for name in ("bokeh.embed", "bokeh.models", "bokeh.plotting", "pandas"):
-        importlib.import_module(name)
-
-
 def prepare_fork() -> None:
     """In a fork, first: it has one thread, and the objects of its parent are not examined again, nor copied."""
     gc.freeze()
@@ -59,39 +57,81 @@ def use_one_thread() -> None:
         torch.set_num_threads = lambda number: None
 
 
+class Child:
+    """A fork of this process at `work`, in a session of its own; what `work` raises is printed."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                forget_forkserver()
+                prepare_fork()
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+    def wait(self) -> int:
+        """Its exit status, 1 where it raised, or minus the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def until(self, seen: Callable[[], object]) -> bool:
+        """Whether `seen` came true before it ended, which kill and wait may no longer be asked of then."""
+        limit = time.monotonic() + PATIENCE_S
+        while not seen():
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                assert not os.WEXITSTATUS(status), "it raised"
+                return False
+            assert time.monotonic() < limit, "it neither ends nor goes on"
+            time.sleep(0.001)
+        return True
+
+    def kill(self) -> bool:
+        """Whether it was still at work."""
+        os.kill(self.pid, signal.SIGKILL)
+        code = self.wait()
+        assert code in (0, -signal.SIGKILL), "it raised"
+        return code != 0
+
+    def alone(self) -> bool:
+        """Whether every process that it started ended soon after it."""
+        limit = time.monotonic() + PATIENCE_S
+        while any(session == self.pid for _, session in processes()) and time.monotonic() < limit:
+            time.sleep(0.01)
+        return time.monotonic() < limit
+
+
+def processes() -> Iterator[tuple[int, int]]:
+    """Number and session of every process that has not ended."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state not in "ZX":
+            yield int(folder.name), int(session)
+
+
 def in_child(work: Callable[[], object]) -> int:
     """Fork and do `work`, whose limits stay in the child: its exit status, 1 where it raised, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            forget_forkserver()
-            prepare_fork()
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return Child(work).wait()
 
 
 def kill_when(arrived: threading.Semaphore, work: Callable[[], object]) -> None:
     """Fork and do `work`; kill it by SIGKILL once `arrived` is released."""
-    child = os.fork()
-    if child == 0:
-        try:
-            forget_forkserver()
-            prepare_fork()
-            work()
-        finally:
-            os._exit(1)
+    child = Child(work)
     try:
         assert arrived.acquire(timeout=120)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 class ForkedWorkers:
@@ -118,68 +158,33 @@ class ForkedWorkers:
         return type("Forking", (), {"get_context": lambda method: self})
 
 
-class ForkedProgram:
-    """subprocess.Popen for `python -m MODULE` and `python FILE.py`, as a fork of this process: a new one would import
-    torch, diffusers and transformers for seconds. MODULE has an `app`, or else a `main`."""
+@dataclass
+class Program:
+    """What a forked program is, for the child."""
 
-    def __init__(
-        self,
-        args: Sequence[str],
-        *,
-        stdin: Any = None,
-        stdout: Any = None,
-        stderr: Any = None,
-        text: bool = False,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        start_new_session: bool = False,
-    ) -> None:
-        interpreter, *words = map(str, args)
-        assert stdin in (None, subprocess.DEVNULL), stdin  # a fork of multiprocessing reads nothing anyway
-        assert interpreter == sys.executable, args
-        self.args = args
-        self.stdout, ends = None, {}
-        if stdout == subprocess.PIPE:
-            ours, ends[1] = os.pipe()
-            self.stdout = os.fdopen(ours, "r" if text else "rb")
-        # A file, which is read at the end: nobody has to read two pipes at once.
-        self.stderr = tempfile.TemporaryFile("w+" if text else "w+b") if stderr == subprocess.PIPE else None  # noqa: SIM115
-        if self.stderr is not None:
-            ends[2] = os.dup(self.stderr.fileno())
-        for number, given in ((1, stdout), (2, stderr)):
-            if given == subprocess.DEVNULL:
-                ends[number] = os.open(os.devnull, os.O_WRONLY)
-            elif hasattr(given, "fileno"):
-                ends[number] = os.dup(given.fileno())
-            elif number == 2 and given == subprocess.STDOUT:
-                ends[number] = os.dup(ends[1])
-            else:
-                assert given in (None, subprocess.PIPE), given
-        self._start_new_session = start_new_session
-        self._process = multiprocessing.get_context("fork").Process(target=self._main, args=(words, ends, cwd, env))
-        self._process.start()
-        for end in ends.values():
-            os.close(end)
-        self.pid = self._process.pid
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    new_session: bool
+    prepare: Callable[[], object]
 
-    def prepare(self) -> None:
-        """What a subclass does in the child before anything of the program is imported."""
-
-    def _main(self, words: list[str], ends: dict[int, int], cwd: Path | None, env: Mapping[str, str] | None) -> None:
-        for number, end in ends.items():
+    def __call__(self, ends: list[int]) -> None:
+        for number, end in enumerate(ends):
             os.dup2(end, number)
-        if self._start_new_session:
+            os.close(end)
+        if self.new_session:
             os.setsid()
         sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if env is not None:
-            os.environ.clear()
-            os.environ.update(env)
-        os.chdir(cwd or os.curdir)
-        forget_forkserver()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        if "huggingface_hub.constants" in sys.modules:  # which reads the environment when it is imported
+            importlib.reload(sys.modules["huggingface_hub.constants"])
         prepare_fork()
         self.prepare()
+        ForkedProgram.server = ForkServer()
+        subprocess.Popen = ForkedProgram  # type: ignore[misc]
+        words = self.words
         while words[0] != "-m" and not words[0].endswith(".py"):
             del words[0]  # an option of python
         sys.argv = words
@@ -190,36 +195,25 @@ class ForkedProgram:
         module = importlib.import_module("trainer.__main__" if words[0] == "trainer" else words[0])
         (module.app if hasattr(module, "app") else module.main)()
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
 
-    def poll(self) -> int | None:
-        return self.returncode
+def unchanged() -> None:
+    """Do nothing."""
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
-        return self.returncode
 
-    def terminate(self) -> None:
-        self._process.terminate()
+class ForkedProgram(subprocess.Popen):
+    """`python -m MODULE` and `python FILE.py`, as a fork of a process that has imported torch, diffusers and
+    transformers, which takes a new one seconds. MODULE has an `app`, or else a `main`."""
 
-    def kill(self) -> None:
-        self._process.kill()
+    server: ClassVar[ForkServer]
+    prepare: Callable[[], object] = staticmethod(unchanged)  # in the child, before the program; it is pickled
 
-    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[Any, Any]:
-        out = self.stdout.read() if self.stdout else None
-        self.wait(timeout)
-        if self.stderr is None:
-            return out, None
-        self.stderr.seek(0)
-        return out, self.stderr.read()
-
-    def __enter__(self) -> "ForkedProgram":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-        for file in (self.stdout, self.stderr):
-            if file is not None:
-                file.close()
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *options: Any) -> None:
+        """As subprocess.Popen calls it."""
+        _, _, folder, environment, _, _, _, *pipes, _, _, _, _, _, new_session, _ = options
+        interpreter, *words = map(str, args)
+        assert interpreter == sys.executable, args
+        ends = [standard if end == -1 else end for standard, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        program = Program(words, folder or os.getcwd(), dict(environment or os.environ), new_session, self.prepare)
+        self.pid = self.server.fork(program, ends)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)

@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 
 from cache.runs.training_run import read_metrics
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, index
-from tests.conftest import LONG
 from tests.project import SETTINGS, Project
 
 pytestmark = pytest.mark.slow
@@ -160,11 +159,11 @@ for path in map(Path, sys.argv[1:]):
 
 
 @pytest.fixture(scope="module")
-def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Project]:
+def aligned(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, is_long: bool) -> list[Project]:
     """Clips, in the long form pictures too, from their files to a training set with vision features, to be trained with
     CREPA."""
     homes = []
-    for kind in ("kandinsky5-video-t2v", "sana")[: 1 + LONG]:
+    for kind in ("kandinsky5-video-t2v", "sana")[: 1 + is_long]:
         dataset: dict[str, Any] = {"id": "made", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
         if kind != "sana":
             dataset |= {"dataset_type": "video", "video": {"num_frames": 9, "frame_rate": 12.0}}

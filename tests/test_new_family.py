@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import ForkedProgram, import_for_forks, in_child
+from tests.processes import ForkedProgram, in_child
 
 pytestmark = pytest.mark.slow
 
@@ -82,20 +82,15 @@ def import_from(tree: Path) -> None:
 
 
 @pytest.fixture
-def run(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def run(tree: Path, forked_programs: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """run(program, *arguments): a program of the copy; its report."""
-
-    class Program(ForkedProgram):
-        def prepare(self) -> None:
-            import_from(tree)
 
     def report(*arguments: str) -> Any:
         done = subprocess.run([sys.executable, "-m", *arguments, "--json"], cwd=tree, text=True, stdout=subprocess.PIPE)
         assert done.returncode == 0, done.stdout
         return json.loads(done.stdout)
 
-    import_for_forks()
-    monkeypatch.setattr(subprocess, "Popen", Program)
+    monkeypatch.setattr(ForkedProgram, "prepare", partial(import_from, tree))
     return report
 
 
@@ -200,7 +195,7 @@ def check_normalisation(tree: Path, checkpoint: Path) -> None:
 
     from schemas.catalogue import FAMILIES
 
-    cpu, normalisation = torch.device("cpu"), FAMILIES["example"].normalisation
+    cpu, normalisation = torch.device("cpu"), FAMILIES["example"].normalization
     module = importlib.import_module("stages.encoding.vae.example")
     ours = module.Autoencoder(str(checkpoint), None, torch.float32, cpu, normalisation=normalisation)
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()

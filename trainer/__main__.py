@@ -25,7 +25,7 @@ from schemas.optimizers import find_optimizer
 from trainer.adapters.header import check_family
 from trainer.adapters.initial import read_initial
 from trainer.dry_run import CardOption, report_card, report_dry_run
-from trainer.rolling import describe_set_aside, follow_encoding
+from trainer.followed_encoding import describe_set_aside, follow_encoding
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
 from trainer.run.metrics import require_trackers
 from trainer.run.new_data import first_step
@@ -146,7 +146,7 @@ def _report_damage(report: Report, damage: DamageError) -> Report:
 
 def follow_prompts(config: Config, data: TrainSet, options: Options, console: Console) -> PromptUpdates | None:
     """None where the set was named, or rolls: its prompts are those of the run."""
-    if config.train.set != "current" or config.cache.rolling is not None or not config.datasets:
+    if config.train.set != "current" or config.cache.limit is not None or not config.datasets:
         return None
     return PromptUpdates(
         config,

@@ -18,7 +18,7 @@ from benchmarks.common import print_header, print_row
 from benchmarks.gpu import nabla, video_lite
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import Case, measure_cases
-from schemas.config.attention import AttentionBackend
+from schemas.config.section import AttentionBackend
 from trainer.attention import find_problem
 
 LORA = {"adapter": {"rank": 32}}

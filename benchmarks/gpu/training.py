@@ -219,7 +219,7 @@ def measure_cases(options: PartOptions, model: Model, cases: Sequence[Case]) -> 
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     run = prepare(model, case, Path(folder), options.device)
-                    if work not in operations and not (run.config.train.quantised or compiled):
+                    if work not in operations and not (run.config.train.quantized or compiled):
                         operations[work] = count_operations(run)
                     measured = measure_steps(run, warm=2 if compiled else 1)
                 except (torch.OutOfMemoryError, LatentpressError) as error:

@@ -20,6 +20,8 @@ from cache.store.json_checks import (
 from cache.store.store import Store
 from schemas.config.section import NAME_PATTERN
 
+PLANNED = "rolling"  # in set.json of a set that was made of the plan, and whose shards come and go (cache.rolling)
+
 TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_set_shards}
 PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
 
@@ -48,10 +50,10 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
             check_count(image["row"], "the row of a condition")
             if check_count(image["shard"], "the shard of a condition") >= shards:
                 raise ValueError(f"a condition in shard {image['shard']} of {shards}")
-    if "rolling" in meta:
-        rolling = check_object(meta["rolling"], "rolling")
-        check_names(rolling["tensors"], "tensors")
-        if len([check_count(size, "bytes") for size in check_list(rolling["bytes"], "bytes")]) != shards:
-            raise ValueError(f"it has sizes of {len(rolling['bytes'])} shards, and there are {shards}")
+    if PLANNED in meta:
+        planned = check_object(meta[PLANNED], PLANNED)
+        check_names(planned["tensors"], "tensors")
+        if len([check_count(size, "bytes") for size in check_list(planned["bytes"], "bytes")]) != shards:
+            raise ValueError(f"it has sizes of {len(planned['bytes'])} shards, and there are {shards}")
     if any(check_count(number, "the number of a text") >= texts for number in numbers):
         raise ValueError(f"it names a text beyond the {texts} of the set")

@@ -16,7 +16,8 @@ from typing import Any
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
 from cache.sets.exported_set import ExportedSet
-from cache.sets.rolling_set import RollingSet
+from cache.sets.planned_set import PlannedSet
+from cache.sets.set_files import PLANNED
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
 from cache.store.damage import DamageError
 from cache.store.json_checks import PATH_NAME_PATTERN, printable
@@ -83,7 +84,7 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
     if meta.get("id") != set_id:
         step = "Run `latentpress index`, which writes it again; copy an export again."
         raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
-    made_of = ExportedSet if "export" in meta else RollingSet if "rolling" in meta else TrainSet
+    made_of = ExportedSet if "export" in meta else PlannedSet if PLANNED in meta else TrainSet
     return made_of(store, set_id, meta)
 
 
@@ -184,7 +185,7 @@ def find_configured_id(store: Store, config: Config) -> str:
         differences = diff_recipes(record["recipe"], recipe) + other
     differences = differences or ["nothing, and only the file that points to it is missing"]
     only_prompts = all(each.startswith("validation.") for each in differences)
-    hint = PROMPTS_HINT if only_prompts and config.cache.rolling is None else RUN_HINT
+    hint = PROMPTS_HINT if only_prompts and config.cache.limit is None else RUN_HINT
     raise SetNotFound(
         f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
         f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {_join_first(differences)}",

@@ -33,6 +33,10 @@ class FileIdentity(NamedTuple):
     size: int
     mtime_ns: int
 
+    @classmethod
+    def of(cls, about: os.stat_result) -> "FileIdentity":
+        return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+
 
 class MappedShard:
     """A mapped shard. Its memory stays mapped while anything refers to the object, so one thread may read from it while
@@ -57,8 +61,7 @@ class MappedShard:
         self.view = memoryview(self._buffer).cast("B")
 
     def _read_identity(self) -> FileIdentity:
-        about = os.fstat(self._file.fileno())
-        return FileIdentity(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+        return FileIdentity.of(os.fstat(self._file.fileno()))
 
     def check(self) -> None:
         """To be called before rows are read; looks at the file unless that was done less than a millisecond ago.

@@ -1,13 +1,12 @@
 """Where a training set's shards come from when they are read: the seam between the trainer and the places of shards.
 
-A supply opens a shard of a set by its number. `StoredShards` opens it where it is. `cache.supply.local_shards` opens
-copies of remote shards, and fetches them before they are needed: the trainer tells a supply which shards its next steps
-need, and which steps are done.
+A supply opens a shard of a set by its number. `StoredShards` opens it where it is. Those of `cache.supply`
+have a limited number of them here, fetched or encoded before they are needed: the trainer tells a supply which shards
+its next steps need, and which steps are done.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from cache.shards.shard import BaseShardReader
 from cache.shards.shard_io import open_reader
@@ -15,13 +14,13 @@ from cache.store.store import Store
 from schemas.cli.progress import activity
 
 
-class ShardSupply(Protocol):
+class ShardSupply:
     """Threads may share it. Messages name shards as the set's store does (`Store.path`), wherever their bytes are.
 
     local: whether shards are opened as files of this machine, so that they can be mapped.
     """
 
-    local: bool
+    local = True
 
     def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
         """The numbers of the shards that steps `first`, first + 1, ... need. Read lazily, in another thread, some steps
@@ -31,6 +30,7 @@ class ShardSupply(Protocol):
         """A reader of shard `number`, also of one that no step was said to need; waits until its bytes are here.
         DamageError where it can't be read or is missing, StoreError where the store fails, both naming the shard.
         """
+        raise NotImplementedError
 
     def finished(self, step: int) -> None:
         """Everything of `step` and of those before it has been read."""
@@ -38,6 +38,7 @@ class ShardSupply(Protocol):
     def damaged(self, number: int) -> bool:
         """Told of a shard of which a row is not what was written. True where its bytes were thrown away, so that `open`
         gives others; False where that is not possible, or was done once already."""
+        return False
 
     def on_removal(self, forget: Callable[[int], None]) -> None:
         """Call `forget` with the number of each shard whose file is about to be removed: whoever has it open lets go of
@@ -45,10 +46,12 @@ class ShardSupply(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the metrics of a step, counted since the last call; {} where there is nothing to say."""
+        return {}
 
     def show_wait(self) -> AbstractContextManager[object]:
         """While the body waits for what other threads `open`, show what that is and, where bytes are known, the time
         left. Of the main thread."""
+        raise NotImplementedError
 
     def stop_waiting(self) -> None:
         """End the waits of `open` for what may never come, by an error, so that the threads in it end. Until `follow`
@@ -58,36 +61,15 @@ class ShardSupply(Protocol):
         """End its threads. Nothing else is to be called afterwards."""
 
 
-class StoredShards:
+class StoredShards(ShardSupply):
     """The shards where they are in `store`. path_of: number -> path."""
 
     def __init__(self, store: Store, path_of: Callable[[int], str]) -> None:
         self._store, self._path_of = store, path_of
         self.local = store.root is not None
 
-    def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
-        pass
-
     def open(self, number: int) -> BaseShardReader:
         return open_reader(self._store, self._path_of(number))
 
-    def finished(self, step: int) -> None:
-        pass
-
-    def damaged(self, number: int) -> bool:
-        return False
-
-    def on_removal(self, forget: Callable[[int], None]) -> None:
-        pass
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
     def show_wait(self) -> AbstractContextManager[object]:
         return activity(f"waiting for data: shards are read from {self._store.url}")
-
-    def stop_waiting(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from schemas.errors import LatentpressError
-from schemas.folder_checks import find_obstacle
-from schemas.regular_files import NOT_REGULAR
+from schemas.regular_files import NOT_REGULAR, find_obstacle
 
 TEMP_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`

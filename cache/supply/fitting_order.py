@@ -18,11 +18,17 @@ CHECKED_SECTIONS = 3  # and at least so many sections
 MIXED_DRAWS = 1 << 16  # of a section: many global batches, and a second or two to look at
 
 
-def window_bytes(needs: Iterable[Collection[int]], sizes: Sequence[int], lengths: Iterable[int]) -> Iterator[int]:
-    """Of each step, the bytes of the shards that the last steps up to it need, and beside them one more shard.
-    lengths: how many steps that are, of each step at most one more than of the step before."""
-    window, counts = deque[Collection[int]](), Counter[int]()
-    held = max(sizes, default=0)
+def window_bytes(
+    needs: Iterable[Collection[int]],
+    sizes: Sequence[int],
+    lengths: Iterable[int],
+    always: Collection[int] | None = None,
+) -> Iterator[int]:
+    """Of each step, the bytes of the shards that the last steps up to it need, and of those in `always`; without
+    `always`, of one more shard. lengths: how many steps that are, of each step at most one more than of the step
+    before."""
+    window, counts = deque[Collection[int]](), Counter(always or ())
+    held = max(sizes, default=0) if always is None else sum(sizes[number] for number in always)
     for numbers, length in zip(needs, lengths, strict=False):
         held += sum(sizes[number] for number in numbers if not counts[number])
         counts.update(numbers)

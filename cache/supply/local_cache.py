@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
 from cache.store.files import check_folder
-from cache.supply.copy_folder import CopyFolder
+from cache.supply.fetched_shards import FetchedShards
 from cache.supply.fitting_order import (
     CHECKED_DRAWS,
     FittingOrder,
@@ -21,8 +21,9 @@ from cache.supply.fitting_order import (
     mean_bytes,
     round_up_gb,
 )
-from cache.supply.local_shards import LocalShards
-from cache.supply.remote_shards import LocalCacheError, ShardCopies
+from cache.supply.limited_folder import LimitedFolder
+from cache.supply.limited_shards import SupplyError
+from cache.supply.remote_shards import ShardCopies
 from cache.supply.shard_needs import needed_shards
 from schemas.config.training import LocalCache, Train
 
@@ -52,14 +53,14 @@ def free_bytes(folder: Path) -> int:
 
 
 def cache_limit(settings: LocalCache, folder: Path) -> int:
-    """Bytes that the copies may have. LocalCacheError where the disk has less for them."""
+    """Bytes that the copies may have. SupplyError where the disk has less for them."""
     check_folder(folder)
     room = free_bytes(folder)
     if settings.max_gb is None:
         return min(DEFAULT_BYTES, room // 2)
     limit = round(settings.max_gb * 1e9)
     if limit > room:
-        raise LocalCacheError(
+        raise SupplyError(
             f"train.local_cache.max_gb is {settings.max_gb:g}, and the disk of {folder} has room for {room / 1e9:.3g}",
             "Lower it, free space there, or set train.local_cache.folder to a folder on another disk.",
         )
@@ -77,13 +78,13 @@ def supply_from_copies(
     """Let a remote set read its shards through copies on this machine; nothing is done for a local one. `data.close`
     ends it. One listing of each folder of shards.
 
-    steps: those of the run that remain. LocalCacheError where they can't be read ahead within the limit, as far as the
+    steps: those of the run that remain. SupplyError where they can't be read ahead within the limit, as far as the
     first CHECKED_DRAWS samples tell; a warning where the whole set does not fit and the order needs all of it.
     """
     if data.store.root is not None:
         return
     copies = open_copies(settings.local_cache, data)
-    data.use_supply(LocalShards(copies, settings.local_cache.downloads))
+    data.use_supply(FetchedShards(copies, settings.local_cache.downloads))
     limit, sizes = copies.folder.limit, [shard.bytes for shard in copies.shards]
     checked = checked_steps(steps, schedule.global_batch)
     planned = schedule, settings.caption_dropout, checked.start, checked.stop, ranks.rank, ranks.world
@@ -91,7 +92,7 @@ def supply_from_copies(
     ahead = settings.reading.steps_ahead + 1
     if (most := largest_window(needs, sizes, ahead)) > limit // ranks.local:
         share = f", which {ranks.local} processes of this machine share" if ranks.local > 1 else ""
-        raise LocalCacheError(
+        raise SupplyError(
             f"train.local_cache.max_gb is {limit / 1e9:.3g}{share}: the shards of the {ahead} steps that are read at a "
             f"time and one more have up to {most / 1e9:.3g} GB",
             f"Raise it to {round_up_gb(ranks.local * most)} or more; or let a step need fewer shards, by a lower "
@@ -111,22 +112,21 @@ def supply_whole_set(
     requested for a row. `data.close` ends it.
 
     needs: gives the shards of each row, in order. reserve: bytes of the copies' disk that are left free.
-    LocalCacheError where one of the first CHECKED_DRAWS rows needs more than the copies may have.
+    SupplyError where one of the first CHECKED_DRAWS rows needs more than the copies may have.
     """
     if data.store.root is not None:
         return
     copies = open_copies(settings, data, reserve)
     sizes, limit = [shard.bytes for shard in copies.shards], copies.folder.limit
     if (most := largest_window([*islice(needs(), CHECKED_DRAWS)], sizes, 1)) > limit:
-        copies.folder.close()
-        raise LocalCacheError(
+        raise SupplyError(
             f"the shards of a row and one more have up to {most / 1e9:.3g} GB, and the copies in "
-            f"{copies.folder.folder} may have {limit / 1e9:.3g} (train.local_cache.max_gb, and what the disk has left "
+            f"{copies.folder.base} may have {limit / 1e9:.3g} (train.local_cache.max_gb, and what the disk has left "
             "beside the result)",
             f"Raise train.local_cache.max_gb to {round_up_gb(most)} or more, free space on that disk, or set "
             "train.local_cache.folder to a folder on another one.",
         )
-    data.use_supply(LocalShards(copies, settings.downloads))
+    data.use_supply(FetchedShards(copies, settings.downloads))
     data.supply.follow(0, needs())
 
 
@@ -134,4 +134,4 @@ def open_copies(settings: LocalCache, data: TrainSet, reserve: int = 0) -> Shard
     """The shards of a remote set, as listed, and the folder for their copies. reserve: bytes that its disk keeps."""
     folder = cache_folder(settings)
     limit = min(cache_limit(settings, folder), max(0, free_bytes(folder) - reserve))
-    return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), CopyFolder(folder, limit))
+    return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), LimitedFolder(folder, limit))

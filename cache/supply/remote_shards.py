@@ -1,27 +1,23 @@
 """The shards of a set in a remote store: which versions are there, and their copies, fetched, verified and opened."""
 
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+import time
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
+from cache.shards.mapped_shards import FileIdentity
 from cache.shards.shard import ARROW_SUFFIX, SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import open_reader, verify
 from cache.store.damage import DamageError
+from cache.store.files import temporary
 from cache.store.object_store import copy_object
 from cache.store.store import Store
-from cache.supply.copy_folder import CopyFolder, FileVersion, HeldCopy, StartedCopy
+from cache.supply.limited_folder import DESCRIPTION, LimitedFolder
 from schemas.cli.progress import activity
-from schemas.errors import USAGE, LatentpressError
-
-
-class LocalCacheError(LatentpressError):
-    """train.local_cache does not suit the run or this machine."""
-
-    exit_code = USAGE
 
 
 class RemoteShard(NamedTuple):
@@ -76,47 +72,44 @@ class ShardCopies:
     """The shards at `paths` of a remote store, by number, as copies in a folder. Threads may share it, each with shards
     of its own."""
 
-    def __init__(self, store: Store, paths: Sequence[str], folder: CopyFolder) -> None:
+    def __init__(self, store: Store, paths: Sequence[str], folder: LimitedFolder) -> None:
         self.folder, self.shards = folder, list_shards(store, paths)
         self._store, self._paths = store, paths
-        self._verified: dict[int, FileVersion] = {}
-        self._coming: dict[int, StartedCopy] = {}
-
-    def size_of(self, numbers: Iterable[int]) -> int:
-        """Bytes."""
-        return sum(self.shards[number].bytes for number in numbers)
+        self._verified: dict[int, FileIdentity] = {}
+        self._parts: dict[int, Path] = {}  # on their way
 
     def missing(self, number: int) -> DamageError:
         return DamageError(self._store.path(self._paths[number]), "the file is missing")
 
-    def fetch(self, number: int, started: StartedCopy) -> HeldCopy:
+    def fetch(self, number: int) -> None:
         """Copy the shard. StoreError where that fails, DamageError where it is not there any more."""
-        shard, rel = self.shards[number], self._paths[number]
-        self._coming[number] = started
+        shard, rel, path = self.shards[number], self._paths[number], self._local(number)
+        part = self._parts[number] = temporary(path)
+        description = part.with_name(part.name.replace(TAR_SUFFIX, SIDECAR_SUFFIX, 1))
         try:
             if shard.sidecar:
                 described = rel.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX
-                copy_object(self._store.fs, self._store.key(described), str(started.description), shard.sidecar)
-            copy_object(self._store.fs, self._store.key(rel), str(started.part), shard.bytes - shard.sidecar)
-            return started.finish()
+                copy_object(self._store.fs, self._store.key(described), str(description), shard.sidecar)
+            copy_object(self._store.fs, self._store.key(rel), str(part), shard.bytes - shard.sidecar)
+            if shard.sidecar:
+                os.rename(description, path.with_name(path.name + DESCRIPTION))
+            os.rename(part, path)
         except FileNotFoundError as error:
-            started.abandon()
             raise self.missing(number) from error
-        except BaseException:
-            started.abandon()
-            raise
         finally:
-            del self._coming[number]
+            for file in (part, description):
+                file.unlink(missing_ok=True)
+            del self._parts[number]
 
     @contextmanager
-    def show_fetching(self, numbers: Sequence[int], held: Container[int]) -> Iterator[None]:
-        """While the body waits for these shards, show how much of them is here. held: those that are, as it changes."""
+    def show_fetching(self, numbers: Sequence[int], here: Container[int]) -> Iterator[None]:
+        """While the body waits for these shards, show how much of them is here. here: those that are, as it changes."""
 
         def count(number: int) -> int:
-            if number in held:
+            if number in here:
                 return self.shards[number].bytes
             with suppress(KeyError, FileNotFoundError):  # it is on its way, or not yet
-                return os.stat(self._coming[number].part).st_size
+                return os.stat(self._parts[number]).st_size
             return 0
 
         what = f"waiting for data: fetching {len(numbers)} shard{'s' if len(numbers) > 1 else ''}"
@@ -124,26 +117,40 @@ class ShardCopies:
             with activity("waiting for data"):
                 yield
             return
-        with activity(what, total=self.size_of(numbers), unit="bytes") as shown:
+        with activity(what, total=sum(self.shards[number].bytes for number in numbers), unit="bytes") as shown:
             shown.measure = lambda: sum(map(count, numbers))
             yield
 
-    def find_damage(self, number: int, copy: HeldCopy) -> DamageError | None:
-        """Of a row of a copy that is not what was written; each version of its file is looked at once."""
-        if self._verified.get(number) == copy.version:
+    def find_damage(self, number: int) -> DamageError | None:
+        """A row of a copy that is not what was written; each version of its file is looked at once. What is used
+        longest ago is known by the time of this call."""
+        try:
+            version = self._version(number)
+            os.utime(self._local(number), ns=(time.time_ns(), version.mtime_ns))
+        except PermissionError:  # another user's copy
+            pass
+        except FileNotFoundError:
+            return self.missing(number)  # another process threw it away
+        if self._verified.get(number) == version:
             return None
-        if found := verify(self._copy_store(number), self._paths[number]):
-            return found[0]
-        self._verified[number] = copy.version
-        return None
+        self._verified[number] = version
+        damage = verify(self._copy_store(number), self._paths[number])
+        return damage[0] if damage else None
 
     def open(self, number: int) -> BaseShardReader:
         return open_reader(self._copy_store(number), self._paths[number])
 
-    def discard(self, number: int, copy: HeldCopy) -> None:
+    def discard(self, number: int) -> None:
         """Remove a damaged copy, unless another process did and fetched another."""
-        self._verified.pop(number, None)
-        self.folder.discard(self.shards[number].name, copy.version)
+        with self.folder.locked(), suppress(FileNotFoundError):
+            if self._version(number).inode == self._verified.pop(number, self._version(number)).inode:
+                self.folder.remove(self.shards[number].name)
+
+    def _local(self, number: int) -> Path:
+        return self.folder.base / self.shards[number].name
+
+    def _version(self, number: int) -> FileIdentity:
+        return FileIdentity.of(os.stat(self._local(number)))
 
     def _copy_store(self, number: int) -> CopyStore:
-        return CopyStore(self._store, self.folder.folder, self._paths[number], self.shards[number].name)
+        return CopyStore(self._store, self.folder.base, self._paths[number], self.shards[number].name)

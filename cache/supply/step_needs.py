@@ -1,32 +1,36 @@
-"""Which shards the coming steps need, as far as a plan was read: what to fetch next, and what is needed last."""
+"""When the coming steps need which shards, as far as a plan was read: what is got next, and what is needed last."""
 
 from collections import deque
-from collections.abc import Collection, Iterator
-from heapq import heappop, heappush
+from collections.abc import Collection, Sequence
+from itertools import islice
+
+MOST_STEPS, MOST_ENTRIES = 4096, 1 << 17  # in sight: steps, and shards of all of them together
 
 
 class StepNeeds:
-    """first: number of the step that the plan begins with. Pure bookkeeping, for one thread at a time."""
+    """first: number of the step that the plan begins with. always: shards that every step needs. Pure bookkeeping, for
+    one thread at a time."""
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, always: Collection[int] = ()) -> None:
         self.first = self.end = first  # steps in sight: from `first` to below `end`
+        self.always = frozenset(always)
         self._steps: deque[Collection[int]] = deque()
-        self._of: dict[int, deque[int]] = {}  # number of a shard -> the steps in sight that need it
-        self._queue: list[tuple[int, int]] = []  # (step, shard) of what may be to fetch
+        self._steps_of: dict[int, deque[int]] = {}  # number of a shard -> the steps in sight that need it
         self.entries = 0  # shards of steps, all steps in sight together
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more steps are to be added for now."""
+        return self.end - self.first >= MOST_STEPS or self.entries >= MOST_ENTRIES
 
     def add(self, numbers: Collection[int]) -> None:
         """The shards of the next step."""
-        if self.end < self.first:  # it is done already
-            self.end += 1
+        self.end += 1
+        if self.end <= self.first:  # it is done already
             return
         for number in numbers:
-            steps = self._of.setdefault(number, deque())
-            steps.append(self.end)
-            if len(steps) == 1:
-                heappush(self._queue, (self.end, number))
+            self._steps_of.setdefault(number, deque()).append(self.end - 1)
         self._steps.append(numbers)
-        self.end += 1
         self.entries += len(numbers)
 
     def finish(self, step: int) -> list[int]:
@@ -35,12 +39,11 @@ class StepNeeds:
         while self._steps and self.first <= step:
             numbers = self._steps.popleft()
             for number in numbers:
-                steps = self._of[number]
+                steps = self._steps_of[number]
                 steps.popleft()
-                if steps:
-                    continue
-                del self._of[number]
-                gone.append(number)
+                if not steps:
+                    del self._steps_of[number]
+                    gone.append(number)
             self.first += 1
             self.entries -= len(numbers)
         self.first = max(self.first, step + 1)
@@ -51,39 +54,24 @@ class StepNeeds:
         """The shards of the first step in sight."""
         return self._steps[0] if self._steps else ()
 
-    def next_need(self, number: int) -> int | None:
-        """The first step in sight that needs a shard."""
-        steps = self._of.get(number)
-        return steps[0] if steps else None
+    def next_bytes(self, sizes: Sequence[int], steps: int, more: Collection[int] = ()) -> int:
+        """Bytes of the shards of the first `steps` steps in sight, of those that every step needs, and of `more`."""
+        return sum(sizes[number] for number in self.always.union(more, *islice(self._steps, steps)))
 
     def __contains__(self, number: int) -> bool:
-        return number in self._of
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._of)
+        return number in self._steps_of
 
     def __len__(self) -> int:
         """The number of shards in sight."""
-        return len(self._of)
+        return len(self._steps_of)
 
-    def take(self) -> int | None:
-        """The shard that is needed first among those that were not taken."""
-        while self._queue:
-            step, number = heappop(self._queue)
-            need = self.next_need(number)
-            if need == step:
-                return number
-            if need is not None and need > step:  # its first steps passed without it
-                heappush(self._queue, (need, number))
-        return None
+    def order(self, wanted: Collection[int] = ()) -> list[tuple[int, int]]:
+        """(step that needs it first, shard), in this order, of the shards in sight. Those that every step needs, and
+        those that a reader waits for now (`wanted`), come first, as of the step before the first."""
+        urgent = {number: self._next_need(number) for number in {*self.always, *wanted}}
+        first = [(self.first - 1, number) for number in sorted(urgent, key=lambda number: (urgent[number], number))]
+        return first + sorted((steps[0], number) for number, steps in self._steps_of.items() if number not in urgent)
 
-    def put_back(self, number: int) -> None:
-        """Let `take` give a shard again, where a step needs it."""
-        need = self.next_need(number)
-        if need is not None:
-            heappush(self._queue, (need, number))
-
-    def later_than(self, step: int, among: Collection[int]) -> Iterator[int]:
-        """Those of `among` that are needed later than `step`, the last needed first."""
-        needs = [(need, number) for number in among if (need := self.next_need(number)) is not None and need > step]
-        yield from (number for _, number in sorted(needs, reverse=True))
+    def _next_need(self, number: int) -> int:
+        """The first step that needs a shard; one that no step in sight needs is read beside them, now."""
+        return self.first - 1 if number in self.always else self._steps_of.get(number, (self.first,))[0]

@@ -25,22 +25,30 @@ TYPE_OPTIONS = {
 
 
 class Adapter(Section):
-    type: Literal["lora", "lokr", "full"] = "lora"
-    rank: Count = Field(16, description="with init: default that of the file")
+    type: Literal["lora", "lokr", "full"] = Field("lora", description="what is trained; full: the model itself")
+    rank: Count = Field(16, description="of the matrices; with init default that of the file")
     alpha: Alpha | None = Field(None, description="default: rank; with init: that of the file")
     dropout: float = Field(0.0, ge=0, lt=1, description="of a LoRA's input")
-    targets: tuple[str, ...] | None = Field(None, strict=False, description="regular expressions; default: by family")
+    targets: tuple[str, ...] | None = Field(
+        None, strict=False, description="regular expressions of full module paths; default: the family's"
+    )
     rank_pattern: dict[str, Count] = Field({}, description="regular expression -> rank of the modules that it matches")
     alpha_pattern: dict[str, Alpha] = Field({}, description="the same for alpha; default: each module's rank")
-    rslora: bool = Field(False, description="rank-stabilised: scaled by alpha / sqrt(rank), not alpha / rank")
+    rslora: bool = Field(False, description="rank-stabilized: scaled by alpha / sqrt(rank), not alpha / rank")
     dora: bool = Field(False, description="train the magnitude of each output's weights apart from their direction")
     init_weights: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = Field(
-        "default", description="peft's initialisations of a LoRA"
+        "default", description="initial weights of a LoRA, as peft makes them"
     )
     decompose_factor: int = Field(-1, ge=-1, le=65_536, description="of LoKr; -1: near the square root of each side")
-    decompose_both: bool = Field(False, description="LoKr: factorise the left matrix too")
-    formats: tuple[AdapterFormat, ...] = Field(("diffusers",), strict=False, min_length=1, description="of the result")
-    init: str | None = Field(None, min_length=1, description="adapter file or folder to start from; default: a new one")
+    decompose_both: bool = Field(False, description="LoKr: factorize the left matrix too")
+    formats: tuple[AdapterFormat, ...] = Field(
+        ("diffusers",), strict=False, min_length=1, description="files of the result"
+    )
+    init: str | None = Field(
+        None,
+        min_length=1,
+        description="adapter file, or folder of one or of its run, to start from; default: a new one",
+    )
 
     @field_validator("targets", "rank_pattern", "alpha_pattern")
     @classmethod

@@ -36,8 +36,10 @@ class TagShuffle(Section):
 
 class Video(Section):
     num_frames: ClipFrames = Field(121, description="frames of a clip; rounded down to 1 + a multiple of 4")
-    min_frames: ClipFrames = Field(5, description="a video that yields fewer is set aside")
-    max_frames: VideoFrames | None = Field(None, description="a video that yields more is set aside; default: no limit")
+    min_frames: ClipFrames = Field(5, description="a video that yields fewer is excluded (too-short)")
+    max_frames: VideoFrames | None = Field(
+        None, description="a video that yields more, at frame_rate, is excluded (too-long)"
+    )
     frame_rate: float = Field(24.0, gt=0, le=1000, description="frames per second; frames are chosen by timestamp")
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
@@ -47,13 +49,13 @@ class Video(Section):
         None, description="frame counts of resolution_frames are 1 + a multiple of it; default: the model's 4"
     )
     clip: Literal["head", "middle", "random", "uniform", "chunks", "slide"] = Field(
-        "head", description="which part of a longer video; chunks: every part; slide: a clip every clip_stride"
+        "head", description="which part of a longer video; chunks: every part; slide: a clip every clip_stride frames"
     )
     clips: int = Field(1, ge=1, le=10_000, description="clips of each video, where clip is random or uniform")
     clip_stride: VideoFrames | None = Field(None, description="frames between the starts of clips, where clip is slide")
     scenes: bool = Field(False, description="find cuts; no clip crosses one, and each scene counts as a video")
     max_repeated_frames: UnitFloat | None = Field(
-        None, description="largest share of a clip's frames that may repeat the one before; default: no limit"
+        None, description="largest share of a clip's frames that may repeat the one before (repeats-frames)"
     )
 
     def _problems(self) -> Iterator[Problem]:
@@ -68,51 +70,69 @@ class Video(Section):
 
 
 class Dataset(Section):
-    id: Name
-    dataset_type: MediaKind = "image"
-    disabled: bool = False
+    id: Name = Field(description="name of the dataset, in paths, reports and `--set datasets.ID.key=...`")
+    dataset_type: MediaKind = Field(
+        "image",
+        description="an image dataset ignores videos; a video dataset takes images as well, as clips of a frame",
+    )
+    disabled: bool = Field(False, description="true: neither discovered nor planned")
     source: SourceName | None = Field(
         None,
-        description="default, by instance_data_dir: URL: remote; *.tar: webdataset; table file: manifest; else folder",
+        description="default: by instance_data_dir, a URL, tars, a table or a folder",
     )
-    instance_data_dir: str = Field(min_length=1, description="folder, URL, tars ({000..012}.tar), manifest or dataset")
-    media_root: str | None = Field(None, description="location of the media on this machine, if another")
-    split: str = Field("train", description="of a huggingface dataset")
-    media_column: str | None = Field(None, description="column of a manifest or huggingface dataset with the media")
+    instance_data_dir: str = Field(
+        min_length=1, description="folder, URL, tars ({000..012}.tar), manifest, or a dataset of the hub"
+    )
+    media_root: str | None = Field(
+        None, description="location of the media on this machine, if another; changes no identity"
+    )
+    split: str = Field("train", description="split of a huggingface dataset")
+    media_column: str | None = Field(
+        None, description="column of a manifest or huggingface dataset with the media; default: the first usual one"
+    )
     follow_links: bool = Field(False, description="follow symbolic links that lead outside the folder")
     identity: Literal["content", "store"] = Field(
         "content", description="content: hash every file once; store: the store's own checksum and size"
     )
-    skip_file_discovery: bool = Field(False, description="use the media table as it is")
-
-    caption_strategy: CaptionStrategy | None = Field(
-        None, description="default: the source's own: textfile, webdataset, huggingface, or the manifest's kind"
+    skip_file_discovery: bool = Field(
+        False, description="use the media table as it is; `discover` does not list the source"
     )
-    caption_file: str | None = Field(None, description="table for csv, jsonl, parquet; default: the manifest itself")
+
+    caption_strategy: CaptionStrategy | None = Field(None, description="default: the source's own")
+    caption_file: str | None = Field(
+        None, description="the table, for csv, jsonl and parquet; default: the manifest itself"
+    )
     caption_column: Texts = Field(("caption",), description="column(s); several, and lists, are alternatives")
     instance_prompt: str | None = Field(None, description="the caption of every item, for instanceprompt")
-    prepend: str = Field("", description="put before every caption")
-    append: str = Field("", description="put after every caption")
-    tag_shuffle: TagShuffle | None = None
-    caption_filter: Texts = Field((), description="plain text or /regex/, removed from captions")
+    prepend: str = Field("", description="put before every caption; no space is added")
+    append: str = Field("", description="put after every caption; no space is added")
+    tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
+    caption_filter: Texts = Field((), description="removed from captions: plain text, or /regular expression/")
 
     conditioning_data: str | None = Field(None, description="folder or URL of i2i source images, named as the targets")
     conditioning_column: str | None = Field(None, description="column (webdataset: extension) of the i2i source image")
     mask_data: str | None = Field(None, description="folder or URL of masks, named as the media; white is trained on")
     mask_column: str | None = Field(None, description="column (webdataset: extension) of the mask")
 
-    where: str | None = Field(None, description="filter on extra columns: score > 5 and licence in ('cc0', 'cc-by')")
+    where: str | None = Field(
+        None, description="filter on extra columns, such as: score > 5 and license in ('cc0', 'cc-by')"
+    )
     repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
-    weight: float = Field(1.0, gt=0, le=1e6, description="draws in an epoch, times this; 0.5: every other epoch")
-    is_regularisation_data: bool = Field(False, description="these samples keep the model as it was")
-    eval: bool = Field(False, description="held out: the whole dataset is for evaluation")
-    eval_fraction: UnitFloat = Field(0.0, description="share held out for evaluation, chosen by content")
+    weight: float = Field(1.0, gt=0, le=1e6, description="factor on the draws in an epoch; 0.5: every other epoch")
+    is_regularisation_data: bool = Field(
+        False, alias="is_regularization_data", description="these samples keep the model as it was"
+    )
+    eval: bool = Field(False, description="hold the whole dataset out for the eval loss")
+    eval_fraction: UnitFloat = Field(
+        0.0, description="share of the items held out for the eval loss, chosen by content"
+    )
 
     resolution: OneOrSeveral[Size] | None = Field(
-        None, description="see resolution_type; several: a sample in each; default: the family's own"
+        None, description="size of buckets, by resolution_type; several: a sample in each; default: the family's own"
     )
     resolution_type: Literal["pixel_area", "area", "pixel"] = Field(
-        "pixel_area", description="pixel_area: edge of a square of that area; area: megapixels; pixel: shorter edge"
+        "pixel_area",
+        description="pixel_area: edge of the square of a bucket's area; area: megapixels; pixel: shorter edge",
     )
     buckets: Literal["computed", "family"] = Field(
         "computed", description="computed: from resolution and strides; family: the sizes the model was made with"
@@ -123,21 +143,33 @@ class Dataset(Section):
     max_aspect: float = Field(2.5, ge=1, le=100, description="longest side of a bucket over its shorter one")
     crop: bool = Field(True, description="true: cover the bucket and crop; false: stretch to it")
     crop_aspect: Literal["preserve", "square", "closest", "random"] = Field(
-        "preserve", description="shape of the crop: the nearest bucket, square, or one of crop_aspect_buckets"
+        "preserve", description="shape of the crop; the last two: of crop_aspect_buckets"
     )
-    crop_aspect_buckets: Aspects = Field((), description="width / height to choose among, for closest and random")
+    crop_aspect_buckets: Aspects = Field(
+        (), description="width / height for closest and random, such as [1.0, 0.75, 1.33]"
+    )
     crop_style: Literal["center", "random", "corner"] = Field(
         "center", description="place of the crop; random: seeded by the item's identity; corner: upper left"
     )
-    minimum_image_size: Size | None = Field(None, description="smaller is set aside; in the unit of resolution_type")
-    maximum_image_size: Size | None = Field(
-        None, description="larger is set aside, or first scaled down to target_downsample_size where that is given"
+    minimum_image_size: Size | None = Field(
+        None, description="smaller is excluded (too-small); in the unit of resolution_type"
     )
-    target_downsample_size: Size | None = Field(None, description="what exceeds maximum_image_size is scaled to this")
-    allow_upscale: bool = Field(False, description="false: a file smaller than its bucket is set aside")
-    max_distortion: float | None = Field(None, ge=0, le=1000, description="largest change of aspect: 0.05 is 5 %")
-    max_cropped: UnitFloat | None = Field(None, description="largest share of the area that a crop may lose")
-    animations: Literal["first-frame", "video"] = Field("first-frame", description="how an animated image is read")
+    maximum_image_size: Size | None = Field(
+        None, description="larger is excluded (too-large), or first scaled down to target_downsample_size"
+    )
+    target_downsample_size: Size | None = Field(
+        None, description="size to which items larger than maximum_image_size are scaled before the crop"
+    )
+    allow_upscale: bool = Field(False, description="false: an item smaller than its bucket is excluded (needs-upscale)")
+    max_distortion: float | None = Field(
+        None, ge=0, le=1000, description="largest change of aspect by stretching: 0.05 is 5 % (too-distorted)"
+    )
+    max_cropped: UnitFloat | None = Field(
+        None, description="largest share of the area that the crop may cut off (too-cropped)"
+    )
+    animations: Literal["first-frame", "video"] = Field(
+        "first-frame", description="how an animated GIF, WebP or PNG is read"
+    )
     video: Video = Video()
 
     _portable_paths: dict[str, str] = PrivateAttr(default_factory=dict)

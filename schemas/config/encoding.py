@@ -15,6 +15,7 @@ StageName = Literal[
 ]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
+CACHE_LIMIT = "cache.rolling"  # for messages: the option behind `Cache.limit`
 MOST_PREFETCH = 1_000_000
 MOST_READERS = 8  # beyond which a disk is rarely faster
 
@@ -24,14 +25,19 @@ class Rolling(Section):
 
     max_gb: float = Field(gt=0, le=1e6, description="10^9 bytes that the shards may take together")
     alternate: bool = Field(
-        False, description="run: encoding and training take turns, for a card that can't hold both models"
+        False, description="`run` alternates encoding and training, for a card that can't hold both models"
     )
 
 
 class Cache(Section):
     format: Literal["arrow", "webdataset"] = Field("arrow", description="file format of the shards")
     unit_mib: float = Field(128.0, gt=0, le=65536, description="output of one work unit, MiB: one unit is one shard")
-    rolling: Rolling | None = Field(None, description="train beside the encoding stages, within a limit of bytes")
+    rolling: Rolling | None = Field(None, description="encode while training, within a limit of bytes; docs/rolling.md")
+
+    @property
+    def limit(self) -> Rolling | None:
+        """Set where only a part of the shards is on the disk, encoded while it is trained on; None where all are."""
+        return self.rolling
 
 
 class Model(Section):
@@ -82,17 +88,19 @@ class Model(Section):
 
 
 class Text(Section):
-    max_length: int | None = Field(None, gt=0, le=131_072, description="tokens kept; default: the pipeline's own")
+    max_length: int | None = Field(
+        None, gt=0, le=131_072, description="tokens kept, such as 256, 512 or 1024; default: the pipeline's own"
+    )
     batch_tokens: int = Field(4096, gt=0, le=2**24, description="tokens of one forward pass of the text encoder")
     precision: Precision | None = Field(None, description="default: model.precision")
     quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
-        "no_change", description="of the language model's weights; embeddings are stored in `precision`"
+        "no_change", description="of the language model's weights; embeddings are stored in the precision above"
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(
-        None, description="the language model's attention; default: as the family's pipelines"
+        None, description="default: as the family's pipelines"
     )
     offload: Literal["none", "blocks"] = Field(
-        "none", description="blocks: weights stay in host memory, one block at a time is on the device; same result"
+        "none", description="with blocks the weights stay in host memory, one block at a time is on the device"
     )
 
 
@@ -101,9 +109,16 @@ class Latents(Section):
         "sample",
         description="sample: seeded by the sample's id; mode: the mean; moments: sampled at every training step",
     )
-    batch_pixels: int = Field(1024 * 1024, ge=1, le=2**40, description="frames x width x height of one forward pass")
+    batch_pixels: int = Field(
+        1024 * 1024,
+        ge=1,
+        le=2**40,
+        description="frames x width x height of one forward pass; a larger sample has one of its own",
+    )
     precision: Precision | None = Field(None, description="default: the family's own, else model.precision")
-    decoder: Literal["pyav", "decord"] = Field("pyav", description="video decoder; decord: constant frame rate only")
+    decoder: Literal["pyav", "decord"] = Field(
+        "pyav", description="video decoder; decord for constant frame rates only"
+    )
     chunk_frames: int = Field(0, ge=0, le=99_999, description="frames of one convolution, to save memory; 0: all")
     slicing: bool = Field(False, description="encode one sample of a batch after another, to save memory")
     tiling: bool = Field(False, description="encode overlapping spatial tiles, to save memory: gives other latents")
@@ -123,7 +138,13 @@ class Vision(Section):
 
     model: str | None = Field(None, description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2")
     revision: str | None = Field(None, description="commit or tag of the repo")
-    size: int | None = Field(None, ge=14, le=14 * 148, multiple_of=14, description="pixels; default: 224, vitg14 518")
+    size: int | None = Field(
+        None,
+        ge=14,
+        le=14 * 148,
+        multiple_of=14,
+        description="pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
+    )
     batch_size: Count = Field(32, description="frames of one forward pass")
     precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
 
@@ -176,14 +197,17 @@ class Encoding(Resources):
     prefetch: int | None = Field(
         None, ge=1, le=MOST_PREFETCH, description="members read ahead by one worker; default: 64, at most 1 GiB"
     )
-    num_cpus: float | None = Field(None, ge=0, le=4096, description="of one worker on Ray; default: `threads`")
+    num_cpus: float | None = Field(None, ge=0, le=4096, description="CPUs of one worker on Ray; default: `threads`")
     num_gpus: float | None = Field(
         None,
         ge=0,
         le=64,
-        description="of one worker on Ray; default: 1 where device is cuda, or auto and there are GPUs",
+        description="GPUs of one worker on Ray, or a part of one; default: 1 where device is cuda, or auto and there "
+        "are GPUs, else 0",
     )
-    memory_gib: float | None = Field(None, gt=0, le=2**16, description="of one worker on Ray; default: not limited")
+    memory_gib: float | None = Field(
+        None, gt=0, le=2**16, description="memory that one worker on Ray reserves; default: not limited"
+    )
 
     @property
     def worker_count(self) -> int:
@@ -214,9 +238,13 @@ class RayCluster(Section):
 
 class Stages(Section):
     order: tuple[StageName, ...] = Field(STAGE_ORDER, strict=False, description="what `latentpress run` runs")
-    engine: EngineName = Field("local", description="where the encoding stages run: this machine, or a Ray cluster")
+    engine: EngineName = Field(
+        "local", description="where the encoding stages run: this machine, or a Ray cluster (docs/cluster.md)"
+    )
     ray: RayCluster = RayCluster()
-    max_reject_fraction: float = Field(0.2, ge=0, le=1, description="a stage stops when more is set aside")
+    max_reject_fraction: float = Field(
+        0.2, ge=0, le=1, description="a stage stops when a larger share of its input (at least ten) is set aside"
+    )
     item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
     item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
     discover: StageWorkers = StageWorkers(workers=4)

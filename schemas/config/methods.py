@@ -40,7 +40,9 @@ class MaskedLoss(Method):
 
     unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
     unmasked_probability: UnitFloat = Field(0.0, description="share of the samples that are trained without their mask")
-    normalise_area: bool = Field(False, description="divide each sample's loss by the mean of its factors")
+    normalise_area: bool = Field(
+        False, alias="normalize_area", description="divide each sample's loss by the mean of its factors"
+    )
     prior_weight: float = Field(
         0.0, ge=0, le=1000, description="of the squared difference from the model without adapter where the mask is 0"
     )
@@ -106,13 +108,19 @@ class CREPA(Method):
         "vision": "Set vision.model, for example to dinov2_vits14, and run `latentpress run`: it encodes the features."
     }
 
-    block_index: int = Field(8, ge=0, le=MOST_LAYERS, description="of the visual block whose output is aligned, from 0")
-    weight: float = Field(0.5, gt=0, le=1e6, description="lambda, of the loss")
-    adjacent_distance: int = Field(1, ge=0, le=65_535, description="latent frames to the neighbours; 0: none")
-    adjacent_tau: float = Field(1.0, gt=0, le=1e6, description="temperature: neighbours count exp(-distance / tau)")
-    cumulative_neighbors: bool = Field(False, description="all neighbours up to that distance, not only those at it")
-    normalize_by_frames: bool = Field(True, description="the mean over frames; false: their sum")
-    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field("constant", description="of the weight")
+    block_index: int = Field(8, ge=0, le=MOST_LAYERS, description="visual block whose output is aligned, from 0")
+    weight: float = Field(0.5, gt=0, le=1e6, description="factor of its loss (λ)")
+    adjacent_distance: int = Field(1, ge=0, le=65_535, description="latent frames to the neighbors (d); 0: none")
+    adjacent_tau: float = Field(1.0, gt=0, le=1e6, description="temperature (τ): neighbors count exp(-distance / tau)")
+    cumulative_neighbors: bool = Field(
+        False, description="neighbors at all distances up to adjacent_distance, not only at it"
+    )
+    normalize_by_frames: bool = Field(
+        True, description="the mean over frames; false: their sum, as the paper writes it"
+    )
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field(
+        "constant", description="how the weight changes"
+    )
     warmup: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up of the weight")
     decay_steps: Steps | None = Field(None, description="after the warm-up; default: to the last step")
     weight_end: float = Field(0.0, ge=0, le=1e6, description="where linear, cosine and polynomial end")
@@ -140,21 +148,25 @@ class CREPA(Method):
             reason = "has no effect without similarity_threshold; set that, or remove this"
             yield from idle_options(self, ("similarity_ema_decay", "threshold_mode"), reason)
         if self.adjacent_distance == 0:
-            reason = "has no effect with adjacent_distance 0, as there are no neighbours; raise that, or remove this"
+            reason = "has no effect with adjacent_distance 0, as there are no neighbors; raise that, or remove this"
             yield from idle_options(self, ("adjacent_tau", "cumulative_neighbors"), reason)
 
 
 class ScheduledSampling(Method):
-    probability: UnitFloat = Field(0.5, description="share of samples that are rolled out, after the ramp")
+    probability: UnitFloat = Field(
+        0.5, description="share of samples that are rolled out, after the ramp; drawn for each sample and step"
+    )
     prob_start: UnitFloat = Field(0.0, description="the same before the ramp")
     start_step: int = Field(0, ge=0, le=MOST_STEPS, description="step at which the ramp begins")
     ramp_steps: int = Field(0, ge=0, le=MOST_STEPS, description="of the ramp; 0: probability from start_step on")
-    ramp_shape: Literal["linear", "cosine"] = "linear"
+    ramp_shape: Literal["linear", "cosine"] = Field("linear", description="cosine begins and ends gently")
     max_step_offset: Count = Field(5, description="Euler steps of the longest rollout; each sample draws 1 to this")
     strategy: Literal["uniform", "biased_early", "biased_late"] = Field(
-        "uniform", description="of the draw; early: short rollouts are more frequent, late: long ones"
+        "uniform", description="of that draw; early favors short rollouts, late long ones"
     )
-    schedule_steps: Count = Field(50, description="steps from noise to data, of which a rollout is a part")
+    schedule_steps: Count = Field(
+        50, description="steps from noise to data, of which a rollout takes some: the number used at inference"
+    )
     correction: UnitFloat = Field(1.0, description="share of the rollout's error that the target takes back")
 
     def _problems(self) -> Iterator[Problem]:
@@ -170,22 +182,28 @@ class ScheduledSampling(Method):
 
 
 class InputPerturbation(Method):
-    strength: float = Field(0.1, gt=0, le=1, description="gamma: of further noise in the input, relative to the noise")
-    decay_steps: Steps | None = Field(None, description="over which strength falls linearly to 0; default: constant")
+    strength: float = Field(
+        0.1, gt=0, le=1, description="further noise in the input (gamma), relative to the noise; the paper's 0.1"
+    )
+    decay_steps: Steps | None = Field(
+        None, description="steps over which strength falls linearly to 0; default: it stays"
+    )
 
 
-class Regularisation(Method):
+class Regularization(Method):
     needs: ClassVar[Mapping[str, str]] = {
-        "regularisation": "Set is_regularisation_data of a dataset, and run `latentpress run`."
+        "regularisation": "Set is_regularization_data of a dataset, and run `latentpress run`."
     }
 
-    target: Literal["base", "data"] = Field("base", description="the prediction without adapter, or the sample itself")
+    target: Literal["base", "data"] = Field(
+        "base", description="base: the prediction without adapter; data: the sample itself"
+    )
     weight: float = Field(
         1.0, ge=0, le=1000, description="factor of these samples' loss: DreamBooth's prior_loss_weight"
     )
 
     def find_conflicts(self, train: Any) -> Iterator[str]:
-        adapter, instead = train.adapter, "set train.methods.regularisation.target to data"
+        adapter, instead = train.adapter, "set train.methods.regularization.target to data"
         if self.target == "data":
             return
         if adapter.type == "full":
@@ -204,12 +222,14 @@ class Regularisation(Method):
 class Methods(Section):
     """What is added to the plain flow-matching loss; a method that is named is used."""
 
-    masked_loss: MaskedLoss | None = None
-    tread: Tread | None = None
-    crepa: CREPA | None = None
-    scheduled_sampling: ScheduledSampling | None = None
-    input_perturbation: InputPerturbation | None = None
-    regularisation: Regularisation | None = Field(None, description="used where the set has regularisation data")
+    masked_loss: MaskedLoss | None = Field(None, description="train the masked part only")
+    tread: Tread | None = Field(None, description="drop tokens in some blocks")
+    crepa: CREPA | None = Field(None, description="align a block's hidden states with vision features")
+    scheduled_sampling: ScheduledSampling | None = Field(None, description="train on what the model made itself")
+    input_perturbation: InputPerturbation | None = Field(None, description="more noise in the input than in the target")
+    regularisation: Regularization | None = Field(
+        None, alias="regularization", description="how is_regularization_data is trained on"
+    )
 
     @property
     def used(self) -> dict[str, Method]:

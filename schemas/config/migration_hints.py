@@ -37,7 +37,6 @@ HINTS = {
     "probability": "here weight: draws in an epoch, times this",
     "prepend_instance_prompt": "here prepend: the words before every caption",
     "only_instance_prompt": "here caption_strategy: instanceprompt, with instance_prompt",
-    "is_regularization_data": "here is_regularisation_data",
     "conditioning_type": "not needed: conditioning_data names i2i source images, mask_data masks",
     "crop_enabled": "here crop: true or false",
     "aws_bucket_name": "here instance_data_dir: s3://BUCKET/FOLDER; credentials come from the environment",
@@ -77,7 +76,7 @@ HINTS = {
     "min_snr_gamma": "here train.loss.snr_gamma, with weighting: min_snr",
     "loss_weighting": "here train.loss.weighting",
     "masked_prior_preservation_weight": "here train.methods.masked_loss.prior_weight",
-    "normalize_masked_area_loss": "here train.methods.masked_loss.normalise_area",
+    "normalize_masked_area_loss": "here train.methods.masked_loss.normalize_area",
     "masked_loss_probability": "here train.methods.masked_loss.unmasked_probability, which is 1 minus it",
     "scheduled_sampling_prob_end": "here train.methods.scheduled_sampling.probability",
     **{
@@ -95,7 +94,7 @@ HINTS = {
     "scheduled_sampling_sampler": "not needed: rollouts take Euler steps",
     "input_perturbation_steps": "here train.methods.input_perturbation.decay_steps",
     "ip_noise_gamma": "here train.methods.input_perturbation.strength",
-    "prior_loss_weight": "here train.methods.regularisation.weight, with target: data",
+    "prior_loss_weight": "here train.methods.regularization.weight, with target: data",
     "caption_dropout_probability": "here train.caption_dropout",
     "validation_prompt": "here validation.prompts, a list with name and prompt",
     **dict.fromkeys(
@@ -143,7 +142,7 @@ HINTS = {
     "default_caption": "here caption_strategy: instanceprompt, with instance_prompt",
     "control_path": "here conditioning_data",
     "mask_path": "here mask_data, which train.methods.masked_loss trains on",
-    "is_reg": "here is_regularisation_data",
+    "is_reg": "here is_regularization_data",
     **dict.fromkeys(("shuffle_tokens", "shuffle_caption"), "here tag_shuffle, in datasets"),
     "keep_tokens": "here tag_shuffle: {keep: N}, in datasets",
     **dict.fromkeys(("cache_latents", "cache_latents_to_disk"), "not needed: latents are always cached, under root"),
@@ -172,7 +171,7 @@ HINTS = {
     "walk_seed": "not needed: validation.seed may be a list",
     # kohya's scripts
     "train_data_dir": "here instance_data_dir of an item of datasets",
-    "reg_data_dir": "here a dataset of its own, with is_regularisation_data: true",
+    "reg_data_dir": "here a dataset of its own, with is_regularization_data: true",
     "class_tokens": "here instance_prompt, with caption_strategy: instanceprompt",
     "sample_prompts": "here validation.prompts_file",
     "output_name": "here train.run",

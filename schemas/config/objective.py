@@ -21,7 +21,7 @@ class Timesteps(Section):
     )
     mean: float = Field(0.0, ge=-20, le=20, description="of logit_normal; above 0 more noise")
     std: float = Field(1.0, gt=0, le=20, description="of logit_normal; 1 is wide, 0.5 narrow")
-    mode_scale: float = Field(1.29, ge=-1, le=MODE_SCALE_LIMIT, description="of mode; above 0 favours the middle")
+    mode_scale: float = Field(1.29, ge=-1, le=MODE_SCALE_LIMIT, description="of mode; above 0 favors the middle")
     alpha: Shape = Field(2.0, description="of beta; above 1 fewer near data")
     beta: Shape = Field(2.0, description="of beta; above 1 fewer near noise")
     values: tuple[UnitFloat, ...] = Field((), strict=False, description="of list: sigmas, equally often")

@@ -16,8 +16,8 @@ from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
 from schemas.config.validation import Validation
 from schemas.config.validation_samples import MOST_SAMPLES, validation_samples
-from schemas.folder_checks import find_obstacle
 from schemas.geometry import workable_step
+from schemas.regular_files import find_obstacle
 
 VALIDATION = "validation"  # the dataset of the images of validation prompts
 PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("schemas", "cache", "stages", "trainer"))
@@ -26,11 +26,13 @@ Topic = Literal["masks", "vision", "sizes"]
 
 
 class Config(Section):
-    root: str = Field(min_length=1, description="folder or URL of the caches")
-    output: str = Field("output", min_length=1, description="folder of checkpoints, adapters and samples")
+    root: str = Field(min_length=1, description="caches: media tables, plans, shards, training sets; a folder or URL")
+    output: str = Field(
+        "output", min_length=1, description="checkpoints, adapters, metrics and samples, one folder per run"
+    )
     cache: Cache = Cache()
     model: Model
-    datasets: tuple[Dataset, ...] = Field(strict=False)
+    datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
     text: Text = Text()
     latents: Latents = Latents()
     vision: Vision = Vision()

@@ -20,7 +20,7 @@ PATTERNS = {
     ADDRESS: "valid: auto, and HOST:PORT as `ray start --head` prints it; addresses of Ray's client, ray://, are not",
     WORD: "valid: letters, digits, '_' and '-', beginning with a letter",
     SIZE: "valid: WxH or WxH@F, for example 768x512@61",
-    REPO: "valid: user/name or organisation/name, for example me/tabby-lora",
+    REPO: "valid: user/name or organization/name, for example me/tabby-lora",
     LICENSE: "valid: an identifier of the hub, for example apache-2.0, cc-by-4.0 or other",
 }
 
@@ -28,6 +28,10 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16", "float16"]
 Device = Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cuda:N")]
+AttentionBackend = Literal[  # as diffusers names them
+    "native", "_native_flash", "_native_cudnn", "_native_efficient", "_native_math", "flash", "flash_hub",
+    "_flash_3_hub", "xformers", "sage", "sage_hub",
+]  # fmt: skip
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 #: A value, or a list of them. The tags are parts of pydantic's paths of errors, which `explain_error` drops.
@@ -44,6 +48,14 @@ MOST_PROCESSES = 1024  # of one stage on one machine, and threads of one process
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+
+#: Former spelling of an option -> its name. The former is read, too, and is the name in fingerprints, plans and
+#: checkpoints: that of the section's attribute.
+FORMER_SPELLINGS = {
+    "is_regularisation_data": "is_regularization_data",
+    "normalise_area": "normalize_area",
+    "regularisation": "regularization",
+}
 
 #: A key's path below the section, and what is wrong there.
 Problem = tuple[tuple[str | int, ...], str]
@@ -62,10 +74,28 @@ def listed(value: Any) -> tuple[Any, ...]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
+def respell(values: Any) -> Any:
+    """A configuration's sections as plain values, with options of a former spelling under their names."""
+    if not isinstance(values, dict):
+        return values
+    return {FORMER_SPELLINGS.get(key, key): respell(value) for key, value in values.items()}
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys are forbidden, text is never converted to numbers or truth values."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _respell(cls, given: Any) -> Any:
+        former = (
+            [key for key in FORMER_SPELLINGS if key in cls.model_fields and key in given] if type(given) is dict else []
+        )
+        for key in former:
+            if FORMER_SPELLINGS[key] in given:
+                raise InconsistentValues([((key,), f"is the former spelling of {FORMER_SPELLINGS[key]}; remove it")])
+        return {FORMER_SPELLINGS.get(key, key): value for key, value in given.items()} if former else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -91,7 +121,7 @@ def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterato
     """Those of `names` that are not their defaults, which have no effect for that reason."""
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            yield (name,), reason
+            yield (FORMER_SPELLINGS.get(name, name),), reason
 
 
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:

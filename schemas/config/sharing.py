@@ -22,8 +22,8 @@ URL_ADVICE = (
 
 class Webhook(Section):
     url_env: str = Field(description="name of the environment variable that holds the URL")
-    format: Literal["json", "discord"] = Field("json", description="of the request; docs/notifications.md")
-    events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="that are sent")
+    format: Literal["json", "discord"] = Field("json", description="body of the request")
+    events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events that are sent")
 
     @field_validator("url_env", mode="before")
     @classmethod
@@ -38,9 +38,9 @@ class Webhook(Section):
 class Notify(Section):
     """Messages about a training run, which `latentpress notify` sends."""
 
-    webhooks: tuple[Webhook, ...] = Field((), strict=False)
-    pictures: int = Field(4, ge=0, le=MOST_PICTURES, description="of a validation, in one message")
-    picture_size: int = Field(512, ge=64, le=2048, description="longest side in pixels")
+    webhooks: tuple[Webhook, ...] = Field((), strict=False, description="where messages are sent")
+    pictures: int = Field(4, ge=0, le=MOST_PICTURES, description="pictures of a validation in one message, 0 to 10")
+    picture_size: int = Field(512, ge=64, le=2048, description="longest side of a picture, in pixels")
 
     @field_validator("webhooks", mode="before")
     @classmethod
@@ -59,7 +59,17 @@ class Notify(Section):
 class Hub(Section):
     """Where `latentpress push` uploads a run's result. The token is that of HF_TOKEN or of `hf auth login`."""
 
-    repo: str | None = Field(None, pattern=REPO, max_length=96, description="user/name; `run` then uploads at its end")
-    private: bool = Field(True, description="of a repo that is created")
-    license: str | None = Field(None, pattern=LICENSE, max_length=100, description="of the card, such as apache-2.0")
-    tags: tuple[str, ...] = Field((), strict=False, description="of the card, in addition to its own")
+    repo: str | None = Field(
+        None,
+        pattern=REPO,
+        max_length=96,
+        description="user/name; `run` uploads at its end, `latentpress push` at any time",
+    )
+    private: bool = Field(True, description="of a repository that is created; one that is public already is refused")
+    license: str | None = Field(
+        None,
+        pattern=LICENSE,
+        max_length=100,
+        description="of the card, by the hub's identifiers: apache-2.0, cc-by-4.0",
+    )
+    tags: tuple[str, ...] = Field((), strict=False, description="tags of the card, in addition to its own")

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from schemas.config.adapter import Adapter
-from schemas.config.attention import TrainingBackend
 from schemas.config.methods import Methods
 from schemas.config.objective import Loss, Timesteps
 from schemas.config.section import (
     MOST_STEPS,
+    AttentionBackend,
     Count,
     Device,
     Name,
@@ -28,6 +28,18 @@ from schemas.config.section import (
 from schemas.optimizers import OPTIMIZERS, find_optimizer
 
 BasePrecision = Literal["no_change", "bf16", "int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
+
+
+def _refuse_inference_kernels(name: str) -> str:
+    if name.startswith("sage"):
+        raise ValueError(
+            f"{name}: SageAttention's kernels have no backward pass, so they can't train; it is valid for "
+            "validation.attention_backend"
+        )
+    return name
+
+
+TrainingBackend = Annotated[AttentionBackend, AfterValidator(_refuse_inference_kernels)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+", re.ASCII)
 
@@ -44,21 +56,23 @@ class ParameterGroup(Section):
 
 
 class Optimizer(Section):
-    name: str = Field("adamw", description=f"{', '.join(OPTIMIZERS)}, or the dotted path of a class")
+    name: str = Field(
+        "adamw", description="one of docs/optimizers.md, or the dotted path of a class, as optimi.StableAdamW"
+    )
     arguments: dict[str, Any] = Field({}, description="further keyword arguments of the class")
-    lr: float = Field(1e-4, gt=0, le=100, description="1 by default for prodigy")
+    lr: float = Field(1e-4, gt=0, le=100, description="rate; default of prodigy: 1")
     betas: tuple[Beta, Beta] | None = Field(None, strict=False, description="default: 0.9 and 0.95 for AdamW")
     weight_decay: float | None = Field(None, ge=0, le=100, description="default: 0.01 for AdamW")
     eps: float | None = Field(None, gt=0, le=1, description="default: 1e-8 for AdamW")
     groups: tuple[ParameterGroup, ...] = Field((), strict=False, description="parameters with settings of their own")
-    schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "polynomial"] = Field("constant", description="of the rate")
     warmup: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
     lr_end: float = Field(0.0, ge=0, le=100, description="where linear, cosine and polynomial end")
     cycles: int = Field(
         1, ge=1, le=MOST_STEPS, description="times that the schedule starts again from lr, in equal parts"
     )
     power: float = Field(2.0, gt=0, le=100, description="of the polynomial schedule")
-    max_grad_norm: float = Field(1.0, gt=0, le=1e12)
+    max_grad_norm: float = Field(1.0, gt=0, le=1e12, description="norm to which gradients are clipped")
 
     @model_validator(mode="before")
     @classmethod
@@ -86,7 +100,7 @@ class Optimizer(Section):
 class EMA(Section):
     """An exponential moving average of the trained weights, in float32."""
 
-    decay: float = Field(0.9999, ge=0, lt=1)
+    decay: float = Field(0.9999, ge=0, lt=1, description="share of the average that a step keeps")
     warmup: Literal["ratio", "power", "none"] = Field(
         "ratio", description="of the decay after n steps: (1 + n) / (10 + n), 1 - (1 + n)^(-2/3), or none"
     )
@@ -99,7 +113,7 @@ class Offload(Section):
     blocks_per_group: Count = Field(1, description="blocks that come to the device together")
     streams: bool = Field(False, description="copy blocks from pinned memory on a stream of their own (CUDA, XPU)")
     activations: bool = Field(False, description="what the backward pass needs waits on the host")
-    to: Literal["host", "disk"] = "host"
+    to: Literal["host", "disk"] = Field("host", description="where they stay; disk is refused")
 
     @field_validator("to")
     @classmethod
@@ -142,9 +156,10 @@ VerifyRows = Literal["always", "first"]
 class Reading(Section):
     """How the trainer reads rows of shards. It changes no result."""
 
-    threads: Processes = Field(2, description="that read steps ahead of training")
+    threads: Processes = Field(2, description="threads that read steps ahead of training")
     verify: VerifyRows = Field(
-        "always", description="checksums: each time a row is read, or first: once a process and version of its file"
+        "always",
+        description="checksums: always when a row is read, or first once for each process and version of its file",
     )
 
     @property
@@ -156,7 +171,9 @@ class Reading(Section):
 class LocalCache(Section):
     """Copies of the shards of a root on an object store, on the machine that trains. A local root needs none."""
 
-    folder: str | None = Field(None, min_length=1, description="default: latentpress/shards in ~/.cache")
+    folder: str | None = Field(
+        None, min_length=1, description="where copies are; default: latentpress/shards in ~/.cache (XDG_CACHE_HOME)"
+    )
     max_gb: float | None = Field(
         None, gt=0, le=1e9, description="10^9 bytes of all copies; default: 200, or half of what the disk has free"
     )
@@ -164,12 +181,16 @@ class LocalCache(Section):
 
 
 class Train(Section):
-    run: Name = "run"
-    set: str = Field("current", min_length=1, description="'current', a training set's id, or an export's path or URL")
+    run: Name = Field("run", description="its folder below `output`")
+    set: str = Field(
+        "current",
+        min_length=1,
+        description="current, the id of a training set below root/sets, or the path or URL of an export",
+    )
     steps: Steps = Field(1000, description="optimizer steps")
     batch_size: Count = Field(1, description="samples of one forward pass on one device")
     accumulate: Count = Field(1, description="forward passes of one optimizer step")
-    seed: Seed = 0
+    seed: Seed = Field(0, description="of order, noise and new weights")
     shuffle_shards: int | None = Field(
         None, ge=2, le=10**9, description="shards that the order of samples needs at a time; default: all of the set"
     )
@@ -177,16 +198,20 @@ class Train(Section):
     weight_precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="of a full-rank run's weights; bfloat16 needs an optimizer with Kahan summation"
     )
-    base_precision: BasePrecision = Field("no_change", description="of the frozen weights; bf16: computes in it too")
-    quantize_via: Literal["cpu", "device"] = Field("device", description="where base weights are quantised")
-    gradient_checkpointing: bool = True
-    gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 all, 2 half of them")
+    base_precision: BasePrecision = Field("no_change", description="of the frozen weights")
+    quantize_via: Literal["cpu", "device"] = Field("device", description="where base weights are quantized")
+    gradient_checkpointing: bool = Field(True, description="compute blocks again in the backward pass: less memory")
+    gradient_checkpointing_interval: Count = Field(1, description="of every n-th block: 1 for all, 2 for half of them")
     offload: Offload = Offload()
     parallel: Parallel = Parallel()
-    attention_backend: TrainingBackend = Field("native", description="of the visual tokens' self-attention")
+    attention_backend: TrainingBackend = Field(
+        "native", description="of the visual tokens' self-attention; docs/training.md"
+    )
     compile: Literal["none", "blocks"] = Field("none", description="torch.compile of each block")
     compile_backend: str = Field("inductor", min_length=1, description="of torch.compile")
-    shift: float | None = Field(None, gt=0, le=1000, description="of sigma; default: the flavour's")
+    shift: float | None = Field(
+        None, gt=0, le=1000, description="of sigma = s u / (1 + (s - 1) u); default: the flavour's"
+    )
     timesteps: Timesteps = Timesteps()
     loss: Loss = Loss()
     caption_dropout: float = Field(0.1, ge=0, le=1, description="share of samples given the null prompt")
@@ -201,11 +226,11 @@ class Train(Section):
     keep_every: Steps | None = Field(None, description="steps; checkpoints of its multiples are kept for ever")
     resume: bool = Field(True, description="continue from the run's newest checkpoint, if there is one")
     on_new_data: Literal["refuse", "continue"] = Field(
-        "refuse", description="of a run that goes on with another training set; continue: trains on, in a new order"
+        "refuse", description="a run whose training set is another than before; continue trains on, in a new order"
     )
     log_every: Steps = Field(10, description="steps between lines, where progress is no bar; files have every step")
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        ("tensorboard",), strict=False, description="beside metrics.jsonl"
+        ("tensorboard",), strict=False, description="trackers beside metrics.jsonl: tensorboard, wandb"
     )
     gradient_noise_every: int = Field(
         10, ge=0, le=MOST_STEPS, description="steps between measurements of the gradient noise scale; 0: never"
@@ -229,7 +254,7 @@ class Train(Section):
         return self
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether base weights are stored in 8 or 4 bits."""
         return self.base_precision not in ("no_change", "bf16")
 
@@ -247,8 +272,8 @@ class Train(Section):
             yield from idle_options(
                 self, ("compile_backend",), "has no effect with compile none; set that, or remove this"
             )
-        if not self.quantised:
-            reason = f"has no effect with base_precision {name}, which quantises nothing; set that, or remove this"
+        if not self.quantized:
+            reason = f"has no effect with base_precision {name}, which quantizes nothing; set that, or remove this"
             yield from idle_options(self, ("quantize_via",), reason)
         if self.parallel.strategy == "fsdp2" and name == "nf4-bnb" and adapter.dora:
             yield (
@@ -265,10 +290,10 @@ class Train(Section):
                 ("base_precision",),
                 "bf16 is of frozen weights; with adapter.type: full set weight_precision to bfloat16",
             )
-        if adapter.type == "full" and self.quantised:
+        if adapter.type == "full" and self.quantized:
             yield (
                 ("base_precision",),
-                f"{name} does not go with adapter.type: full, as quantised weights have no gradient; set adapter.type "
+                f"{name} does not go with adapter.type: full, as quantized weights have no gradient; set adapter.type "
                 "to lora (LoRA) or lokr (LoKr), or base_precision to no_change",
             )
         if name == "int8-quanto" and adapter.dora:
@@ -277,7 +302,7 @@ class Train(Section):
                 "adapter.dora needs the base weights in another dtype, which optimum-quanto's tensors don't allow; set "
                 "it to int8-torchao or nf4-bnb, or adapter.dora to false",
             )
-        if self.quantised and adapter.init_weights in ("pissa", "olora"):
+        if self.quantized and adapter.init_weights in ("pissa", "olora"):
             yield (
                 ("base_precision",),
                 f"adapter.init_weights: {adapter.init_weights} subtracts the LoRA's start from the base weights, and "

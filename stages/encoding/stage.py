@@ -27,7 +27,7 @@ from cache.store.disk_space import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
-from schemas.config.encoding import MOST_PREFETCH, EngineName
+from schemas.config.encoding import CACHE_LIMIT, MOST_PREFETCH, EngineName
 from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
@@ -36,8 +36,8 @@ from schemas.text_format import shorten
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.missing_media import require_media, select_probed_members
 from stages.encoding import stealing
+from stages.encoding.followed_units import FollowedUnits, followed_units, has_followed_set
 from stages.encoding.job_reports import JobReport, JobReporter
-from stages.encoding.rolling_units import RollingUnits, has_rolling_set, rolling_units
 from stages.encoding.stage_options import UsageError, check_stealing, choose_engine
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
 from stages.encoding.timed_units import TimedUnits
@@ -153,7 +153,7 @@ class EncodingStage:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
         overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
-        if config.cache.rolling is not None and self.only_units is None:
+        if config.cache.limit is not None and self.only_units is None:
             return self._follow(config, options, console, state, stop_handler, overrides)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         report = self._begin_report(config, console, state, remaining, todo)
@@ -231,28 +231,29 @@ class EncodingStage:
         stop_handler: StopHandler,
         overrides: dict[str, int],
     ) -> Report:
-        """Encode what training needs, until it has done its steps: cache.rolling."""
-        refuse_partition(options, f"{self.name} with cache.rolling")
+        """Encode what training needs, until it has done its steps, with a limited cache."""
+        refuse_partition(options, f"{self.name} with {CACHE_LIMIT}")
         store, plan = Store(config.root), state.plan
         report = Report(program=self.name, dry_run=options.dry_run)
         report.details = {"cache": f"{self.kind}/{state.fingerprint}", "units": len(state.units)}
         if options.dry_run:
-            report.next_steps = [] if has_rolling_set(config) else ["latentpress index"]
+            report.next_steps = [] if has_followed_set(config) else ["latentpress index"]
             _report_set_aside(store, self, state, report)
             return report
-        with rolling_units(self.kind, state.units, config, console) as rolling:
-            tried = {**dict.fromkeys(rolling.before(), ""), **state.done}
+        with followed_units(self.kind, state.units, config, console) as followed:
+            tried = {**dict.fromkeys(followed.before(), ""), **state.done}
             limit = RejectLimit(self, store, config, replace(state, done=tried))
-            if rolling.is_over:
+            if followed.is_over:
                 _report_set_aside(store, self, state, report)
                 return report
-            rolling.drop(state.retry_units)
+            followed.drop(state.retry_units)
             probed = select_probed_members(plan, self.kind, state.wanted_members(state.units))
             require_media(MediaLocations(config, plan), self.kind, probed)
             resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
-            written_as = config.model_copy(update={"cache": config.cache.model_copy(update={"format": rolling.format})})
+            cache = config.cache.model_copy(update={"format": followed.format})
+            written_as = config.model_copy(update={"cache": cache})
             job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
-            queue = TimedUnits(iter(rolling), resources.worker_count, stop_handler.seconds_left, stop_handler.check)
+            queue = TimedUnits(iter(followed), resources.worker_count, stop_handler.seconds_left, stop_handler.check)
 
             def stopped_by() -> str:
                 return stop_handler.reason or queue.reason
@@ -266,7 +267,7 @@ class EncodingStage:
                 stop_handler.stop_on_signals(),
                 JobReporter(config.root, state.fingerprint, about, stopped_by) as reporter,
             ):
-                self._run_units(job, state, state.units, queue, limit, console, report, reporter, rolling)
+                self._run_units(job, state, state.units, queue, limit, console, report, reporter, followed)
             stop_handler.reason = stopped_by()
         if stop_handler.reason:
             report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
@@ -276,9 +277,9 @@ class EncodingStage:
 
     def _run_units(
         self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, limit: RejectLimit,
-        console: Console, report: Report, reporter: JobReporter, rolling: RollingUnits | None = None,
+        console: Console, report: Report, reporter: JobReporter, followed: FollowedUnits | None = None,
     ) -> None:  # fmt: skip
-        """rolling: what `units` come from, again and again."""
+        """followed: what `units` come from, again and again."""
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         # The settings behind the fingerprint. A damaged provenance.json is written again.
         provenance = f"{self.kind}/{job.fingerprint}/provenance.json"
@@ -301,8 +302,8 @@ class EncodingStage:
             with closing(engine.run_units(load, job, units, advance, console.warn)) as results:
                 for result in results:
                     units.finish_unit()
-                    if rolling is not None:
-                        rolling.finish(result)
+                    if followed is not None:
+                        followed.finish(result)
                     reporter.add(result)
                     if result.elsewhere:
                         count = len(members[result.unit_id])
@@ -323,7 +324,7 @@ class EncodingStage:
                     report.done += result.encoded
                     written += result.bytes
                     stolen += result.unit_id not in names
-                    if rolling is None or rolling.is_first(result):
+                    if followed is None or followed.is_first(result):
                         limit.add({result.unit_id: result.set_aside})
         report.details["written_mib"] = round(written / 2**20, 2)
         report.details |= {"units_of_other_parts": stolen} if stolen else {}

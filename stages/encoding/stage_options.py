@@ -5,7 +5,7 @@ import os
 from pydantic import ValidationError
 
 from schemas.cli.options import NOT_PARTITIONED, Options
-from schemas.config.encoding import EngineName, Stages
+from schemas.config.encoding import CACHE_LIMIT, EngineName, Stages
 from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
@@ -31,8 +31,8 @@ def check_stealing(config: Config, options: Options) -> None:
     """UsageError where --steal has no effect."""
     if config.stages.engine != "local":
         raise UsageError("--steal is for --shard: on a Ray cluster one program hands out all units", "leave it out")
-    if config.cache.rolling is not None:
-        raise UsageError("--steal is for --shard: with cache.rolling one process does all units", "leave it out")
+    if config.cache.limit is not None:
+        raise UsageError(f"--steal is for --shard: with {CACHE_LIMIT} one process does all units", "leave it out")
     if options.partition is NOT_PARTITIONED:
         raise UsageError(
             "--steal is for --shard: without it this process does all units",

@@ -2,7 +2,7 @@
 
 from schemas.cli.console import Console, Options
 from schemas.cli.progress import activity
-from schemas.config.encoding import Encoding
+from schemas.config.encoding import CACHE_LIMIT, Encoding
 from schemas.config.pipeline import Config
 
 
@@ -27,8 +27,8 @@ def choose_workers(config: Config, resources: Encoding) -> tuple[int, str]:
         return resources.workers, "as given"
     if config.stages.engine == "ray":
         return 1, "as --workers says how many of the cluster"
-    if config.cache.rolling is not None:
-        return 1, "as cache.rolling shares the cards with training"
+    if config.cache.limit is not None:
+        return 1, f"as {CACHE_LIMIT} shares the cards with training"
     if resources.device not in ("auto", "cuda"):
         return 1, f"as the device is {resources.device}"
     cards = count_cards()

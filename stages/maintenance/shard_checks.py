@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from cache.sets import plans
 from cache.sets.plans import Unit
-from cache.sets.set_files import read_set_table
+from cache.sets.set_files import PLANNED, read_set_table
 from cache.sets.set_lookup import read_pointer
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
@@ -185,8 +185,8 @@ def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]
     for rel in set_pointer_paths(store):
         with suppress(DamageError, FileNotFoundError):
             name = read_pointer(store, rel)
-            # The shards of a rolling set come and go.
-            if store.exists(f"sets/{name}/set.json") and "rolling" not in store.read_json(f"sets/{name}/set.json"):
+            # The shards of a set with a limited cache come and go.
+            if store.exists(f"sets/{name}/set.json") and PLANNED not in store.read_json(f"sets/{name}/set.json"):
                 for path in shards_of_set(store, name):
                     if path not in present:
                         missing.setdefault(path, name)

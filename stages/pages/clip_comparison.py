@@ -1,19 +1,16 @@
 """Comparison of two clips of the same shape: PSNR, and small pictures of some frames and their difference. Pure."""
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from stages.pages.html import Picture
+from stages.pages.pictures import FRAME_BOX, IMAGE_BOX, Picture, encode_picture
 
 MAX_COMPARED_FRAMES = 8  # shown of a clip
-IMAGE_BOX, FRAME_BOX = (384, 320), (208, 160)  # pixels
 DIFFERENCE_GAIN = 4  # factor that makes differences visible
 MAX_PAGE_BYTES = 3 << 20  # all pictures of a page
-QUALITY_STEPS = ((82, 1.0), (70, 1.0), (55, 1.0), (45, 0.75), (40, 0.5), (35, 0.35))  # quality, scale
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,20 @@ def psnr(mse: float) -> float:
     return 10 * math.log10(255**2 / mse) if mse else math.inf
 
 
+def format_decibels(value: float) -> str:
+    return "identical" if math.isinf(value) else f"{value:.2f} dB"
+
+
 def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> np.ndarray:
     """(T,) the mean squared error of each frame of two uint8 clips, exact; a frame at a time, which bounds memory."""
     assert original_THWC.shape == reconstruction_THWC.shape, (original_THWC.shape, reconstruction_THWC.shape)
     assert original_THWC.dtype == reconstruction_THWC.dtype == np.uint8
     pairs = zip(original_THWC, reconstruction_THWC, strict=True)
-    return np.array([np.square(one.astype(np.int32) - other).mean(dtype=np.float64) for one, other in pairs])
+    return np.array([np.square(first.astype(np.int32) - second).mean(dtype=np.float64) for first, second in pairs])
 
 
 def frame_indices(count: int) -> list[int]:
-    """At most MAX_COMPARED_FRAMES of `count` frames, evenly spaced, with the first and the last."""
+    """Choose at most MAX_COMPARED_FRAMES of `count` frames, evenly spaced, with the first and the last."""
     return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_COMPARED_FRAMES, count)))).astype(int).tolist()
 
 
@@ -85,24 +86,3 @@ def compare_clips(
         frames.append(ComparedFrame(reconstruction, original, difference, mse, time))
     # All frames have the same number of pixels, so this is the mean over all pixels.
     return Comparison(tuple(frames), None if errors is None else float(errors.mean()))
-
-
-def encode_picture(
-    pixels_HWC: np.ndarray,
-    box: tuple[int, int],
-    max_bytes: float = math.inf,
-    steps: Sequence[tuple[int, float]] = QUALITY_STEPS,
-) -> Picture:
-    """uint8 pixels as WebP, scaled down to fit into `box` (never up), by the first of `steps` with at most `max_bytes`,
-    else by the last."""
-    from PIL import Image
-
-    full: Image.Image = Image.fromarray(pixels_HWC)
-    for quality, scale in steps:
-        image = full.copy()
-        image.thumbnail((round(box[0] * scale), round(box[1] * scale)), Image.Resampling.LANCZOS)
-        buffer = io.BytesIO()
-        image.save(buffer, "WEBP", quality=quality)
-        if buffer.tell() <= max_bytes:
-            break
-    return Picture(buffer.getvalue(), image.width, image.height)

@@ -1,4 +1,4 @@
-"""What is encoded of a plan's samples and texts, and reading it from the shards."""
+"""The encoded samples and texts of a plan, read from the shards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class StageShards:
 
 
 class EncodedPlan:
-    """What is encoded of a plan.
+    """The encoded samples and texts of a plan.
 
     encoded, set_aside: (n,) bool for the rows of `table.active`. folder: of the latents' shards.
     """
@@ -93,13 +93,14 @@ class EncodedPlan:
 
     @property
     def missing(self) -> int:
-        """How many samples are neither encoded nor set aside."""
+        """The number of samples that are neither encoded nor set aside."""
         return int((~self.encoded & ~self.set_aside).sum())
 
     def bucket_row(self, bucket: str, shown: int) -> TableRow:
         """A bucket's row of the table."""
-        mine = pc.equal(self.table.active.column("bucket"), bucket).to_numpy()
-        return {"bucket": bucket, "samples": int(mine.sum()), "encoded": int(self.encoded[mine].sum()), "shown": shown}
+        in_bucket = pc.equal(self.table.active.column("bucket"), bucket).to_numpy()
+        encoded = int(self.encoded[in_bucket].sum())
+        return {"bucket": bucket, "samples": int(in_bucket.sum()), "encoded": encoded, "shown": shown}
 
     def captions(self, names: Sequence[str]) -> tuple[EncodedCaption, ...]:
         """The texts of these ids with their tokens."""

@@ -1,12 +1,11 @@
-"""The content of the pages of `latentpress preview`, and how their templates are rendered.
+"""The toolkit of all pages: cards, galleries and figures, and how templates are rendered.
 
-A page is one HTML file with its pictures embedded. It is rendered in pieces, so that only one item is in memory. Names,
-captions and messages are untrusted: the templates escape every value.
+The pages of `latentpress preview` and `report` are HTML files with everything embedded; those of `latentpress ui` share
+their frame, macros (templates/parts.html) and stylesheet. Names, captions and messages are untrusted: the templates
+escape every value.
 """
 
-import base64
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,110 +14,102 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from schemas.cli.tables import heading
-from schemas.clips import clip_times
-from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable, shorten
+from stages.pages.pictures import Picture
 
-TableRow = dict[str, Any]
 TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An encoded picture (WebP) and its size in pixels."""
+class Link:
+    """A cell of a table that leads to a place on the page."""
 
-    data: bytes
-    width: int
-    height: int
-
-    @property
-    def uri(self) -> str:
-        return f"data:image/webp;base64,{base64.b64encode(self.data).decode()}"
+    text: str
+    href: str
 
 
 @dataclass(frozen=True)
-class PreviewPictures:
-    """Small pictures of an item.
+class Figure:
+    """Pictures, one below the other, with a caption; or `problem`, why there are none.
 
-    crops: frames as the encoder gets them. times: their seconds, none for an image. whole: the whole image or first
-    frame. source: the cropped i2i source. masked: `crops` under the mask.
+    alts: alternative text of each. crop: (left, top, width, height) in pixels of the only picture, outside of which it
+    is darkened. link: the file that the caption leads to. apart: with a line between it and the next figure.
     """
 
-    crops: tuple[Picture, ...]
-    times: tuple[float, ...]
-    whole: Picture
-    source: Picture | None = None
-    masked: tuple[Picture, ...] = ()
-
-
-@dataclass(frozen=True)
-class PageItem:
-    """One sample on a page.
-
-    active_row, sample: its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA. size: of the item as displayed, in pixels; None if
-    not known. cropped_share, stretched: shares. problem: why there is no preview.
-    """
-
-    active_row: TableRow
-    sample: TableRow
-    size: tuple[int, int] | None
-    cropped_share: float
-    stretched: float
-    captions: tuple[str, ...] = ()
-    more_captions: int = 0
-    preview: PreviewPictures | None = None
+    pictures: tuple[Picture, ...]
+    alts: tuple[str, ...]
+    caption: str
+    crop: tuple[float, float, float, float] | None = None
     problem: str = ""
-
-    @property
-    def path(self) -> str:
-        return self.active_row["path"]
-
-    @property
-    def times(self) -> list[float]:
-        """Seconds of a clip's frames; none of an image."""
-        if self.sample["kind"] != "video":
-            return []
-        return clip_times(self.sample["start"], self.sample["rate"], self.bucket.frames)
-
-    @property
-    def bucket(self) -> Bucket:
-        return Bucket.parse(self.sample["geometry"]["bucket"])
+    link: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)
-class BucketSection:
-    """A bucket on a page. row: its row of the table. cards: objects of the type that the template needs."""
+class Gallery:
+    """Figures side by side. look: "pictures", which shrink to one row, "frames" of a clip, or "steps", which scroll."""
 
-    bucket: str
-    row: TableRow
-    note: str
-    cards: Iterable[Any]
+    figures: Sequence[Figure]
+    look: str = "pictures"
+    note: str = ""
 
 
-def format_decibels(value: float) -> str:
-    return "identical" if math.isinf(value) else f"{value:.2f} dB"
+@dataclass(frozen=True)
+class Caption:
+    """A sample's caption. note: what became of it. is_problem: the note tells of a problem."""
+
+    text: str
+    note: str = ""
+    is_problem: bool = False
+
+
+@dataclass(frozen=True)
+class Card:
+    """A sample on a page. marks: short labels. facts: a line each. more: what follows the captions. whole: it takes the
+    width of the page."""
+
+    title: str
+    galleries: tuple[Gallery, ...] = ()
+    marks: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    captions: tuple[Caption, ...] = ()
+    more: str = ""
+    problems: tuple[str, ...] = ()
+    score: str = ""
+    anchor: str = ""
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: facts by name, a note, a table and cards. Cards may be made as they are rendered. look: of the
+    table, "texts" where its last column has sentences."""
+
+    title: str
+    anchor: str = ""
+    facts: Mapping[str, Any] | None = None
+    note: str = ""
+    cards: Iterable[Card] = ()
+    table: Sequence[Mapping[str, Any]] | None = None
+    look: str = ""
 
 
 @cache
-def template_environment(folder: Path) -> Environment:
-    """Renders the HTML templates of a folder: every value is escaped, and an undefined name is an error."""
+def _environment() -> Environment:
+    """Every value is escaped, and an undefined name is an error."""
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "decibels": format_decibels,
-        "heading": heading,
-        "shortened": shorten,
-        "visible": escape_unprintable,
-    }
+    environment.filters |= {"heading": heading, "shortened": shorten, "visible": escape_unprintable}
     return environment
 
 
 def render_template(template: str, **values: Any) -> Iterator[bytes]:
-    """A page in pieces, UTF-8. Characters without a UTF-8 encoding are written as \\udcXX."""
-    pieces = template_environment(TEMPLATES).get_template(template).generate(values)
+    """A page in pieces, UTF-8, so that only one card is in memory. Characters without a UTF-8 encoding are written as
+    \\udcXX."""
+    pieces = _environment().get_template(template).generate(values)
     return (piece.encode("utf-8", "backslashreplace") for piece in pieces)

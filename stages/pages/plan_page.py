@@ -4,7 +4,7 @@ For each bucket its row of the table that `bucket` prints, and some of its items
 cropped by the same functions, in a sandbox.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,11 @@ import pyarrow.compute as pc
 from cache.sets import rejects
 from schemas.cli.console import Options, Progress, Report
 from stages.engines.sandbox import SandboxPool
-from stages.pages.html import BucketSection, PageItem, PreviewPictures, render_template
-from stages.pages.plan_table import PlanTable
-from stages.pages.sample_preview import PreviewTask, make_previewer, read_samples
+from stages.media.errors import MediaError
+from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_template
+from stages.pages.pictures import Picture
+from stages.pages.plan_table import PlanTable, bucket_anchor, link_buckets
+from stages.pages.sample_preview import PageItem, PreviewPictures, PreviewTask, make_previewer, read_samples
 from stages.planning import summary
 
 TableRow = dict[str, Any]
@@ -32,47 +34,95 @@ def render_plan_page(
     model, workers = config.model, options.resources(config, "preview").workers
     timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
 
-    def cards(indices: list[int], pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[PageItem]:
+    def cards(indices: list[int], pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[Card]:
         for item, result in read_samples(table, indices, pool):
-            ids = item.active_row["texts"]
-            captions = tuple(table.plan.texts[name]["text"] for name in ids[:MAX_CAPTIONS])
-            item = replace(item, captions=captions, more_captions=max(0, len(ids) - MAX_CAPTIONS))
             progress.advance(1)
             if isinstance(result, PreviewPictures):
                 report.done += 1
-                yield replace(item, preview=result)
             else:
-                name = f"{item.active_row['dataset']}/{item.path}"
-                report.set_aside.append(rejects.make_reject("preview", name, item.path, result.reason, str(result)))
-                yield replace(item, problem=f"can't be shown ({result.reason}): {result}")
+                row = rejects.make_reject("preview", item.name, item.path, result.reason, str(result))
+                report.set_aside.append(row)
+            yield plan_card(item, [table.plan.texts[name]["text"] for name in item.active_row["texts"]], result)
 
-    def sections(pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[BucketSection]:
+    def sections(pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[Section]:
         for bucket, indices in chosen.items():
             note = f"{len(indices)} of {table.count(bucket)} samples"
             note += f"; {count} of the bucket are held out" if (count := table.count(bucket, "eval")) else ""
-            yield BucketSection(bucket, rows.get(bucket, {}), note, cards(indices, pool))
+            facts = {key: value for key, value in rows.get(bucket, {}).items() if key != "bucket"}
+            yield Section(bucket, bucket_anchor(bucket), facts, note, cards(indices, pool))
+        note = "Items that a rule of the last bucket run dropped."
+        yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded), look="texts")
+        note = "Items that discover set aside; no plan contains them."
+        yield Section("Set aside by discover", note=note, table=_rule_rows(set_aside), look="texts")
 
     used = [dataset.id for dataset in config.datasets if not dataset.disabled]
     excluded = rejects.read_list(table.store, "bucket", f"{model.family}-{model.task}")
     set_aside = pa.concat_tables([rejects.read_list(table.store, "discover", name) for name in used])
+    held_out = pc.sum(pc.equal(table.active.column("role"), "eval")).as_py() or 0
+    size = sum(row["latents_mib"] for row in rows.values())
+    intro = [
+        f"{model.family}, {model.task}, {model.flavour_spec.name}",
+        f"{table.active.num_rows - held_out} training samples in {len(rows)} buckets, {held_out} held out; "
+        f"their latents take about {size:.4g} MiB. The pictures are read from the media and cropped as for encoding; "
+        "nothing has to be encoded yet.",
+    ]
     with SandboxPool(make_previewer, workers=workers, timeout_s=timeout, memory_mib=memory) as pool:
         yield from render_template(
-            "plan.html",
+            "preview.html",
             title=f"Plan {table.plan.name}",
-            model=model,
-            samples=table.active.num_rows,
-            held_out=pc.sum(pc.equal(table.active.column("role"), "eval")).as_py() or 0,
-            buckets=list(rows.values()),
+            intro=intro,
+            buckets=link_buckets(rows.values()),
             sections=sections(pool),
-            excluded=_rule_rows(excluded),
-            set_aside=_rule_rows(set_aside),
         )
+
+
+def plan_card(item: PageItem, captions: Sequence[str], result: PreviewPictures | MediaError) -> Card:
+    """A sample with its small pictures, or why there are none."""
+    left = len(captions) - MAX_CAPTIONS
+    card = Card(
+        item.name,
+        marks=item.marks,
+        facts=item.facts,
+        captions=tuple(map(Caption, captions[:MAX_CAPTIONS])),
+        more=f"and {left} more" if left > 0 else "",
+    )
+    if isinstance(result, MediaError):
+        return replace(card, problems=(f"can't be shown ({result.reason}): {result}",))
+    return replace(card, galleries=tuple(_galleries(item, result)), whole=bool(result.times))
+
+
+def _galleries(item: PageItem, preview: PreviewPictures) -> Iterator[Gallery]:
+    whole, bucket = _outlined(item, preview.whole), item.bucket
+    if preview.times:
+        yield Gallery([whole])
+        for prefix, pictures in (("", preview.crops), ("mask at ", preview.masked)):
+            captions = [f"{prefix}{time:.2f} s" for time in preview.times]
+            frames = [Figure((picture,), (f"{caption} of {item.path}",), caption)
+                      for picture, caption in zip(pictures, captions, strict=False)]  # fmt: skip
+            yield Gallery(frames, "frames")
+        return
+    figures = [Figure(preview.crops[:1], (f"{item.path} cropped to {bucket}",), f"cropped to {bucket}")]
+    if preview.source:
+        figures.insert(0, Figure((preview.source,), (f"source of {item.path}",), "i2i source, cropped"))
+    figures += [Figure((mask,), (f"mask of {item.path}",), "mask: red is not trained") for mask in preview.masked]
+    yield Gallery([*figures, whole])
+
+
+def _outlined(item: PageItem, picture: Picture) -> Figure:
+    """The whole picture with its crop."""
+    geometry, bucket = item.sample["geometry"], item.bucket
+    width, height = bucket.width / geometry["resize_w"], bucket.height / geometry["resize_h"]
+    left, top = geometry["x"] / geometry["resize_w"], geometry["y"] / geometry["resize_h"]
+    lost = 1 - width * height
+    caption = "whole picture, " + (f"{lost:.1%} cut off" if lost else "nothing cut off")
+    crop = left * picture.width, top * picture.height, width * picture.width, height * picture.height
+    return Figure((picture,), (f"{item.path}: {caption}",), caption, crop)
 
 
 def _rule_rows(excluded: pa.Table) -> list[TableRow]:
     rows = summary.count_excluded(excluded)
     for row in rows:
         of_dataset = pc.starts_with(excluded.column("item"), f"{row['dataset']}/")
-        mine = pc.and_(pc.equal(excluded.column("reason"), row["rule"]), of_dataset)
-        row["example"] = excluded.filter(mine).slice(0, MAX_EXAMPLES).column("message").to_pylist()
+        dropped = pc.and_(pc.equal(excluded.column("reason"), row["rule"]), of_dataset)
+        row["example"] = excluded.filter(dropped).slice(0, MAX_EXAMPLES).column("message").to_pylist()
     return rows

@@ -1,6 +1,6 @@
 """A plan as columns: which samples a page shows, and the numbers for each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, aspect_distortion, cropped_share
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_media_table
+from stages.pages.html import Link
 from stages.planning import summary
 from stages.planning.plan_builder import crop_statistics
 
@@ -49,11 +50,11 @@ class PlanTable:
                 media = read_media_table(store, dataset).select(columns).combine_chunks()
             except LatentpressError:
                 continue  # the dataset was removed; the plan and perhaps the files remain
-            mine = pc.equal(active.column("dataset"), dataset)
-            place = pc.index_in(active.column("path").filter(mine), value_set=media.column("path"))
-            same = pc.fill_null(pc.equal(media.column("media_id").take(place), media_id.filter(mine)), False)
-            found = [pc.fill_null(media.column(side).take(place), 0).to_numpy() for side in ("width", "height")]
-            displayed[:, mine.to_numpy()] = np.where(same.to_numpy(), found, 0)
+            in_dataset = pc.equal(active.column("dataset"), dataset)
+            indices = pc.index_in(active.column("path").filter(in_dataset), value_set=media.column("path"))
+            is_same = pc.fill_null(pc.equal(media.column("media_id").take(indices), media_id.filter(in_dataset)), False)
+            size = [pc.fill_null(media.column(side).take(indices), 0).to_numpy() for side in ("width", "height")]
+            displayed[:, in_dataset.to_numpy()] = np.where(is_same.to_numpy(), size, 0)
         self.width, self.height = displayed
         known = self.width > 0
         geometry = samples.column("geometry").take(row).combine_chunks()
@@ -72,9 +73,9 @@ class PlanTable:
         return sorted(pc.unique(self.active.column("bucket")).to_pylist())
 
     def count(self, bucket: str, role: str | None = None) -> int:
-        mine = pc.equal(self.active.column("bucket"), bucket)
-        mine = mine if role is None else pc.and_(mine, pc.equal(self.active.column("role"), role))
-        return pc.sum(mine).as_py() or 0
+        chosen = pc.equal(self.active.column("bucket"), bucket)
+        chosen = chosen if role is None else pc.and_(chosen, pc.equal(self.active.column("role"), role))
+        return pc.sum(chosen).as_py() or 0
 
     def choose(self, count: int, buckets: Sequence[str], *, among: np.ndarray | None = None) -> dict[str, list[int]]:
         """bucket -> `count` rows of `active`: those of the lowest ids, a random choice that stays when data is added.
@@ -86,9 +87,9 @@ class PlanTable:
         table = table if among is None else table.filter(pa.array(among))
         chosen = {}
         for name in buckets:
-            mine = table.filter(pc.equal(table.column("bucket"), name))
+            in_bucket = table.filter(pc.equal(table.column("bucket"), name))
             # Two files with the same bytes have the same id.
-            lowest = mine.group_by("sample_id").aggregate([("row", "min")]).sort_by("sample_id").slice(0, count)
+            lowest = in_bucket.group_by("sample_id").aggregate([("row", "min")]).sort_by("sample_id").slice(0, count)
             chosen[name] = lowest.column("row_min").to_pylist()
         return chosen
 
@@ -98,3 +99,13 @@ class PlanTable:
         columns = (pa.array(values).filter(known) for values in (self.stretched, self.cropped_share))
         crops = crop_statistics(self.active.column("bucket").filter(known), *columns)
         return summary.bucket_table(self.config, self.active, self.samples, crops)
+
+
+def bucket_anchor(bucket: str) -> str:
+    """The id of a bucket's section."""
+    return f"bucket-{bucket.replace('@', '-')}"
+
+
+def link_buckets(rows: Iterable[TableRow]) -> list[TableRow]:
+    """The rows of a table of buckets, each of which leads to its section."""
+    return [row | {"bucket": Link(row["bucket"], f"#{bucket_anchor(row['bucket'])}")} for row in rows]

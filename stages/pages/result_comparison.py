@@ -21,9 +21,8 @@ from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
 from stages.pages import clip_comparison
 from stages.pages.encoded_plan import NOT_ENCODED, EncodedPlan
-from stages.pages.html import PageItem
 from stages.pages.result_page import MAX_LOWEST, SampleResult
-from stages.pages.sample_preview import OriginalPixels, make_original_reader, read_samples
+from stages.pages.sample_preview import PageItem, SamplePixels, make_original_reader, read_samples
 
 TableRow = dict[str, Any]
 
@@ -47,7 +46,8 @@ def compare_samples(
         for item, original in read_samples(encoded.table, [row for rows in chosen.values() for row in rows], pool):
             results.append(_compare_sample(encoded, autoencoder, item, original, max_bytes))
             progress.advance(1)
-    return [one for bucket in chosen for one in sorted((r for r in results if r.bucket == bucket), key=_sort_key)]
+    order = list(chosen)
+    return sorted(results, key=lambda result: (order.index(result.bucket), *_sort_key(result)))
 
 
 def _sort_key(result: SampleResult) -> tuple[float, str]:
@@ -59,7 +59,7 @@ def _compare_sample(
     encoded: EncodedPlan,
     autoencoder: base.Autoencoder,
     item: PageItem,
-    original: OriginalPixels | MediaError,
+    original: SamplePixels | MediaError,
     max_bytes: int,
 ) -> SampleResult:
     pixels, unreadable = (None, original) if isinstance(original, MediaError) else (original, None)

@@ -7,13 +7,26 @@ from typing import Any
 
 from schemas.errors import LatentpressError
 from stages.media.errors import MediaError
-from stages.pages.clip_comparison import DIFFERENCE_GAIN, Comparison
+from stages.pages.clip_comparison import DIFFERENCE_GAIN, ComparedFrame, Comparison, format_decibels
 from stages.pages.encoded_plan import EncodedCaption, EncodedPlan
-from stages.pages.html import BucketSection, PageItem, render_template
+from stages.pages.html import Caption, Card, Figure, Gallery, Link, Section, render_template
+from stages.pages.pictures import Picture
+from stages.pages.plan_table import bucket_anchor, link_buckets
+from stages.pages.sample_preview import PageItem
 
 TableRow = dict[str, Any]
 MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
 SECTION_NOTE = "The lowest PSNR comes first. Samples are chosen by their id, so each run shows the same ones."
+PSNR_NOTE = (
+    "PSNR is 10 log10(255² / MSE) over the 8-bit pixels of all frames, before the encoder and after the decoder, "
+    "at full size. The mean of a bucket is over the samples shown."
+)
+POSTERIOR_NOTES = {
+    "sample": "drawn from the posterior",
+    "mode": "the posterior's mean",
+    "moments": "moments, shown by their mean",
+}
+DIFFERENCE = f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class SampleResult:
 
     @property
     def name(self) -> str:
-        return f"{self.item.active_row['dataset']}/{self.item.path}"
+        return self.item.name
 
     @property
     def bucket(self) -> str:
@@ -55,10 +68,10 @@ def bucket_rows(encoded: EncodedPlan, results: Sequence[SampleResult], buckets: 
     """The table of buckets: how much is encoded and shown, mean and lowest PSNR of what is shown."""
     rows = []
     for bucket in buckets:
-        mine = [result for result in results if result.bucket == bucket]
-        values = [result.psnr for result in mine if result.psnr is not None]
+        in_bucket = [result for result in results if result.bucket == bucket]
+        values = [result.psnr for result in in_bucket if result.psnr is not None]
         mean = sum(values) / len(values) if values else math.nan
-        row = encoded.bucket_row(bucket, len(mine)) | {"mean_psnr_db": round(mean, 2)}
+        row = encoded.bucket_row(bucket, len(in_bucket)) | {"mean_psnr_db": round(mean, 2)}
         rows.append(row | {"lowest_psnr_db": round(min(values, default=math.nan), 2)})
     return rows
 
@@ -68,18 +81,81 @@ def render_result_page(
 ) -> Iterator[bytes]:
     """The page in pieces. rows: of `bucket_rows`."""
     compared = sorted((result.psnr, result.sample_id, result) for result in results if result.psnr is not None)
-    sections = [
-        BucketSection(row["bucket"], row, SECTION_NOTE, [one for one in results if one.bucket == row["bucket"]])
-        for row in rows
+    lowest = [
+        {"psnr": format_decibels(psnr), "bucket": result.bucket, "sample": Link(result.name, f"#sample-{name}")}
+        for psnr, name, result in compared[:MAX_LOWEST]
     ]
+    sections = [Section("Lowest PSNR", table=lowest)] if lowest else []
+    for row in rows:
+        facts = {key: value for key, value in row.items() if key != "bucket"}
+        cards = [result_card(result) for result in results if result.bucket == row["bucket"]]
+        sections.append(Section(row["bucket"], bucket_anchor(row["bucket"]), facts, SECTION_NOTE, cards))
     return render_template(
-        "latents.html",
+        "preview.html",
         title=f"Latents of plan {encoded.table.plan.name}",
-        model=encoded.table.config.model,
-        posterior=encoded.table.config.latents.posterior,
-        encoded=encoded,
-        buckets=rows,
-        lowest=[result for _, _, result in compared[:MAX_LOWEST]],
-        difference=f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}",
+        intro=[*_describe_cache(encoded), PSNR_NOTE],
+        buckets=link_buckets(rows),
         sections=sections,
     )
+
+
+def _describe_cache(encoded: EncodedPlan) -> Iterator[str]:
+    config, count, set_aside = encoded.table.config, int(encoded.encoded.sum()), int(encoded.set_aside.sum())
+    model = config.model
+    posterior = f", {POSTERIOR_NOTES[config.latents.posterior]}" if model.family_spec.posterior else ""
+    yield f"{model.family}, {model.task}, {model.flavour_spec.name}; {encoded.folder}{posterior}"
+    sentence = f"{count} of {len(encoded.encoded)} samples are encoded"
+    sentence += f", {set_aside} set aside" if set_aside else ""
+    yield sentence + (f"; {encoded.missing} are not encoded yet: latentpress encode-latents" if encoded.missing else "")
+
+
+def result_card(result: SampleResult) -> Card:
+    """A sample's pictures beside its captions, or why there are none."""
+    problems = []
+    if result.unreadable:
+        problems.append(f"no original to compare with ({result.unreadable.reason}): {result.unreadable}")
+    if result.damage:
+        problems.append(f"can't be decoded: {result.damage.message}; {result.damage.next_step}")
+    return Card(
+        result.name,
+        tuple(_galleries(result.comparison, result.item.path)) if result.comparison else (),
+        result.item.marks,
+        result.item.facts,
+        tuple(Caption(caption.text, caption.token_summary, not caption.complete) for caption in result.captions),
+        problems=tuple(problems),
+        score="" if result.psnr is None else format_decibels(result.psnr),
+        anchor=f"sample-{result.sample_id}",
+        whole=True,
+    )
+
+
+def _galleries(comparison: Comparison, path: str) -> Iterator[Gallery]:
+    frames = comparison.frames
+    is_clip = frames[0].time is not None
+    if is_clip:
+        order = f"original, reconstruction, {DIFFERENCE}" if frames[0].original else "reconstruction"
+        yield Gallery([_stack(frame, path) for frame in frames], "frames", f"From top to bottom: {order}.")
+    else:
+        yield Gallery(list(_side_by_side(frames[0], path)))
+    if comparison.condition:
+        note = "The first frame, which is also encoded alone:" if is_clip else "The i2i source:"
+        about = f"{'first frame' if is_clip else 'source'} of {path}"
+        yield Gallery(list(_side_by_side(comparison.condition, about)), note=note)
+
+
+def _name_pictures(frame: ComparedFrame) -> dict[str, Picture]:
+    pictures = {"original": frame.original, "reconstruction": frame.reconstruction, DIFFERENCE: frame.difference}
+    return {name: picture for name, picture in pictures.items() if picture is not None}
+
+
+def _side_by_side(frame: ComparedFrame, path: str) -> Iterator[Figure]:
+    for name, picture in _name_pictures(frame).items():
+        shown = "" if name != "reconstruction" or frame.psnr is None else f", {format_decibels(frame.psnr)}"
+        yield Figure((picture,), (f"{name}: {path}",), name + shown)
+
+
+def _stack(frame: ComparedFrame, path: str) -> Figure:
+    """One frame of a clip, from top to bottom."""
+    time, pictures = f"{frame.time:.2f} s", _name_pictures(frame)
+    caption = time if frame.psnr is None else f"{time}, {format_decibels(frame.psnr)}"
+    return Figure(tuple(pictures.values()), tuple(f"{name}: {time} of {path}" for name in pictures), caption)

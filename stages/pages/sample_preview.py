@@ -12,8 +12,7 @@ from schemas.geometry import Bucket
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.errors import MediaError, unreadable_error
 from stages.media.files import MediaPath, require_unchanged
-from stages.pages.clip_comparison import FRAME_BOX, encode_picture
-from stages.pages.html import PageItem, Picture, PreviewPictures
+from stages.pages.pictures import FRAME_BOX, Picture, encode_picture
 from stages.pages.plan_table import PlanTable
 
 R = TypeVar("R")
@@ -22,7 +21,88 @@ TableRow = dict[str, Any]
 MAX_PREVIEW_FRAMES = 9  # shown of a clip; 1 + 8, because the frames of most clips divide evenly by that
 CROP_BOX, FULL_BOX = (384, 256), (240, 160)  # pixels
 WEBP_QUALITY = 75
-MASK_TINT = (214, 40, 40)  # colour of what is not trained on
+MASK_TINT = (214, 40, 40)  # color of what is not trained on
+
+
+@dataclass(frozen=True)
+class PreviewPictures:
+    """Small pictures of an item.
+
+    crops: frames as the encoder gets them. times: their seconds, none for an image. whole: the whole image or first
+    frame. source: the cropped i2i source. masked: `crops` under the mask.
+    """
+
+    crops: tuple[Picture, ...]
+    times: tuple[float, ...]
+    whole: Picture
+    source: Picture | None = None
+    masked: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True)
+class PageItem:
+    """One sample on a page.
+
+    active_row, sample: its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA. size: of the item as displayed, in pixels; None if
+    not known. cropped_share, stretched: shares.
+    """
+
+    active_row: TableRow
+    sample: TableRow
+    size: tuple[int, int] | None
+    cropped_share: float
+    stretched: float
+
+    @property
+    def path(self) -> str:
+        return self.active_row["path"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.active_row['dataset']}/{self.path}"
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of a clip's frames; none of an image."""
+        if self.sample["kind"] != "video":
+            return []
+        return clip_times(self.sample["start"], self.sample["rate"], self.bucket.frames)
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket.parse(self.sample["geometry"]["bucket"])
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Geometry, times and companions, a line each."""
+        geometry, row, times = self.sample["geometry"], self.active_row, self.times
+        size = "{}x{}".format(*self.size) if self.size else "size no longer known"
+        resized = "resized to {resize_w}x{resize_h}, cropped at ({x}, {y})".format(**geometry)
+        facts = [f"{size} → {self.bucket}: {resized}"]
+        if self.size:
+            facts.append(f"{self.cropped_share:.1%} cut off, stretched by {self.stretched:.1%}")
+        if times:
+            span = f"from {times[0]:.2f} to {times[-1]:.2f} s"
+            facts.append(f"{self.bucket.frames} frames at {self.sample['rate']:g} per second, {span}")
+        if self.sample["condition"] == "source":
+            facts.append(f"source: {row['source_path']}")
+        if self.sample["mask_id"]:
+            facts.append(f"mask: {row['mask_path']}")
+        return tuple(facts)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Labels for what is particular about it."""
+        row, geometry = self.active_row, self.sample["geometry"]
+        marks = {
+            "held out": row["role"] == "eval",
+            "regularisation": row["regularisation"],
+            f"repeats {row['repeats']}": row["repeats"],
+            f"weight {row['weight']:g}": row["weight"] != 1,
+            "starts from its first frame": self.sample["condition"] == "first-frame",
+            "enlarged": self.size and (geometry["resize_w"] > self.size[0] or geometry["resize_h"] > self.size[1]),
+        }
+        return tuple(mark for mark, applies in marks.items() if applies)
 
 
 @dataclass(frozen=True)
@@ -46,20 +126,9 @@ class PreviewTask:
 
 
 @dataclass(frozen=True)
-class PreviewPixels:
-    """Pixels, uint8: frames (T, H, W, 3), whole (H, W, 3), source (H, W, 3), mask (T, H, W)."""
-
-    frames: np.ndarray
-    times: tuple[float, ...]
-    whole: np.ndarray
-    source: np.ndarray | None
-    mask: np.ndarray | None
-
-
-@dataclass(frozen=True)
-class OriginalPixels:
-    """The pixels that were encoded, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the first
-    frames, if there is a condition."""
+class SamplePixels:
+    """Pixels as the encoder gets them, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the
+    first frames, if there is a condition."""
 
     frames: np.ndarray
     condition: np.ndarray | None
@@ -75,80 +144,81 @@ def reduce_frames(sample: TableRow) -> TableRow:
     return sample | {"geometry": geometry, "rate": sample["rate"] * gaps / (bucket.frames - 1)}
 
 
-def read_preview(task: PreviewTask) -> PreviewPixels:
-    """Some frames of a sample as the encoder gets them, and the whole item. Raises MediaError."""
-    from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
+def read_pixels(task: PreviewTask, sample: TableRow, roles: Iterable[str] = ("media", "source")) -> SamplePixels:
+    """The frames of `sample`, all or some of the task's. roles: of the files that may not have changed since they were
+    planned. Raises MediaError."""
+    from stages.media.sample_reader import read_cropped_image, read_sample_frames
 
-    for path, media_id in task.files.values():
+    for path, media_id in (task.files[role] for role in roles if role in task.files):
         require_unchanged(path, media_id)
-    sample, path = reduce_frames(task.sample), task.path
-    frames = read_sample_frames(path, sample, task.decoder)
-    times = clip_times(sample["start"], sample["rate"], len(frames)) if sample["kind"] == "video" else []
-    width, height = task.full_size
-    uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
-    whole = read_sample_frames(path, sample | {"geometry": uncropped}, task.decoder)[0]
-    source, mask = None, None
+    frames = read_sample_frames(task.path, sample, task.decoder)
+    condition = frames[: task.given] if sample["condition"] == "first-frame" else None
     if "source" in task.files:
-        source = read_cropped_image(task.files["source"][0], sample["source_geometry"])
-    if "mask" in task.files:
-        mask = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
-    return PreviewPixels(frames, tuple(times), whole, source, mask)
+        condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
+    return SamplePixels(frames, condition)
+
+
+def read_original(task: PreviewTask) -> SamplePixels:
+    """All pixels that were encoded of a sample. Raises MediaError."""
+    try:
+        return read_pixels(task, task.sample)
+    except OSError as error:
+        raise unreadable_error(task.path, error) from error
 
 
 def render_preview(task: PreviewTask) -> PreviewPictures:
-    """`read_preview` as small pictures. Raises MediaError."""
+    """Some frames of a sample and the whole item as small pictures. Raises MediaError."""
     try:
-        pixels = read_preview(task)
+        return _render_preview(task, reduce_frames(task.sample))
     except OSError as error:
         raise unreadable_error(task.path, error) from error
-    box, masked = FRAME_BOX if pixels.times else CROP_BOX, []
-    if pixels.mask is not None:
-        for frame, mask in zip(pixels.frames, pixels.mask, strict=True):
-            trained = mask[..., None] / np.float32(255)
-            tinted = frame * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
-            masked.append((frame * trained + tinted * (1 - trained)).astype(np.uint8))
 
-    def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = box) -> Picture:
+
+def _render_preview(task: PreviewTask, sample: TableRow) -> PreviewPictures:
+    from stages.media.sample_reader import read_sample_frames, read_sample_mask
+
+    pixels = read_pixels(task, sample, task.files)
+    frames, is_clip = pixels.frames, sample["kind"] == "video"
+    times = clip_times(sample["start"], sample["rate"], len(frames)) if is_clip else []
+    width, height = task.full_size
+    uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
+    whole = read_sample_frames(task.path, sample | {"geometry": uncropped}, task.decoder)[0]
+    masked = list[np.ndarray]()
+    if "mask" in task.files:
+        masks = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
+        masked = [_tint(frame, mask) for frame, mask in zip(frames, masks, strict=True)]
+
+    def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = FRAME_BOX if is_clip else CROP_BOX) -> Picture:
         return encode_picture(pixels_HWC, box, steps=((WEBP_QUALITY, 1.0),))
 
     return PreviewPictures(
-        crops=tuple(map(encode, pixels.frames)),
-        times=pixels.times,
-        whole=encode(pixels.whole, FULL_BOX),
-        source=None if pixels.source is None else encode(pixels.source),
+        crops=tuple(map(encode, frames)),
+        times=tuple(times),
+        whole=encode(whole, FULL_BOX),
+        source=encode(pixels.condition[0]) if "source" in task.files and pixels.condition is not None else None,
         masked=tuple(map(encode, masked)),
     )
+
+
+def _tint(frame_HWC: np.ndarray, mask_HW: np.ndarray) -> np.ndarray:
+    """The frame with MASK_TINT over what is not trained on."""
+    trained = mask_HW[..., None] / np.float32(255)
+    tinted = frame_HWC * np.float32(0.35) + np.array(MASK_TINT, np.float32) * np.float32(0.65)
+    return (frame_HWC * trained + tinted * (1 - trained)).astype(np.uint8)
 
 
 def make_previewer() -> Callable[[PreviewTask], PreviewPictures]:
     return render_preview
 
 
-def read_original(task: PreviewTask) -> OriginalPixels:
-    """All pixels that were encoded of a sample. Raises MediaError, also if a file changed since it was planned."""
-    from stages.media.sample_reader import read_cropped_image, read_sample_frames
-
-    sample = task.sample
-    try:
-        for path, media_id in (task.files[role] for role in ("media", "source") if role in task.files):
-            require_unchanged(path, media_id)
-        frames = read_sample_frames(task.path, sample, task.decoder)
-        condition = frames[: task.given] if sample["condition"] == "first-frame" else None
-        if "source" in task.files:
-            condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
-    except OSError as error:
-        raise unreadable_error(task.path, error) from error
-    return OriginalPixels(frames, condition)
-
-
-def make_original_reader() -> Callable[[PreviewTask], OriginalPixels]:
+def make_original_reader() -> Callable[[PreviewTask], SamplePixels]:
     return read_original
 
 
 def read_samples(
     table: PlanTable, rows: Iterable[int], pool: SandboxPool[PreviewTask, R]
 ) -> Iterator[tuple[PageItem, R | MediaError]]:
-    """For each of these rows of `table` a card without pictures, and the pool's result for it, or why there is none."""
+    """Yield an item for each of these rows of `table`, and the pool's result for it, or why there is none."""
     opened = [_open_sample(table, row) for row in rows]
     results = pool.map(task for _, task in opened if isinstance(task, PreviewTask))
     for item, task in opened:

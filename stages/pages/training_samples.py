@@ -26,7 +26,7 @@ from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
 from stages.pages.encoded_plan import EncodedPlan
 from stages.pages.plan_table import PlanTable
-from stages.pages.sample_preview import OriginalPixels, make_original_reader, read_samples
+from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
 from stages.planning.plan_lookup import current_plan
 
 FOLDER = "samples/training"
@@ -71,11 +71,11 @@ def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
     trained = pc.equal(table.active.column("role"), "train").to_numpy() & encoded.encoded
     column = table.active.column("texts").combine_chunks()
     rows, ids = pc.list_parent_indices(column).to_numpy(), pc.list_flatten(column)
-    found = dict[str, int]()
-    named = pc.is_in(ids, value_set=pa.array(texts.values(), ids.type)).to_numpy(zero_copy_only=False)
-    for place in np.flatnonzero(named & trained[rows]):
-        found.setdefault(ids[int(place)].as_py(), int(rows[place]))
-    return {name: found[text] for name, text in texts.items() if text in found}
+    rows_by_text = dict[str, int]()
+    is_named = pc.is_in(ids, value_set=pa.array(texts.values(), ids.type)).to_numpy(zero_copy_only=False)
+    for index in np.flatnonzero(is_named & trained[rows]):
+        rows_by_text.setdefault(ids[int(index)].as_py(), int(rows[index]))
+    return {name: rows_by_text[text] for name, text in texts.items() if text in rows_by_text}
 
 
 def _read_id(folder: Path) -> tuple[str, str] | None:
@@ -99,7 +99,7 @@ def _decode(encoded: EncodedPlan, autoencoder: Any, sample_id: str, bucket: str)
 
 
 def _write_files(
-    folder: Path, about: dict[str, str], original: OriginalPixels | MediaError, frames: np.ndarray, write: WriteFrames
+    folder: Path, about: dict[str, str], original: SamplePixels | MediaError, frames: np.ndarray, write: WriteFrames
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob(f"{ORIGINAL}.*"):  # of another sample

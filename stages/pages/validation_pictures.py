@@ -1,6 +1,5 @@
 """The decoded pictures of a validation, small enough to be sent: to a webhook, or beside a model card."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 from cache.runs.training_run import read_description
 from schemas.config.pipeline import Config
 from stages.media.errors import MediaError
+from stages.pages.pictures import encode_picture, read_pixels, shrink_clip
 from stages.pages.report.samples import SUFFIXES
-from stages.pages.report.thumbnails import read_pixels, shrink_clip
 
 QUALITY_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # of JPEG, and share of the size
 
@@ -53,15 +52,15 @@ def find_picture(folder: Path, latent: Path) -> Path | None:
 def list_latents(config: Config, folder: Path, step: int) -> list[tuple[Path, dict[str, Any]]]:
     """The latents of a validation in the order of the prompts, and what is known of each."""
     order = {prompt.prompt: number for number, prompt in enumerate(config.validation.prompts)}
-    found = [
+    latents = [
         (path, read_description(path)) for path in (folder / "validation" / f"step-{step:06d}").glob("*.safetensors")
     ]
-    return sorted(found, key=lambda each: (order.get(str(each[1].get("prompt")), len(order)), each[0].stem))
+    return sorted(latents, key=lambda latent: (order.get(str(latent[1].get("prompt")), len(order)), latent[0].stem))
 
 
 def read_pictures(config: Config, folder: Path, step: int, limits: PictureLimits) -> Iterator[SmallPicture]:
-    """In the order of the prompts; those that are not decoded, can't be read or are links to places outside of the
-    run's folder are left out."""
+    """Read pictures in the order of the prompts; those that are not decoded, can't be read or are links to places
+    outside of the run's folder are left out."""
     for latent, about in list_latents(config, folder, step):
         path = find_picture(folder, latent)
         if path and path.resolve().is_relative_to(folder.resolve()):
@@ -72,16 +71,7 @@ def read_pictures(config: Config, folder: Path, step: int, limits: PictureLimits
 
 
 def _shrink(path: Path, limits: PictureLimits, about: dict[str, Any]) -> SmallPicture:
-    from PIL import Image
-
-    image = Image.fromarray(read_pixels(path))
-    for quality, scale in QUALITY_STEPS:
-        small, buffer = image.copy(), io.BytesIO()
-        small.thumbnail((max(1, round(limits.size * scale)),) * 2, Image.Resampling.LANCZOS)
-        small.save(buffer, "JPEG", quality=quality)
-        if buffer.tell() <= limits.max_bytes:
-            break
+    box = (limits.size, limits.size)
+    picture = encode_picture(read_pixels(path), box, limits.max_bytes, QUALITY_STEPS, "JPEG")
     clip = shrink_clip(path, limits.max_clip_bytes) if limits.max_clip_bytes and path.suffix == ".mp4" else None
-    return SmallPicture(
-        path.stem, buffer.getvalue(), small.width, small.height, about, None if clip is None else clip.data
-    )
+    return SmallPicture(path.stem, picture.data, picture.width, picture.height, about, clip.data if clip else None)

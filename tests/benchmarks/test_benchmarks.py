@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG
-
 pytestmark = pytest.mark.slow
-LONG_ONLY = pytest.mark.skipif(not LONG, reason="of the long form: it takes longest")
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -69,7 +66,6 @@ def test_every_benchmark_is_run_here() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is looked up in /proc")
-@LONG_ONLY
 def test_discovery_beside_the_least_that_could_be_done(measured) -> None:
     rows = [line.split(" | ") for line in measured("discover").splitlines() if line.startswith("| ")]
     _, first, second, added, _, *memory = rows
@@ -122,7 +118,6 @@ def test_opening_a_large_set(monkeypatch, capsys) -> None:
     assert len(re.findall(r"^\| (300|2,000) \| [\d.]+ \| [\d.]+ \([\d.]+\) \|", printed, re.MULTILINE)) == 2
 
 
-@LONG_ONLY
 def test_joining_a_set(measured) -> None:
     assert re.search(r"^\| 300 \| \d+ \| [\d.]+ \| [\d.]+ \| [\d,]+ \|$", measured("index"), re.MULTILINE)
 
@@ -148,7 +143,6 @@ def test_what_methods_cost(measured) -> None:
     assert all(float(row[3]) > 0 for row in rows)
 
 
-@LONG_ONLY
 def test_what_options_of_speed_cost(measured, monkeypatch) -> None:
     monkeypatch.setattr("benchmarks.speed.find_compiler", lambda: "eager")  # in a fraction of the time
     monkeypatch.setattr("benchmarks.speed.FAMILY_TASKS", {"kandinsky5-video": "t2v"})
@@ -160,7 +154,6 @@ def test_what_options_of_speed_cost(measured, monkeypatch) -> None:
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
 
 
-@LONG_ONLY
 def test_training_beside_a_bare_loop(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("training").splitlines() if line.startswith("| ")]
     names = ["step, s", "step, processor s", "step of two micro-batches, s"]
@@ -174,7 +167,6 @@ def test_noise_beside_that_of_torch(measured) -> None:
     assert [row[0] for row in rows[1:]] == ["(4, 1, 8, 8)"] and all(float(cell) > 0 for cell in rows[1][1:])
 
 
-@LONG_ONLY
 def test_training_in_two_processes(measured) -> None:
     rows = [line.strip("| ").split(" | ") for line in measured("ranks").splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows[1:]] == ["LoRA of rank 16", "full rank", "full rank, accumulate 4"]

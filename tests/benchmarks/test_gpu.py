@@ -27,7 +27,6 @@ from benchmarks.gpu import (
     video_lite,
 )
 from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
-from tests.conftest import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = PartOptions("cpu", tiny=True, seconds=300, peak_flops=1e10)
@@ -143,7 +142,6 @@ def test_every_part_is_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LONG, reason="of the long form: a process of pytest, which imports torch, to collect one file")
 def test_its_tests_are_found(capsys, monkeypatch) -> None:
     monkeypatch.setattr(marked_tests, "marked_files", lambda: [ROOT / "tests" / "trainer" / "gpu" / "test_runs.py"])
     marked_tests.run(TINY)
@@ -185,7 +183,7 @@ def test_training_on_tiny_shapes(capsys, monkeypatch, tmp_path) -> None:
         for tiny in (False, True):
             for case in module.CASES:
                 assert training.make_config(model(tiny), case, tmp_path, "cuda").train.device == "cuda"
-    names = ("LoRA", "base nf4-bnb", *(["compiled blocks"] if LONG else []))
+    names = ("LoRA", "base nf4-bnb", "compiled blocks")
     chosen = [case for case in video_lite.CASES if case.name in names]
     broken = training.Case("refused", {"offload": {"blocks": True, "streams": True}})
     monkeypatch.setattr(video_lite, "CASES", [*chosen, broken])

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks import memory_table
 from benchmarks.memory_table import CARDS_GB, CASES, SETTINGS
-from tests.conftest import LONG
 
 
 def test_the_document_has_every_flavour_and_only_settings_that_there_are() -> None:
@@ -20,7 +19,7 @@ def test_the_document_has_every_flavour_and_only_settings_that_there_are() -> No
 
 @pytest.mark.slow
 def test_the_document_has_the_predictions() -> None:
-    """Of one model; the others take minutes. Its cards, from two more predictions, in the long form."""
+    """Of one model; the others take minutes. Its cards, from two more predictions."""
     text, name = memory_table.DOCUMENT.read_text(), "Sana 600M, 512x512"
-    for line in (memory_table.format_parts(name), *([memory_table.format_cards(name, "LoRA")] if LONG else [])):
+    for line in (memory_table.format_parts(name), memory_table.format_cards(name, "LoRA")):
         assert f"\n{line}\n" in text

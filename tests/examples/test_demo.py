@@ -2,11 +2,10 @@
 
 A clip moves as its original does: from frame to frame it changes where the original changes (`Likeness.motion`).
 
-Here text to image in a reduced form; TORTURE=long has every flavour as `make demo` runs it.
+Here text to image in a reduced form; the long form has every flavour as `make demo` runs it.
 """
 
 import json
-import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +20,6 @@ from stages import bucket, decode, discover, encode_latents, encode_text, index
 from tests.project import Project
 
 MOTION = 0.5  # a clip that stands still has 0, one that moves otherwise about 0
-LONG = os.environ.get("TORTURE") == "long"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -38,6 +36,7 @@ def check(run: Path, name: str) -> None:
     assert all(one.motion is None or one.motion > MOTION for one in found), found
 
 
+@pytest.mark.long
 def test_each_caption_gives_back_its_photograph(
     tmp_path: Path, one_thread: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +115,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.skipif(not LONG, reason="minutes of two cores: TORTURE=long")
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(demo.FLAVOURS))
 def test_every_flavour(home: Path, name: str) -> None:

@@ -1,9 +1,7 @@
 """examples/recipes/: each is whole, is predicted to fit its card, and trains with its own settings on a tiny model."""
 
-import importlib
 import io
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from stages import run
 from stages.planning.crop_selection import bucket_sizes
+from tests.forms import long
 from tests.project import Project
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +36,6 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
 }
 SANA_LAYERS = 20  # the default of its class
 RESERVED_GIB = 1.0  # of a card, for the CUDA context, kernels' own memory and fragments
-LONG = os.environ.get("TORTURE") == "long"
 
 
 def recipe(name: str) -> Config:
@@ -94,10 +92,10 @@ def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str) -> None:
+def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: bool) -> None:
     config, (card_gb, shape, _) = recipe(name), RECIPES[name]
     found = predict_by_depth(config, shape)
-    if LONG:
+    if is_long:
         assert found == pytest.approx(predict(config, shape), rel=0.01)
     assert found / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
     text = re.sub(r"\n# ", " ", (FOLDER / f"{name}.yaml").read_text())
@@ -106,29 +104,6 @@ def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str) -> None:
 
 
 # --- it runs ---
-
-
-@pytest.fixture(scope="module")
-def libraries() -> None:
-    """Imported once, and not by each of the programs that are forked."""
-    for name in (
-        "stages.decode",
-        "stages.encoding.text.gemma",
-        "stages.encoding.text.kandinsky5",
-        "stages.encoding.vae.dc_ae",
-        "stages.encoding.vae.flux",
-        "stages.encoding.vae.hunyuan_video",
-        "stages.report",
-        "trainer.families.kandinsky5",
-        "trainer.families.sana",
-        "trainer.train",
-        "tensorboard.summary",
-        "torch.utils.tensorboard",
-        "torchao.quantization",
-        "bitsandbytes",
-        "optimi",
-    ):
-        importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -147,14 +122,15 @@ def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     return make
 
 
-# That for 24 GB differs from that for 16 GB by options of memory alone.
+SHORT = ("kandinsky-image-lora-16gb", "kandinsky-video-lite-lora-16gb")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if LONG or name != "kandinsky-video-lite-lora-24gb"])
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
 def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     name: str,
     tmp_path: Path,
     tiny: Callable[[str], Path],
-    libraries: None,
     wide_sana: Any,
     forked_programs: None,
     capfd: Any,
@@ -185,6 +161,6 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     train = YAML(typ="safe", pure=True).load(tmp_path / "output" / own.run / "config.yaml")["train"]
     expected = own.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
     assert train == expected | {"offload": expected["offload"] | {"streams": False}}
-    if own.quantised:
+    if own.quantized:
         assert f"matrices of the base quantised ({own.base_precision})" in said
     assert (tmp_path / "output" / own.run / "samples" / "contact-sheet.png").exists()

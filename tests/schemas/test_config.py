@@ -287,7 +287,7 @@ def test_several_problems_are_told_at_once():
     ("values", "key", "reason"),
     [
         ({"compile_backend": "eager"}, "compile_backend", "no effect with compile none; set that, or remove this"),
-        ({"quantize_via": "cpu"}, "quantize_via", "no effect with base_precision no_change, which quantises nothing"),
+        ({"quantize_via": "cpu"}, "quantize_via", "no effect with base_precision no_change, which quantizes nothing"),
         ({"quantize_via": "cpu", "base_precision": "bf16"}, "quantize_via", "no effect with base_precision bf16"),
     ],
 )

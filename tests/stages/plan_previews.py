@@ -21,11 +21,10 @@ def planned(home, *overrides: str) -> Report:
     return home.run(bucket.run, *overrides)
 
 
-def rows(home) -> dict[str, dict]:
+def rows(home, *overrides: str) -> dict[str, dict]:
     """path -> row of SAMPLES of the current plan."""
-    config = home.config()
-    plan = current_plan(Store(config.root), config)
-    return {row["path"]: row for row in plan.samples.values()}
+    config = home.config(*overrides)
+    return {row["path"]: row for row in current_plan(Store(config.root), config).samples.values()}
 
 
 def settings(**dataset: Any) -> dict[str, Any]:

@@ -370,7 +370,7 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     home.run(discover.run)
     home.run(bucket.run)
     assert "does not use" not in home.said
-    home.settings["datasets"][0] |= {"mask_data": "masks", "is_regularisation_data": True}
+    home.settings["datasets"][0] |= {"mask_data": "masks", "is_regularization_data": True}
     home.settings["vision"] = {"model": "dinov2_vits14"}
     home.run(discover.run)
     home.run(bucket.run)

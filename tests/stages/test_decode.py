@@ -17,8 +17,7 @@ from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base
 from stages.media.video import probe_video
-from stages.pages.contact_sheet import font_for
-from stages.pages.validation_sheet import wrap, write_sheet
+from stages.pages.sheets import font_for, wrap, write_sheet
 
 COLOURS = (
     (200, 40, 90),

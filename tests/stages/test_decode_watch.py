@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stages.encoding.vae import base
 from stages.follow.watchers import Watch, decodes_while_training
 from stages.media.preview_mark import is_preview
 from tests.background import until
+from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.test_decode import put
@@ -75,6 +77,19 @@ def decoded(home: Project, latent: Path) -> np.ndarray:
     return np.asarray(autoencoder.decode(torch.from_numpy(decode.read_latent(latent)[0])[None])[0, 0])
 
 
+def write_after(*files: Path) -> None:
+    """Let the trainer write latents of a later step than the first when `decode` and `report`, beside it, have written
+    these files."""
+    write = validation.write_validation_latents
+
+    def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
+        if folder.name != "step-000000":
+            until(lambda: all(file.exists() for file in files))
+        return write(model, family, config, data, folder, *rest, **more)
+
+    validation.write_validation_latents = wait_and_write
+
+
 @pytest.mark.slow
 def test_pictures_are_there_before_training_has_ended(
     forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
@@ -88,15 +103,8 @@ def test_pictures_are_there_before_training_has_ended(
     home.image("0.png", (64, 64), "a colour")
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
-    write, first = validation.write_validation_latents, picture(home, "one", 0)
-    page = home.folder / "output/run/report.html"
-
-    def wait_and_write(model: Any, family: Any, config: Any, data: Any, folder: Path, *rest: Any, **more: Any) -> int:
-        if folder.name != "step-000000":
-            until(lambda: first.exists() and page.exists())  # `decode` and `report` run beside it
-        return write(model, family, config, data, folder, *rest, **more)
-
-    monkeypatch.setattr(validation, "write_validation_latents", wait_and_write)
+    first = picture(home, "one", 0)
+    monkeypatch.setattr(ForkedProgram, "prepare", partial(write_after, first, home.folder / "output/run/report.html"))
     report = home.run(run.run, "stages.order=[train, decode]")
     assert report.exit_code == 0 and "watchers_that_failed" not in report.details
     for step in (0, 2):
@@ -137,20 +145,21 @@ def test_what_appears_is_decoded_once_and_damage_is_named(project, forked_progra
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
+def die_half_way() -> None:
+    def save(image: Any, path: Any, *rest: Any, **options: Any) -> None:
+        Path(path).write_bytes(b"\x89PNG half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Image.Image.save = save  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_no_part_and_training_alone(
     project, forked_programs, script, monkeypatch, rounds
 ) -> None:
-    home, this, save = project(), os.getpid(), Image.Image.save
+    home = project()
     latent, seen = add(home, "cat"), []
-
-    def die_half_way(image: Any, path: Any, *rest: Any, **options: Any) -> None:
-        if os.getpid() == this:
-            return save(image, path, *rest, **options)
-        Path(path).write_bytes(b"\x89PNG half of it")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(Image.Image, "save", die_half_way)
+    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(die_half_way))
     script(lambda: seen.append(picture(home, "cat").exists()), lambda: add(home, "dog"))
     report = home.run(decode.run, watch=True)
     assert seen == [False] and rounds == ["cpu"], "it is not tried again beside training"
@@ -159,19 +168,19 @@ def test_a_process_killed_while_it_writes_leaves_no_part_and_training_alone(
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
 
 
+def run_out() -> None:
+    def decode_with(self: Any, latents: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    base.Autoencoder.decode = decode_with  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 def test_where_memory_runs_out_it_waits_until_training_has_ended(
     project, forked_programs, script, monkeypatch, rounds
 ) -> None:
-    home, this = project(), os.getpid()
-    decode_with = base.Autoencoder.decode
-
-    def run_out(self: Any, latents: torch.Tensor) -> torch.Tensor:
-        if os.getpid() != this:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return decode_with(self, latents)
-
-    monkeypatch.setattr(base.Autoencoder, "decode", run_out)
+    home = project()
+    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(run_out))
     add(home, "cat")
     script(lambda: add(home, "dog"), lambda: None)
     report = home.run(decode.run, watch=True)

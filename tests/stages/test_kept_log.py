@@ -9,6 +9,7 @@ import pytest
 from tests.background import until
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_run_goes_on_without_its_terminal_and_its_log_has_all(project) -> None:
     home = project()

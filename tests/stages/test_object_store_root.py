@@ -1,6 +1,5 @@
 """The whole pipeline with its root on S3: the shards of a local root, killed and in trouble, with few requests."""
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from trainer.__main__ import run as train
 
 pytestmark = pytest.mark.slow
 
-LONG = os.environ.get("TORTURE") == "long"
 ROOT = f"s3://{BUCKET}/work"
 TRAIN = {"device": "cpu", "steps": 2, "batch_size": 2, "threads": 1, "run": "r", "checkpoint_every": 2}
 #: Requests of a program whatever it finds, and for each shard.
@@ -53,7 +51,7 @@ def counted(
     return report, len(s3.requests)
 
 
-def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: Path) -> None:
+def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: Path, is_long: bool) -> None:
     programs = [discover.run, bucket.run, encode_text.run, encode_latents.run, index.run]
     for program in programs:
         _, requests = counted(home, s3, program)
@@ -76,7 +74,7 @@ def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: 
     report, _ = counted(home, s3, train)
     assert report.done == 2
     assert not (home.folder / "scratch").exists() and not any(tmp_path.glob("scratch/*"))
-    if LONG:
+    if is_long:
         counted(home, s3, decode.run)
         report, _ = counted(home, s3, export.run, to=f"s3://{BUCKET}/out", with_captions=True)
         assert report.done == 8
@@ -112,6 +110,7 @@ def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: 
         s3fs.S3FileSystem().rm("elsewhere", recursive=True)
 
 
+@pytest.mark.long
 def test_damaged_and_short_answers_end_nothing(home: Project, s3: S3Server, tmp_path: Path) -> None:
     """The first answer about each object is wrong, for every program. verify moves nothing because of it."""
     seen = set[Request]()

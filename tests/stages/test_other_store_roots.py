@@ -8,7 +8,6 @@ import pytest
 
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, export, gc, index, status, verify
-from tests.conftest import LONG
 from tests.google_server import BUCKET, GoogleServer
 from tests.hub_server import BUCKET as HUB_BUCKET
 from tests.hub_server import HubServer
@@ -16,7 +15,7 @@ from tests.project import Project
 from tests.store_requests import Request
 from trainer.__main__ import run as train
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="the whole pipeline twice; TORTURE=long")]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = f"gs://{BUCKET}/work"
 #: Requests of a program whatever it finds, and for each shard.
 FIXED, PER_SHARD = 60, 5

@@ -4,7 +4,6 @@ import io
 import json
 import math
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,19 +22,15 @@ from stages.encoding.vae import base
 from stages.media import pixels
 from stages.media.errors import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
-from stages.pages import clip_comparison, contact_sheet
+from stages.pages import clip_comparison, pictures, sheets
 from stages.pages.encoded_plan import EncodedCaption
-from stages.pages.html import BucketSection, PageItem, Picture, render_template
-from stages.pages.result_page import SampleResult
-from stages.planning.plan_lookup import current_plan
+from stages.pages.html import Section, render_template
+from stages.pages.result_page import SampleResult, result_card
+from stages.pages.sample_preview import PageItem
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.plan_previews import rows, settings
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
-
-
-def settings(**dataset: Any) -> dict[str, Any]:
-    base = {"id": "photos", "instance_data_dir": "media", "resolution": 64, "allow_upscale": True}
-    return {"datasets": [base | dataset]}
 
 
 def encoded(home, *overrides: str, text: bool = False) -> None:
@@ -51,11 +46,6 @@ def show(home, *overrides: str, **own: Any) -> tuple[Report, Any]:
     return report, Page(out.read_text(encoding="utf-8"))
 
 
-def rows(home, *overrides: str) -> dict[str, dict]:
-    config = home.config(*overrides)
-    return {row["path"]: row for row in current_plan(Store(config.root), config).samples.values()}
-
-
 def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     """uint8 clips encoded, without drawing from the posterior, and decoded, outside of the program."""
     autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
@@ -66,9 +56,9 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     return found
 
 
-def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = clip_comparison.IMAGE_BOX) -> np.ndarray:
+def seen(pixels_HWC: np.ndarray, box: tuple[int, int] = pictures.IMAGE_BOX) -> np.ndarray:
     """What is shown of pixels, exactly: `alike` asks too much of WebP where they are noise."""
-    return decoded(clip_comparison.encode_picture(pixels_HWC, box, 1 << 20).uri)
+    return decoded(pictures.encode_picture(pixels_HWC, box, 1 << 20).uri)
 
 
 def decibels(first: np.ndarray, second: np.ndarray) -> float:
@@ -116,15 +106,15 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     encoded(home)
     report, page = show(home)
     links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
-    assert links and all(str(link).startswith(("data:image/webp;base64,", "#")) for link in links)
+    assert links and all(str(link).startswith(("data:", "#")) for link in links)
     there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
     assert {link["href"] for link in page.of("a")} <= there
     assert all(image["alt"] for image in page.of("img")) and not page.of("script")
     [sheet] = report.details["contact_sheets"]
     with Image.open(sheet) as drawn:
-        assert drawn.format == "PNG" and drawn.width == contact_sheet.WIDTH and drawn.height <= contact_sheet.HEIGHT
-        top = contact_sheet.MARGIN + contact_sheet.LINE_HEIGHT + 2 * contact_sheet.GAP
-        cut = np.asarray(drawn.convert("RGB"))[top : top + 64, contact_sheet.MARGIN : contact_sheet.MARGIN + 64]
+        assert drawn.format == "PNG" and drawn.width == sheets.WIDTH and drawn.height <= sheets.HEIGHT
+        top = sheets.MARGIN + sheets.LINE_HEIGHT + 2 * sheets.GAP
+        cut = np.asarray(drawn.convert("RGB"))[top : top + 64, sheets.MARGIN : sheets.MARGIN + 64]
     assert alike(cut, page.pictures("original: one.png")[0])
     later = home.folder / "page-2.png"
     later.write_bytes(b"of an earlier run")
@@ -132,6 +122,7 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     assert sorted(path.name for path in home.folder.glob("*page*")) == ["page-1.png", "page.html"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     video = {"dataset_type": "video", "video": {"num_frames": 17, "frame_rate": 12.0, "clip": "middle"}}
@@ -147,17 +138,18 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     assert clip_comparison.frame_indices(17) == places and [len(part) for part in shown] == [9, 9]
     for i, place in enumerate(places):
         assert alike(shown[0][i], original[place]), place
-        np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], clip_comparison.FRAME_BOX))
+        np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], pictures.FRAME_BOX))
         time = sample["start"] + place / 12
         psnr = decibels(original[place], reconstruction[place])
         assert f"{time:.2f} s, {psnr:.2f} dB" in page.article("clip.mp4")
     [numbers] = report.details["samples"]
     assert numbers["psnr_db"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
     # The condition is the first frame, which is encoded alone.
-    np.testing.assert_array_equal(shown[1][8], seen(first[0], clip_comparison.FRAME_BOX))
+    np.testing.assert_array_equal(shown[1][8], seen(first[0], pictures.FRAME_BOX))
     assert clip_comparison.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_i2i_source_is_decoded_too_and_a_missing_original_leaves_the_reconstruction(project) -> None:
     home = project("kandinsky5-image-i2i", **settings(conditioning_data="sources"), cache={"format": "webdataset"})
@@ -269,7 +261,7 @@ def test_nothing_encoded_is_said_with_the_command(project) -> None:
 
 def latents_page(word: str) -> Any:
     """A page whose every text is `word`: an image, a clip, and a sample that is damaged and has no original."""
-    dot = Picture(b"", 10, 10)
+    dot = pictures.Picture(b"", 10, 10)
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path", "sample_id", "bucket"), word)
     place |= {"role": "train", "regularisation": False, "repeats": 0, "weight": 1.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
@@ -279,17 +271,14 @@ def latents_page(word: str) -> Any:
         (EncodedCaption(word, 3, 3), EncodedCaption(word, problem=word)),
     )
     frames = [clip_comparison.ComparedFrame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
-    shown = [SampleResult(item, captions, clip_comparison.Comparison((frame,), frame.mse, frame)) for frame in frames]
-    shown += [SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))]
+    results = [SampleResult(item, captions, clip_comparison.Comparison((frame,), frame.mse, frame)) for frame in frames]
+    results += [
+        SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))
+    ]
     line = {"bucket": "64x64@1", word: word}
-    flavour, family = SimpleNamespace(name=word), SimpleNamespace(posterior=True)
-    model = SimpleNamespace(family=word, task=word, flavour_spec=flavour, family_spec=family)
-    counts = SimpleNamespace(folder=word, encoded=np.ones(3, bool), set_aside=np.ones(3, bool), missing=1)
-    own = {"title": word, "model": model, "posterior": "mode", "encoded": counts, "buckets": [line]}
-    own |= {"lowest": shown[:2], "difference": word}
-    return Page(
-        b"".join(render_template("latents.html", sections=[BucketSection(word, line, word, shown)], **own)).decode()
-    )
+    section = Section(word, word, line, word, [result_card(result) for result in results], [line])
+    pieces = render_template("preview.html", title=word, intro=[word], buckets=[line], sections=[section])
+    return Page(b"".join(pieces).decode())
 
 
 def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
@@ -321,31 +310,31 @@ def test_psnr_of_known_differences() -> None:
 
 def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (400, 600, 3), dtype=np.uint8)
-    large, small = (clip_comparison.encode_picture(noise, clip_comparison.IMAGE_BOX, size) for size in (1 << 20, 6000))
+    large, small = (pictures.encode_picture(noise, pictures.IMAGE_BOX, size) for size in (1 << 20, 6000))
     assert (large.width, large.height) == (384, 256)
     assert len(small.data) <= 6000 < len(large.data)
-    assert clip_comparison.encode_picture(noise[:20, :30], clip_comparison.IMAGE_BOX, 1 << 20).width == 30
+    assert pictures.encode_picture(noise[:20, :30], pictures.IMAGE_BOX, 1 << 20).width == 30
 
 
 def test_contact_sheets_are_as_many_as_it_takes() -> None:
-    flat = clip_comparison.encode_picture(np.full((300, 300, 3), 90, np.uint8), clip_comparison.IMAGE_BOX, 1 << 20)
+    flat = pictures.encode_picture(np.full((300, 300, 3), 90, np.uint8), pictures.IMAGE_BOX, 1 << 20)
     found = [_result(flat, number) for number in range(16)]
     line = {"bucket": "64x64@1", "samples": 16, "encoded": 16, "shown": 16, "mean_psnr_db": 20.0}
-    sheets = list(contact_sheet.draw_sheets(found, [line]))
-    assert len(sheets) > 1
-    for data in sheets:
+    drawn = list(sheets.draw_sheets(found, [line]))
+    assert len(drawn) > 1
+    for data in drawn:
         with Image.open(io.BytesIO(data)) as sheet:
-            assert sheet.width == contact_sheet.WIDTH and sheet.height <= contact_sheet.HEIGHT
+            assert sheet.width == sheets.WIDTH and sheet.height <= sheets.HEIGHT
 
 
 def test_letters_beyond_ascii_are_told_apart_on_a_contact_sheet() -> None:
-    flat = clip_comparison.encode_picture(np.full((30, 30, 3), 90, np.uint8), clip_comparison.IMAGE_BOX, 1 << 20)
+    flat = pictures.encode_picture(np.full((30, 30, 3), 90, np.uint8), pictures.IMAGE_BOX, 1 << 20)
     line = {"bucket": "64x64@1", "samples": 1, "encoded": 1, "shown": 1, "mean_psnr_db": 20.0}
-    sheets = {b"".join(contact_sheet.draw_sheets([_result(flat, 0, f"h{vowel}t")], [line])) for vowel in "äéöø"}
-    assert len(sheets) >= 3  # ø has no accent that could be left out where no font has it
+    drawn = {b"".join(sheets.draw_sheets([_result(flat, 0, f"h{vowel}t")], [line])) for vowel in "äéöø"}
+    assert len(drawn) >= 3  # ø has no accent that could be left out where no font has it
 
 
-def _result(shown: Picture, number: int, caption: str = "words " * 40) -> SampleResult:
+def _result(shown: pictures.Picture, number: int, caption: str = "words " * 40) -> SampleResult:
     frame = clip_comparison.ComparedFrame(shown, shown, shown, 650.0, None)
     place = {"dataset": "photos", "path": f"{number}.png", "bucket": "64x64@1", "sample_id": f"{number:032x}"}
     item = PageItem(place, {}, None, 0.0, 0.0)

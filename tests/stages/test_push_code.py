@@ -13,7 +13,7 @@ from PIL import Image
 
 from examples.load_adapter import missing_components
 from stages import push
-from tests.conftest import LONG
+from tests.forms import in_turn, long
 from tests.model_hub import ModelHub
 from tests.project import Project
 from tests.stages.report_run import FakeRun, step_line
@@ -24,14 +24,10 @@ REPO = "me/tabby"
 LORA, DORA, LOKR, FULL = {"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "full"}
 T2I, SIZES = "kandinsky5-image-t2i", {"kandinsky5-video-t2v": "64x64@5", "kandinsky5-video-i2v": "64x64@17"}
 CASES = [
-    *((T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
-    *(("sana", adapter) for adapter in (LORA, DORA, LOKR, FULL)),
+    *in_turn((T2I, "sana"), (LORA, DORA, LOKR, FULL)),
     # How weights are loaded depends on the adapter alone, what the pipeline is given on the task alone.
-    *(
-        (kind, adapter)
-        for kind in ("kandinsky5-image-i2i", *SIZES)
-        for adapter in ((LORA, LOKR, FULL) if LONG else (LORA,))
-    ),
+    *((kind, LORA) for kind in ("kandinsky5-image-i2i", *SIZES)),
+    *(long(kind, adapter) for kind in ("kandinsky5-image-i2i", *SIZES) for adapter in (LOKR, FULL)),
 ]
 
 

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -236,9 +235,9 @@ def test_two_runs_side_by_side(home: Project) -> None:
 
 
 @pytest.mark.slow
-def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project) -> None:
+def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, often) -> None:
     made = FakeRun(home)
-    steps = 100_000 if os.environ.get("TORTURE") == "long" else 20_000
+    steps = often(20_000, 100_000)
     peak, every = steps // 2 + 321, steps // 40
     lines = [step_line(step, loss=9.0 if step == peak else 1.0) for step in range(1, steps + 1)]
     made.metrics(*lines)

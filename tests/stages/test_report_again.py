@@ -10,7 +10,8 @@ import pytest
 
 from stages import bucket, discover, report
 from stages.follow import watchers
-from stages.pages.report import dataset, kept_pictures, samples
+from stages.pages import pictures
+from stages.pages.report import dataset, samples
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -68,7 +69,7 @@ def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_kept_is_bounded_and_as_if_it_were_made_now(tmp_path: Path) -> None:
-    kept = kept_pictures.KeptPictures(10_000)
+    kept = pictures.KeptPictures(10_000)
     paths = [tmp_path / f"{number}.png" for number in range(30)]
     made: list[int] = []
 
@@ -77,7 +78,7 @@ def test_what_is_kept_is_bounded_and_as_if_it_were_made_now(tmp_path: Path) -> N
             made.append(number)
             return None if size is None else SimpleNamespace(data=b"x" * size)
 
-        return kept.get(kept_pictures.picture_key(paths[number], "box"), limit, make)
+        return kept.get(pictures.picture_key(paths[number], "box"), limit, make)
 
     for path in paths:
         path.write_bytes(b"file")
@@ -93,7 +94,7 @@ def test_what_is_kept_is_bounded_and_as_if_it_were_made_now(tmp_path: Path) -> N
     get(29, 1000)
     get(0, 1000)
     assert made[4:] == [*range(2, 30), 0], "the oldest were dropped"
-    assert len(kept._kept) * (100 + kept_pictures.ENTRY_BYTES) <= 10_000
+    assert len(kept._entries) * (100 + pictures.ENTRY_BYTES) <= 10_000
     paths[29].write_bytes(b"another")
     get(29, 1000)
     paths[29].unlink()

@@ -10,8 +10,9 @@ from PIL import Image
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from stages import report
+from stages.pages import pictures
 from stages.pages.report import page as report_page
-from stages.pages.report import samples, settings, thumbnails
+from stages.pages.report import samples, settings
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, step_line
@@ -50,6 +51,7 @@ def make_samples(run: FakeRun) -> None:
         run.clip(step, "p2", frames=10, size=(128, 96), noise=90)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_pictures_are_smaller_and_fewer_where_the_page_is_too_large(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
@@ -94,11 +96,11 @@ def test_runs_with_samples_of_their_own_have_all_their_steps(
         runs.append((name, run.folder, run.config))
     grid = samples.gather_samples(runs, 10_000_000)
     assert len(grid.rows) == 5 * 6 and grid.notes == []
-    assert {len(row.cells) for rows in grid.rows.values() for row in rows} == {5}
+    assert {len(row.gallery.figures) for rows in grid.rows.values() for row in rows} == {5}
     monkeypatch.setattr(samples, "MAX_CELLS", 5 * 6 * 5 - 1)
     grid = samples.gather_samples(runs, 10_000_000)
     assert grid.notes == ["At most 4 of 5 steps are shown, spread evenly; the samples folder has all."]
-    assert {len(row.cells) for rows in grid.rows.values() for row in rows} == {4}
+    assert {len(row.gallery.figures) for rows in grid.rows.values() for row in rows} == {4}
 
 
 @pytest.mark.slow
@@ -111,21 +113,21 @@ def test_what_can_not_be_small_enough_is_named(run: FakeRun, monkeypatch: pytest
     for given, words in ((None, ": latentpress report --pictures-beside links it"), (beside, "")):
         grid = samples.gather_samples([("run", run.folder, run.config)], 450, given)
         (picture,), (clip,) = grid.rows["p0"], grid.rows["p2"]
-        assert [cell.problem for row in (picture, clip) for cell in row.cells] == [
-            f"too large for this page{words}"
-        ] * 2
-        assert picture.source is None and picture.source_problem == "the source image is too large for this page"
-        assert grid.size == 0 and bool(clip.cells[0].link) == bool(given)
+        (step,), (clip_step,) = picture.gallery.figures, clip.gallery.figures
+        assert step.problem == clip_step.problem == f"too large for this page{words}"
+        assert picture.problem == "the source image is too large for this page"
+        assert grid.size == 0 and bool(clip_step.link) == bool(given)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("frames", "noise", "limit"), [(121, 0, 3000), (33, 90, 6000), (12, 90, 20_000)])
 def test_a_clip_is_never_larger_than_it_may_be(run: FakeRun, frames: int, noise: int, limit: int) -> None:
     path = run.clip(0, "p2", frames=frames, size=(320, 240), noise=noise)
-    clip = thumbnails.shrink_clip(path, limit)
+    clip = pictures.shrink_clip(path, limit)
     assert clip is not None and len(clip.data) <= limit < path.stat().st_size
-    assert thumbnails.shrink_clip(path, 300) is None
-    assert thumbnails.shrink_file(path, (256, 256), 20) is None
+    assert pictures.shrink_clip(path, 300) is None
+    assert pictures.shrink_file(path, (256, 256), 20) is None
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -56,6 +56,7 @@ def test_what_was_set_aside_is_tried_again_on_request(
     assert mended.done == len(shard.meta.ids)
 
 
+@pytest.mark.long
 def test_everything_ends_once_run_is_killed(project: Callable[..., Project]) -> None:
     home = make(project, max_gb=LIMIT_GB)
     run = start(home, "run", stdout=subprocess.DEVNULL)

@@ -22,6 +22,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
 from stages.engines.stage_processes import StageProcesses
+from tests.forms import long
 from tests.model_hub import ModelHub
 from tests.project import Project
 from tests.reports import odd_keys
@@ -230,7 +231,7 @@ def test_every_program_reports_in_snake_case(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", ["discover", "encode-latents", "index"])
+@pytest.mark.parametrize("after", [long("discover"), long("encode-latents"), "index"])
 def test_what_is_edited_between_stages_is_planned(forked_programs, home: Project, monkeypatch, after: str) -> None:
     """And encoded, where the stages before had done the ones before."""
     home.settings["validation"]["prompts_file"] = "more.yaml"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +26,13 @@ from tests.stages.test_decode import put
 CLONE_NEWNS, CLONE_NEWUTS = 0x20000, 0x4000000
 
 
-class OtherMachine(ForkedProgram):
-    """A program on a machine with another name and working directory, where the trainer's output is mounted at another
-    place, and its media, caches and configuration are not there."""
-
-    mounts = ""  # commands
-
-    def prepare(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
-        socket.sethostname("second")
-        assert os.system(f"mount --make-rprivate / && {self.mounts}") == 0
+def move_to_other_machine(mounts: str) -> None:
+    """Give this process another name of its machine, where the trainer's output is mounted at another place, and its
+    media, caches and configuration are not there. mounts: commands."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname("second")
+    assert os.system(f"mount --make-rprivate / && {mounts}") == 0
 
 
 def start_elsewhere(home: Project, elsewhere: Path, locks_reach: bool) -> ForkedProgram:
@@ -45,7 +42,8 @@ def start_elsewhere(home: Project, elsewhere: Path, locks_reach: bool) -> Forked
     (elsewhere / "lock").touch()  # without the trainer's lock on it
     hidden = [] if locks_reach else [f"mount --bind {elsewhere / 'lock'} {elsewhere / 'mounted/run/.lock'}"]
     steps = [f"mount --bind {home.folder / 'output'} {elsewhere / 'mounted'}", *hidden]
-    machine = type("Second", (OtherMachine,), {"mounts": " && ".join([*steps, f"mount -t tmpfs none {home.folder}"])})
+    mounts = " && ".join([*steps, f"mount -t tmpfs none {home.folder}"])
+    machine = type("Second", (ForkedProgram,), {"prepare": partial(move_to_other_machine, mounts)})
     command = [sys.executable, "-P", "-m", "stages.decode", "--config", str(elsewhere / "pipeline.yaml"), "--watch"]
     return machine(command, cwd=elsewhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -65,7 +63,7 @@ def test_a_machine_that_sees_the_output_folder_decodes(
         zip(("cat", "dog"), np.random.default_rng(0).standard_normal((2, 16, 1, 8, 8), np.float32), strict=True)
     )
     hold(folder).close()
-    process = start_elsewhere(home, tmp_path / "elsewhere", locks_reach)  # first, as a fork would share the lock
+    process = start_elsewhere(home, tmp_path / "elsewhere", locks_reach)
     with hold(folder), noting_failure(folder, "train", KeyError):
         try:
             put(home, "cat", latents["cat"], family, 2)

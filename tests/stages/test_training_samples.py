@@ -14,7 +14,8 @@ from stages.media.sample_reader import read_cropped_image
 from stages.media.video import probe_video
 from stages.pages.training_samples import FOLDER
 from tests.stages.html_page import Page, alike
-from tests.stages.test_preview_latents import MODE, again, rows
+from tests.stages.plan_previews import rows
+from tests.stages.test_preview_latents import MODE, again
 
 
 def validation(size: str, **prompts: str) -> dict[str, Any]:
@@ -80,6 +81,7 @@ def test_the_caption_of_another_file_replaces_it_and_a_missing_original_leaves_t
     assert not (folder / "cat/original.png").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_clip_is_a_clip(project) -> None:
     home = project("kandinsky5-video-t2v", validation=validation("64x48@9", clip="a clip"))

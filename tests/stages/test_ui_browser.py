@@ -1,7 +1,6 @@
 """`latentpress ui` in a real browser: a rehearsal from start to pictures, while the page's process is killed; and what
 other sites can't do."""
 
-import importlib
 import os
 import signal
 import socket
@@ -21,7 +20,6 @@ from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.serve import open_socket
 from tests.background import served
 from tests.background import until as wait_until
-from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
 from tests.stages.report_run import FakeRun
@@ -30,24 +28,6 @@ from tests.stages.ui_server import ui_server
 pytestmark = pytest.mark.slow
 
 RUN_S = 400.0  # within which a rehearsal ends on a busy machine
-
-
-class ForkedAlone(ForkedProgram):
-    """Without the sockets of the process that it is a fork of, as a new program has none: of a page that was killed
-    nothing listens any more."""
-
-    def prepare(self) -> None:
-        for name in os.listdir("/proc/self/fd"):
-            if Path(f"/proc/self/fd/{name}").is_socket():
-                os.dup2(os.open(os.devnull, os.O_RDWR), int(name))
-
-
-@pytest.fixture
-def forked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `forked_programs`; the libraries of the stages are imported here, once for all of them."""
-    for name in ("trainer.train", "stages.encoding.text.kandinsky5", "stages.encoding.vae.flux", "stages.status"):
-        importlib.import_module(name)
-    monkeypatch.setattr(subprocess, "Popen", ForkedAlone)
 
 
 @contextmanager
@@ -98,7 +78,7 @@ def test_a_rehearsal(
     project: Callable[..., Project],
     ended: list[Project],
     browser: Any,  # noqa: F811
-    forked_alone: None,
+    forked_programs: None,
 ) -> None:
     """Started by a key, watched, not stopped by the end of the page, and its pictures are on the report."""
     prompt = {"name": "one", "prompt": "<b>a picture</b>"}
@@ -153,7 +133,7 @@ def test_stop_restart_and_kill(
     project: Callable[..., Project],
     ended: list[Project],
     browser: Any,  # noqa: F811
-    forked_alone: None,
+    forked_programs: None,
 ) -> None:
     """By the buttons, of `run`: each start is another process, and the one before has ended."""
     home = project(train={"steps": 100_000})

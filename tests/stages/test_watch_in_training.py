@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, run
 from stages.follow import watchers
 from tests.background import LIMIT_S, until
+from tests.processes import ForkedProgram
 from tests.project import Project
 from tests.stages.test_decode_watch import decoded, picture
 from tests.trainer.runs import on_two_ranks
@@ -34,8 +36,8 @@ def validated(*names: str, **more: Any) -> dict[str, Any]:
     return {"size": "64x64", "steps": 2, "every": 2, "eval_samples": 0, "prompts": prompts, **more}
 
 
-def before_latents(monkeypatch: pytest.MonkeyPatch, wait: Callable[[str, int], None]) -> None:
-    """Call wait(name, step) before the trainer writes a validation latent."""
+def before_latents(wait: Callable[[str, int], None]) -> None:
+    """Let wait(name, step) be called before the trainer writes a validation latent."""
     write = validation.write_tensors
 
     def wait_and_write(tensors: Any, path: Path, metadata: Any) -> None:
@@ -43,7 +45,11 @@ def before_latents(monkeypatch: pytest.MonkeyPatch, wait: Callable[[str, int], N
             wait(path.name.split(".")[1], int(path.parent.name.removeprefix("step-")))
         write(tensors, path, metadata)
 
-    monkeypatch.setattr(validation, "write_tensors", wait_and_write)
+    validation.write_tensors = wait_and_write
+
+
+def wait_long_for_training() -> None:
+    watchers.START_S = LIMIT_S
 
 
 def start(home: Project, program: str) -> subprocess.Popen:
@@ -73,7 +79,7 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
         home.image(f"{number}.png", (64, 64), "a colour", number)
     for program in (discover, bucket, encode_text, encode_latents, index):
         home.run(program.run)
-    monkeypatch.setattr(watchers, "START_S", LIMIT_S)
+    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(wait_long_for_training))
     seen = home.folder / "seen"
 
     def wait(name: str, step: int) -> None:
@@ -85,7 +91,8 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
         if step == STEPS[-1]:
             until(scores.exists)
 
-    before_latents(monkeypatch, wait)
+    monkeypatch.setattr(validation, "write_tensors", validation.write_tensors)
+    before_latents(wait)
     watching = [start(home, program) for program in ("decode", "score")]
     on_two_ranks(home.folder / "pipeline.yaml")
     reports = [json.loads(process.communicate()[0]) for process in watching]
@@ -96,13 +103,17 @@ def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     check_pictures(home, "one", "two")
 
 
+def wait_for(first: Path) -> None:
+    before_latents(lambda name, step: None if step == 0 else until(first.exists))
+
+
 def test_pictures_are_made_beside_training_on_a_rolling_cache(
     forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = project(train=TRAINING, validation=validated("one"), cache={"unit_mib": 0.02, "rolling": {"max_gb": 0.01}})
     for number in range(2):
         home.image(f"{number}.png", (64, 64), "a colour", number)
-    before_latents(monkeypatch, lambda name, step: None if step == 0 else until(picture(home, name, 0).exists))
+    monkeypatch.setattr(ForkedProgram, "prepare", partial(wait_for, picture(home, "one", 0)))
     report = home.run(run.run)
     assert report.exit_code == 0 and "watchers_that_failed" not in report.details
     check_pictures(home, "one")

@@ -1,11 +1,9 @@
-"""What the torture tests share. Counts are small; TORTURE=long, as `make torture` sets it, makes them large."""
+"""What the torture tests share. Counts are small, and large in the long form."""
 
 import io
 import os
 import resource
 import signal
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,18 +16,11 @@ from cache.shards import shard_io
 from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from tests.processes import forget_forkserver
+from tests.processes import in_child
 
-LONG = os.environ.get("TORTURE") == "long"
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
 STEM = "text/f00d/t-1"
 Act = Callable[[], object]
-
-
-@pytest.fixture(scope="session")
-def often() -> Callable[[int, int], int]:
-    """often(short, long): how many times, in this form."""
-    return lambda short, long: long if LONG else short
 
 
 @pytest.fixture(params=["arrow", "webdataset"])
@@ -72,37 +63,27 @@ def shards() -> type[Shards]:
     return Shards
 
 
-def forked(work: Act, said: Path, seconds: float = 0, memory: int = 0) -> int:
-    """Fork and do `work`: the signal that ended the child, or 0. A failure of `work` fails with its traceback, which
-    goes through the file `said`. seconds: it is killed after so many. memory: bytes that it may take beyond its own."""
-    child = os.fork()
-    if child == 0:
-        forget_forkserver()
-        code = 1
-        try:
-            if memory:
-                pages = int(Path("/proc/self/statm").read_text().split()[0])
-                most = pages * os.sysconf("SC_PAGE_SIZE") + memory
-                resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            work()
-            code = 0
-        except BaseException:
-            said.write_text(traceback.format_exc())
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status)
-    assert os.WEXITSTATUS(status) == 0, said.read_text()
-    return 0
+def forked(work: Act, seconds: float = 0, memory: int = 0) -> int:
+    """Fork and do `work`: the signal that ended the child, or 0. seconds: it is killed after so many. memory: bytes
+    that it may take beyond its own."""
+
+    def limited() -> None:
+        if memory:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * os.sysconf("SC_PAGE_SIZE") + memory
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        work()
+
+    code = in_child(limited)
+    assert code <= 0, "it raised"
+    return -code
 
 
 @pytest.fixture(name="forked")
-def _forked(tmp_path: Path) -> Callable[..., int]:
-    return lambda work, **limits: forked(work, tmp_path / "said.txt", **limits)
+def _forked() -> Callable[..., int]:
+    return forked
 
 
 class Steps:

@@ -1,4 +1,4 @@
-"""What the tests that kill share: the moments, processes to kill, and what an encoding stage must leave behind.
+"""What the tests that kill share: the moments, and what an encoding stage must leave behind.
 
 A child is forked from this process, which has imported torch already, so that a kill falls into the work and not into
 imports; it is killed with SIGKILL, which no handler sees.
@@ -7,22 +7,19 @@ imports; it is killed with SIGKILL, which no handler sees.
 import os
 import shutil
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from cache.shards import shard_io
 from cache.store.store import Store
-from tests.processes import forget_forkserver
+from tests.processes import PATIENCE_S
 from tests.project import Project
 
 Only = Callable[[str, str], bool]
 FORMATS = ("arrow", "webdataset")
 SHARDS = (".arrow", ".tar")
-PATIENCE_S = 60.0
 
 
 def die() -> None:
@@ -98,69 +95,6 @@ class Stage:
     def verify(self) -> None:
         store = Store(self.home.root)
         assert [shard_io.verify(store, name) for name in self.files() if name.endswith(SHARDS) and self.kind in name]
-
-
-class Running:
-    """A forked child at work, in a session of its own; `kill` it at any time. What it fails of is in `said`."""
-
-    def __init__(self, work: Callable[[], object], said: Path) -> None:
-        self.began, self.said = time.monotonic(), said
-        self.child = os.fork()
-        if self.child == 0:
-            code = 1
-            try:
-                os.setsid()
-                forget_forkserver()
-                work()
-                code = 0
-            except BaseException:
-                said.write_text(traceback.format_exc())
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-
-    def until(self, seen: Callable[[], object]) -> bool:
-        """Whether `seen` came true before it ended, which kill and wait may no longer be asked of then."""
-        limit = time.monotonic() + PATIENCE_S
-        while not seen():
-            ended, status = os.waitpid(self.child, os.WNOHANG)
-            if ended:
-                assert not os.WEXITSTATUS(status), self.said.read_text()
-                return False
-            assert time.monotonic() < limit, "it neither ends nor goes on"
-            time.sleep(0.001)
-        return True
-
-    def kill(self) -> bool:
-        """Whether it was still at work."""
-        os.kill(self.child, signal.SIGKILL)
-        return self.wait() == signal.SIGKILL
-
-    def wait(self) -> int:
-        """The signal that ended it, or 0."""
-        _, status = os.waitpid(self.child, 0)
-        if os.WIFSIGNALED(status):
-            return os.WTERMSIG(status)
-        assert os.WEXITSTATUS(status) == 0, self.said.read_text()
-        return 0
-
-    def alone(self) -> bool:
-        """Whether every process that it started ended soon after it."""
-        limit = time.monotonic() + PATIENCE_S
-        while any(session == self.child for _, session in processes()) and time.monotonic() < limit:
-            time.sleep(0.01)
-        return time.monotonic() < limit
-
-
-def processes() -> Iterator[tuple[int, int]]:
-    """Number and session of every process that has not ended."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state not in "ZX":
-            yield int(folder.name), int(session)
 
 
 def once(mark: Path) -> bool:

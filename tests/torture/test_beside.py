@@ -18,11 +18,12 @@ from cache.sets.rejects import make_reject
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
 from stages.planning.plan_lookup import current_plan
+from tests.processes import Child
 from tests.project import Project
-from tests.torture.conftest import LONG, Steps
-from tests.torture.kills import FORMATS, Running, Stage, wait_for
+from tests.torture.conftest import Steps
+from tests.torture.kills import FORMATS, Stage, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PROGRAMS = {"encode-text": encode_text, "encode-latents": encode_latents}
 OLD = "0" * 24  # a fingerprint that nothing uses
@@ -35,10 +36,7 @@ def warm() -> None:
         importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
-def cases() -> list[tuple[str, str]]:
-    """(program, format): all of them, or in the short form one."""
-    every = [(name, format) for name in PROGRAMS for format in FORMATS]
-    return every if LONG else every[1:2]
+CASES = [(name, format) for name in PROGRAMS for format in FORMATS]
 
 
 @pytest.fixture
@@ -126,7 +124,7 @@ def between(steps) -> Callable[[Steps, Callable[[], object]], None]:
     return arm
 
 
-@pytest.mark.parametrize(("name", "format"), cases())
+@pytest.mark.parametrize(("name", "format"), CASES)
 def test_gc_at_every_step_of_a_stage(home, between, steps, name, format) -> None:
     stage, override = Stage(home, PROGRAMS[name]), f"cache.format={format}"
     refuse, removed = Refuse(home, stage, override), []
@@ -147,12 +145,12 @@ def test_gc_at_every_step_of_a_stage(home, between, steps, name, format) -> None
     assert refuse.of_no_plan not in stage.files()
 
 
-@pytest.mark.parametrize(("name", "format"), cases())
-def test_gc_again_and_again_beside_a_stage(home, steps, tmp_path, often, name, format) -> None:
+@pytest.mark.parametrize(("name", "format"), CASES)
+def test_gc_again_and_again_beside_a_stage(home, steps, tmp_path, name, format) -> None:
     """In another process, from its third step on the disk to after its last."""
     stage, override = Stage(home, PROGRAMS[name]), f"cache.format={format}"
     refuse = Refuse(home, stage, override)
-    for turn in range(often(1, 15)):
+    for turn in range(15):
         stage.forget()
         refuse.renew()
         begun, seen = tmp_path / f"begun{turn}", tmp_path / f"seen{turn}"
@@ -166,7 +164,7 @@ def test_gc_again_and_again_beside_a_stage(home, steps, tmp_path, often, name, f
             report = stage.run(override)
             assert (report.exit_code, report.remaining) == (0, 0)
 
-        running = Running(work, tmp_path / "said.txt")
+        running = Child(work)
 
         def collect(begun: Path = begun, seen: Path = seen) -> bool:
             if begun.exists():  # not sooner: running a program writes the configuration, which the other loads first
@@ -180,7 +178,7 @@ def test_gc_again_and_again_beside_a_stage(home, steps, tmp_path, often, name, f
         refuse.check()
 
 
-@pytest.mark.parametrize(("name", "format"), cases())
+@pytest.mark.parametrize(("name", "format"), CASES)
 def test_verify_at_every_step_of_a_stage(home, between, steps, name, format) -> None:
     """Also where its shards are replaced, as a picture came back."""
     another_picture(home)
@@ -243,7 +241,7 @@ def test_verify_while_a_tar_that_a_set_names_is_replaced(home, steps, tmp_path, 
         steps.arm(0, wait, lambda step, path: step == "rename" and path.endswith(".tar"))
         assert stage.run(override, retry_set_aside=True).remaining == 0
 
-    running = Running(work, tmp_path / "said.txt")
+    running = Child(work)
     assert running.until(between.exists)
 
     def sleep(seconds: float) -> None:

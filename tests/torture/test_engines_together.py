@@ -13,12 +13,11 @@ from cache.store.store import Store
 from stages import bucket, discover, encode_latents, index, status, verify
 from stages.encoding.job_reports import read_reports
 from tests.ray_cluster import ray_cluster
-from tests.torture.conftest import LONG
 from tests.torture.kills import Stage
 
 LATENTPRESS = str(Path(sysconfig.get_path("scripts")) / "latentpress")
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="many processes: in the long form, make torture")]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def test_all_ways_to_run_a_stage_at_the_same_time_make_the_same_shards(project) -> None:

@@ -18,9 +18,9 @@ from cache.store.store import Store
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader
 from stages.encoding.member_reader import ReadRequest
+from tests.processes import Child
 from tests.project import Project
-from tests.torture.conftest import LONG
-from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
+from tests.torture.kills import FORMATS, POINTS, Stage, die
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +47,9 @@ def latents(home) -> Stage:
     return Stage(home, encode_latents)
 
 
-def chosen() -> list[tuple[str, str]]:
-    """(point, format): all of them, or in the short form one in each format; test_killed_stages.py has the others."""
-    every = [(point, format) for point in POINTS for format in FORMATS]
-    return every if LONG else [every[0], every[-1]]
-
-
-@pytest.mark.parametrize(("point", "format"), chosen())
+@pytest.mark.long  # test_killed_stages.py has one of each program in the short form
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_at_a_named_point(latents, steps, forked, point, format) -> None:
     only, at = latents.points[point]
     override = f"cache.format={format}"
@@ -90,10 +86,11 @@ def stuck_reader() -> Callable[[ReadRequest], member_reader.MemberPixels]:
 
 
 @pytest.fixture
-def start(latents, tmp_path) -> Callable[[], Running]:
-    return lambda: Running(latents.run, tmp_path / "said.txt")
+def start(latents) -> Callable[[], Child]:
+    return lambda: Child(latents.run)
 
 
+@pytest.mark.long
 def test_while_a_picture_is_decoded(home, latents, start, monkeypatch) -> None:
     """One process decodes while this one encodes what came before: the machine loses both at once."""
     home.image(SLOW, (64, 64), "slow", 11)
@@ -112,14 +109,15 @@ def test_while_a_picture_is_decoded(home, latents, start, monkeypatch) -> None:
     assert running.alone(), "a process that decodes outlives the program and its item"
 
 
-def test_at_random_moments(latents, start, often) -> None:
+@pytest.mark.long
+def test_at_random_moments(latents, start) -> None:
     expected = latents.whole()
     uninterrupted = start()
     assert uninterrupted.wait() == 0
     took = time.monotonic() - uninterrupted.began
     assert latents.files() == expected
     draw, cut_off, turn = random.Random(5), 0, 0
-    times = often(2, 100)
+    times = 100
     while cut_off < max(1, times // 3) or turn < times:
         latents.forget()
         running = start()
@@ -131,10 +129,11 @@ def test_at_random_moments(latents, start, often) -> None:
         turn += 1
 
 
-def test_again_and_again(latents, start, often) -> None:
+@pytest.mark.long
+def test_again_and_again(latents, start) -> None:
     """Each start is killed a little later than it takes to load; what is done stays done."""
     expected, left = latents.whole(), 0
-    for _ in range(often(2, 12)):
+    for _ in range(12):
         running, limit = start(), time.monotonic() + 60
         before = len(latents.files())
         while len(latents.files()) <= before and time.monotonic() < limit and before < len(expected):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as changed
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -24,9 +25,10 @@ from cache.shards.tensors import Array
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.encoding.text.worker import TextWorker
+from tests.forms import long
+from tests.processes import Child
 from tests.project import Project
-from tests.torture.conftest import LONG
-from tests.torture.kills import FORMATS, POINTS, Running, Stage, die
+from tests.torture.kills import FORMATS, POINTS, Stage, die
 
 pytestmark = pytest.mark.slow
 
@@ -131,16 +133,11 @@ def planned(project, tiny, spoil) -> Callable[[str], Stage]:
     return make
 
 
-def chosen(number: int) -> list[tuple[str, str]]:
-    """(point, format): all of them, or in the short form one for each case, in turn."""
-    every = [(point, format) for point in POINTS for format in FORMATS]
-    return every if LONG else [every[3 * number % len(every)]]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_at_a_named_point(planned, steps, forked, name) -> None:
-    stage = planned(name)
-    for point, format in chosen([*CASES].index(name)):
+def test_at_a_named_point(planned, steps, forked, is_long, name) -> None:
+    """In the short form at one for each case, in turn."""
+    stage, every = planned(name), [*product(POINTS, FORMATS)]
+    for point, format in every if is_long else [every[3 * [*CASES].index(name) % len(every)]]:
         only, at = stage.points[point]
         override = f"cache.format={format}"
         expected = stage.whole(override)
@@ -156,7 +153,7 @@ def test_at_a_named_point(planned, steps, forked, name) -> None:
         stage.forget()
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.aside and (LONG or case.nan)])
+@pytest.mark.parametrize("name", [name if case.nan else long(name) for name, case in CASES.items() if case.aside])
 def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forked, name) -> None:
     """The list stands there, and the unit is not done: it is done again, and nobody is listed twice or forgotten."""
     stage = planned(name)
@@ -173,18 +170,19 @@ def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forke
     assert len(stage.run(dry_run=True).set_aside) == CASES[name].aside
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if LONG or case.nan])
-def test_at_random_moments(planned, tmp_path, often, name) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_at_random_moments(planned, name) -> None:
     stage = planned(name)
     expected = stage.whole()
-    uninterrupted = Running(stage.run, tmp_path / "said.txt")
+    uninterrupted = Child(stage.run)
     assert uninterrupted.wait() == 0
     took = time.monotonic() - uninterrupted.began
     assert stage.files() == expected
-    draw, cut_off, turn, times = random.Random(7), 0, 0, often(2, 20)
+    draw, cut_off, turn, times = random.Random(7), 0, 0, 20
     while cut_off < max(1, times // 3) or turn < times:
         stage.forget()
-        running = Running(stage.run, tmp_path / "said.txt")
+        running = Child(stage.run)
         time.sleep(took * (turn % times + draw.random()) / times)
         if not running.kill():
             took /= 2  # the machine has become less busy since that was measured
@@ -262,7 +260,7 @@ def test_index_at_every_step(encoded, steps, forked, often) -> None:
     assert False in ends
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [FORMATS[0], long(FORMATS[1])])
 def test_export_at_every_step(encoded, steps, forked, often, format) -> None:
     """Its root never looks complete before it is, and a second export completes it."""
     assert encoded.run(index.run).exit_code == 0

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from stages import bucket, discover, encode_latents, encode_text, status
 from stages.encoding.text.worker import TextWorker
 from stages.engines import local
 from stages.engines.jobs import Job, UnitResult
-from tests.processes import ForkedWorkers
+from tests.forms import long
+from tests.processes import Child, ForkedWorkers, processes
 from tests.project import Project
-from tests.torture.conftest import LONG
-from tests.torture.kills import FORMATS, POINTS, Running, Stage, die, once, processes, wait_for
+from tests.torture.kills import FORMATS, POINTS, Stage, die, once, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -79,14 +80,11 @@ def workers(tmp_path, monkeypatch) -> Workers:
     return made
 
 
-def cases() -> list[tuple[str, str, str]]:
-    """(program, point, format): all of them, or in the short form one of texts, which no other process reads."""
-    if LONG:
-        return [(name, point, format) for name in PROGRAMS for point in POINTS for format in FORMATS]
-    return [("encode-text", "before the rename", "webdataset")]
+CASES = [*product(PROGRAMS, POINTS, FORMATS)]
+SHORT = ("encode-text", "before the rename", "webdataset")  # texts, which no other process reads
 
 
-@pytest.fixture(params=cases(), ids=lambda case: ", ".join(case))
+@pytest.fixture(params=[case if case == SHORT else long(case) for case in CASES], ids=lambda case: ", ".join(case))
 def at_work(request, home, steps) -> Iterator[tuple]:
     """A stage, arm(act) for its point, and what its options are."""
     name, point, format = request.param
@@ -95,7 +93,7 @@ def at_work(request, home, steps) -> Iterator[tuple]:
     yield stage, lambda act: steps.arm(at, act, only), f"cache.format={format}"
 
 
-def test_all_are_killed_at_once(at_work, workers, tmp_path) -> None:
+def test_all_are_killed_at_once(at_work, workers) -> None:
     stage, arm, override = at_work
     expected = stage.whole(override)
 
@@ -103,11 +101,11 @@ def test_all_are_killed_at_once(at_work, workers, tmp_path) -> None:
         arm(workers.kill_all)
         stage.run(override, workers=2)
 
-    running = Running(work, tmp_path / "said.txt")
-    assert running.wait() == signal.SIGKILL
+    running = Child(work)
+    assert running.wait() == -signal.SIGKILL
     assert len(workers.numbers) == 2 and running.alone()
     assert 0 < stage.left(expected) < len(expected)
-    again = Running(lambda: stage.run(override, workers=2), tmp_path / "said.txt")
+    again = Child(lambda: stage.run(override, workers=2))
     assert again.wait() == 0
     assert stage.check(expected, override) == 0
 
@@ -125,8 +123,8 @@ def test_the_program_alone_is_killed(at_work, workers, tmp_path) -> None:
         arm(act)
         stage.run(override, workers=2)
 
-    running = Running(work, tmp_path / "said.txt")
-    assert running.wait() == signal.SIGKILL
+    running = Child(work)
+    assert running.wait() == -signal.SIGKILL
     assert stage.check(expected, override) > 0
     assert running.alone() and len(workers.numbers) == 2, "a worker goes on without its program"
     assert stage.files() == expected
@@ -146,7 +144,7 @@ def test_one_worker_is_killed(at_work, workers, tmp_path) -> None:
         report = stage.run(override, workers=2)
         assert (report.exit_code, report.remaining, report.failed) == (0, 0, [])
 
-    running = Running(work, tmp_path / "said.txt")
+    running = Child(work)
     assert running.wait() == 0
     assert (tmp_path / "killed").exists(), "nobody was killed"
     assert running.alone() and stage.files() == expected
@@ -174,7 +172,7 @@ def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
         lost = [name for name in expected if failed["item"] in name]
         assert stage.files().items() == {name: expected[name] for name in expected if name not in lost}.items()
 
-    running = Running(work, tmp_path / "said.txt")
+    running = Child(work)
     assert running.wait() == 0 and running.alone()
     assert stage.check(expected) == 1
 
@@ -285,8 +283,8 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
 
     patched = type("Patched", (), {"getpid": staticmethod(os.getpid), "kill": staticmethod(late)})
     monkeypatch.setattr(local, "os", patched)
-    running = Running(work, tmp_path / "said.txt")
-    assert running.wait() == signal.SIGKILL
+    running = Child(work)
+    assert running.wait() == -signal.SIGKILL
     assert running.alone(), "it goes on without its program"
     assert (root / "cleaned").exists(), "its cleaning up was cut off, or never begun"
 
@@ -294,13 +292,9 @@ def test_a_worker_without_its_program_cleans_up_undisturbed(tmp_path, workers, m
 # -- parts of the work ---------------------------------------------------------------------------------------
 
 
-def parts() -> list[tuple[str, str, str]]:
-    if LONG:
-        return [(point, *formats) for point in POINTS for formats in (FORMATS, FORMATS[::-1])]
-    return [("during a write", *FORMATS)]
-
-
-@pytest.mark.parametrize(("point", "of_text", "of_latents"), parts())
+@pytest.mark.long
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("of_text", "of_latents"), [FORMATS, FORMATS[::-1]])
 def test_two_parts_of_which_one_is_killed_and_started_again(home, steps, tmp_path, point, of_text, of_latents) -> None:
     """While the other is in the midst of its own."""
     for program, format in ((encode_text, of_text), (encode_latents, of_latents)):
@@ -318,12 +312,12 @@ def test_two_parts_of_which_one_is_killed_and_started_again(home, steps, tmp_pat
             report = stage.run(override, shard=part)
             assert (report.exit_code, report.remaining) == (0, 0)
 
-        second = Running(lambda work=work, wait=wait: work("1/2", wait), tmp_path / "said-1.txt")
+        second = Child(lambda work=work, wait=wait: work("1/2", wait))
         assert second.until(midst.exists), "it ended before it was in the midst"
-        first = Running(lambda work=work: work("0/2", die), tmp_path / "said-0.txt")
-        assert first.wait() == signal.SIGKILL
+        first = Child(lambda work=work: work("0/2", die))
+        assert first.wait() == -signal.SIGKILL
         assert 0 < stage.left(expected) < len(expected)
-        again = Running(lambda work=work: work("0/2", lambda: None), tmp_path / "said-2.txt")
+        again = Child(lambda work=work: work("0/2", lambda: None))
         assert again.wait() == 0
         assert stage.left(expected) > 0
         go_on.touch()

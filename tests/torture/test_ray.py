@@ -25,12 +25,11 @@ from stages.engines.ray_actor import RootMismatch
 from tests.project import Project
 from tests.ray_cluster import NODE, ray_cluster
 from tests.stages.engines.engine_workers import Echo, make_job, make_units
-from tests.torture.conftest import LONG
 from tests.torture.kills import Stage, wait_for
 
 LATENTPRESS = str(Path(sysconfig.get_path("scripts")) / "latentpress")
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="many processes: in the long form, make torture")]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import ray
 
 from stages import bucket, discover, encode_latents, encode_text
 from tests.ray_cluster import autoscaling_cluster
-from tests.torture.conftest import LONG
 from tests.torture.kills import Stage
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="many processes: in the long form, make torture")]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PATIENCE_S = 240.0
 

@@ -20,15 +20,14 @@ import pytest
 
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.store import Store
-from cache.supply.rolling_files import RollingFiles
+from cache.supply.encoded_folder import EncodedFolder
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from tests.background import repeated
 from tests.project import Project
-from tests.torture.conftest import LONG
 from tests.trainer.runs import on_two_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LONG, reason="the long form (TORTURE=long) trains five times")]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PICTURES, LIMIT_GB = 40, 40, 0.0007
 PROGRAMS = {"stages.cli", "stages.encode_text", "stages.encode_latents", "trainer"}  # while a rolling run trains
@@ -93,7 +92,7 @@ def watched(home: Project) -> Iterator[list[int]]:
     most = [0]
 
     def look() -> None:
-        with RollingFiles(Store(home.root)).locked():
+        with EncodedFolder(Store(home.root)).locked():
             paths = [path for kind in ENCODE_PROGRAMS for path in (home.root / kind).glob("*/*")]
             found = 0
             for path in paths:
@@ -179,7 +178,7 @@ def test_whatever_is_killed(
 
 def wait_for_steps(home: Project, process: subprocess.Popen, steps: int) -> None:
     """Until all programs run, and then training is so many steps further."""
-    files, target = RollingFiles(Store(home.root)), None
+    files, target = EncodedFolder(Store(home.root)), None
     while target is None or position_step(files) < target:
         assert process.poll() is None, process.communicate()
         if target is None and programs(process.pid).keys() >= PROGRAMS:
@@ -187,7 +186,7 @@ def wait_for_steps(home: Project, process: subprocess.Popen, steps: int) -> None
         time.sleep(0.01)
 
 
-def position_step(files: RollingFiles) -> int:
+def position_step(files: EncodedFolder) -> int:
     position = files.read_position()
     return position.step if position else 0
 

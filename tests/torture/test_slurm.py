@@ -10,12 +10,11 @@ import pytest
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests import slurm
 from tests.project import Project
-from tests.torture.conftest import LONG
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not LONG, reason="of the long form: a minute or two"),
+    pytest.mark.long,
     pytest.mark.skipif(not slurm.is_installed(), reason="Slurm is not installed (slurmctld, slurmd, munge)"),
 ]
 

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from stages import bucket, discover, encode_latents, encode_text
-from tests.torture.conftest import LONG
-from tests.torture.kills import Running, Stage, wait_for
+from tests.forms import long
+from tests.processes import Child
+from tests.torture.kills import Stage, wait_for
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("program", [encode_text, encode_latents] if LONG else [encode_text])
+@pytest.mark.parametrize("program", [encode_text, long(encode_latents)])
 def test_a_part_that_is_done_steals_from_one_that_waits(project, steps, tmp_path: Path, program) -> None:
     """Which does not do again what was stolen, save what it had read ahead: units of one text each are more than one.
     The shards are those of one run."""
@@ -33,7 +34,7 @@ def test_a_part_that_is_done_steals_from_one_that_waits(project, steps, tmp_path
         report = stage.run(shard="1/2", steal=True, prefetch=1)
         assert report.exit_code == 0 and report.done < 5 and "units_of_other_parts" not in report.details, report
 
-    second = Running(work, tmp_path / "said.txt")
+    second = Child(work)
     assert second.until((tmp_path / "midst").exists), "it ended before it was in the midst"
     report = stage.run(shard="0/2", steal=True)
     assert report.exit_code == 0 and report.details["units_of_other_parts"] >= 2, "of three that remained"

@@ -14,9 +14,8 @@ from stages import bucket, discover, encode_latents, encode_text, index
 from tests.network_hosts import Host, hosts_of
 from tests.project import Project
 from tests.s3_server import BUCKET, serve_s3
-from tests.torture.conftest import LONG
 
-pytestmark = pytest.mark.skipif(not LONG, reason="seven programs start, each in a process; TORTURE=long")
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def hosts(project: Callable[..., Project], tmp_path: Path) -> Iterator[tuple[Hos
         yield made[0][0], made[1][0]
 
 
-def test_two_hosts_share_only_the_store(hosts: tuple[Host, Host], monkeypatch, tmp_path: Path) -> None:
+def test_two_hosts_share_only_the_store(hosts: tuple[Host, Host], monkeypatch) -> None:
     first, second = hosts
     for path in first.hidden:  # a host sees neither the files nor the network of the other
         assert path.exists()

@@ -25,13 +25,12 @@ from stages import bucket, discover, encode_latents, encode_text, index
 from tests.network_hosts import ROOT, Host, hosts_of
 from tests.project import Project
 from tests.s3_server import BUCKET, serve_s3
-from tests.torture.conftest import LONG
 from tests.torture.kills import wait_for
 from trainer.__main__ import run as train
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not LONG, reason="many processes, each of which imports torch; TORTURE=long"),
+    pytest.mark.long,
 ]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 LIMIT_S = 240

@@ -11,11 +11,11 @@ import pytest
 
 from cache.store.bad_answers import ANSWERS
 from cache.store.store import Store
-from cache.supply.remote_shards import LocalCacheError
+from cache.supply.limited_shards import SupplyError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, USAGE
-from tests.conftest import LONG
+from tests.forms import long
 from tests.processes import kill_when
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
@@ -23,7 +23,6 @@ from tests.trainer.runs import lines, on_two_ranks, program
 from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
-LONG_ONLY = pytest.mark.skipif(not LONG, reason="of the long form: tests/cache has the same with less")
 
 PARTS = 4  # shards of each kind
 #: Requests of a run that do not depend on the number of shards or samples.
@@ -72,9 +71,7 @@ def gets(s3: S3Server) -> list[str]:
     return sorted(name for name in found if name.startswith(("text/", "latents/")))
 
 
-@pytest.mark.parametrize(
-    "remote", [("arrow", PARTS), pytest.param(("webdataset", PARTS), marks=LONG_ONLY)], indirect=True
-)
+@pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, tmp_path, capsys) -> None:
     """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""
     assert program(remote.here, tmp_path, capsys)[0] == OK
@@ -117,11 +114,11 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
     kill_when(arrived, lambda: program(config, tmp_path, capsys))
     killing = False
     done = len(lines(config))
-    assert [path.suffix for path in remote.copies].count(".part") == 1
+    assert [path.suffix for path in remote.copies].count(".arrow") == 2 * PARTS - 1
     code, report, _ = program(config, tmp_path, capsys)
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)
-    assert [path for path in remote.copies if path.suffix == ".part"] == []
+    assert [path for path in remote.copies if path.suffix == ".tmp"] == []
 
 
 def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
@@ -142,7 +139,7 @@ def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
     assert gets(s3).count(name) == ANSWERS
 
 
-@LONG_ONLY
+@pytest.mark.long
 def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
     local, far = remote.config("ranks-here", far=False, batch_size=1), remote.config("ranks", batch_size=1)
     for config in (local, far):
@@ -154,7 +151,7 @@ def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
     assert len(lines(far)) == 8 and lines(far) == lines(local)
 
 
-@LONG_ONLY
+@pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", 12)], indirect=True)
 def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, capsys) -> None:
     """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is looked at all
@@ -201,4 +198,4 @@ def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, ca
     assert code == OK and "In an order over the whole set" in said and "MB a step" in said
     assert "Set train.shuffle_shards: 2, or raise max_gb" in said
     assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total
-    assert issubclass(LocalCacheError, Exception)
+    assert issubclass(SupplyError, Exception)

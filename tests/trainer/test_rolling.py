@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ import torch
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.draws import make_schedule
-from cache.sets.rolling_set import MissingMedia, RollingSet
+from cache.sets.planned_set import MissingMedia, PlannedSet
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError
 from cache.shards.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardRow, unit_name
@@ -31,10 +30,18 @@ from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.store import Store
-from cache.supply.rolling import GB, RollingCache, RollingNeeds, UnitQueue, check_room, pinned_shards
-from cache.supply.rolling_files import Position, RollingError, RollingFiles
-from cache.supply.rolling_supply import RollingSupply
-from cache.supply.step_shards import ReadingOrder
+from cache.supply.encoded_folder import (
+    GB,
+    EncodedFolder,
+    Position,
+    ReadingOrder,
+    RunNeeds,
+    check_room,
+    pinned_shards,
+)
+from cache.supply.encoded_shards import EncodedShards
+from cache.supply.limited_shards import SupplyError
+from cache.supply.shard_queue import ShardQueue
 from schemas.cli import progress
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
@@ -42,14 +49,14 @@ from schemas.config.encoding import Rolling
 from schemas.config.training import Train
 from tests.background import repeated
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
+from tests.forms import long
 from trainer import data as trainer_data
 from trainer.data import BatchLoader
-from trainer.rolling import follow_encoding
+from trainer.followed_encoding import follow_encoding
 
 pytestmark = pytest.mark.slow
 
-LONG = os.environ.get("TORTURE") == "long"
-UNITS, ROWS, STEPS = 20, 2, 30 if LONG else 14
+UNITS, ROWS, STEPS = 20, 2, 14
 SETTINGS = Train(batch_size=2, accumulate=2, steps=STEPS, caption_dropout=0.3, seed=5)
 SUFFIX = {"arrow": ".arrow", "webdataset": ".tar"}
 
@@ -95,32 +102,33 @@ class Home:
         self.total = sum(sizes)
         assert self.max_gb * GB < self.total / 1.5
 
-    def open(self) -> RollingSet:
+    def open(self) -> PlannedSet:
         found = open_set(self.store, "s1", FAMILY, TASK)
-        assert isinstance(found, RollingSet)
+        assert isinstance(found, PlannedSet)
         return found
 
-    def cache(self) -> RollingCache:
-        return RollingCache(self.open(), self.max_gb)
+    def limited(self) -> EncodedFolder:
+        return EncodedFolder(self.store, self.open(), self.max_gb)
 
     def encode(self, kind: str) -> None:
         """An encoding stage, as a process of its own runs it until it is killed."""
-        cache = self.cache()
-        with cache.files.working(ENCODE_PROGRAMS[kind]) as held:
-            queue = UnitQueue(cache, kind, held, RollingNeeds(cache.data, 0))
+        folder, needs = self.limited(), RunNeeds(self.open(), 0)
+        with folder.working(ENCODE_PROGRAMS[kind]) as member:
+            queue = ShardQueue(folder, member, folder.paths, folder.sizes)
             while True:
-                number = queue.next(cache.files.read_position() or Position("s1", "run", ORDER))
+                position = folder.read_position() or Position(set="s1", run="run", order=ORDER)
+                number = queue.next(needs.at(position), position.wanted, lambda number: folder.kinds[number] == kind)
                 if number is None:
                     time.sleep(0.02)
                     continue
-                for rel in files(cache.paths[number]):
+                for rel in files(folder.paths[number]):
                     with self.store.create(rel) as file:
                         data = self.full.read_bytes(rel)
                         file.write(data[: len(data) // 2])
                         file.flush()
                         time.sleep(0.001)
                         file.write(data[len(data) // 2 :])
-                queue.release(number)
+                queue.end(number)
 
     def start(self, kind: str) -> int:
         child = os.fork()
@@ -149,9 +157,9 @@ class Home:
 ORDER = ReadingOrder.of(SETTINGS)
 
 
-def check_figure(data: RollingSet) -> int:
+def check_figure(data: PlannedSet) -> int:
     """The limit that `check_room` asks for, in bytes."""
-    with pytest.raises(RollingError) as refused:
+    with pytest.raises(SupplyError) as refused:
         check_room(data, ORDER, 0, 1e-9)
     return int(float(refused.value.next_step.split()[3]) * GB) + 1
 
@@ -179,7 +187,7 @@ def watched(home: Home) -> Iterator[list[int]]:
     most = [0]
 
     def look() -> None:
-        with RollingFiles(home.store).locked():
+        with EncodedFolder(home.store).locked():
             most[0] = max(most[0], home.on_disk())
 
     with repeated(look, 0.002):
@@ -208,9 +216,9 @@ def equal(found: list, wanted: list) -> bool:
     return all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)
 
 
-def rolling(home: Home, step: int = 0, **options) -> RollingSet:
+def rolling(home: Home, step: int = 0, **options) -> PlannedSet:
     data = home.open()
-    data.use_supply(RollingSupply(home.cache(), Position("s1", "run", ORDER, step), **options))
+    data.use_supply(EncodedShards(home.limited(), Position(set="s1", run="run", order=ORDER, step=step), **options))
     return data
 
 
@@ -224,7 +232,7 @@ def home(tmp_path: Path, made: Home) -> Home:
     return Home(tmp_path, made=made)
 
 
-@pytest.mark.parametrize("form", ["arrow", "webdataset"] if LONG else ["webdataset"])
+@pytest.mark.parametrize("form", [long("arrow"), "webdataset"])
 def test_batches_are_those_of_a_full_cache_and_the_limit_holds(tmp_path: Path, form: str) -> None:
     """Over more than an epoch, so units are encoded again; the trainer lets go of what was removed."""
     home = Home(tmp_path, form)
@@ -236,7 +244,7 @@ def test_batches_are_those_of_a_full_cache_and_the_limit_holds(tmp_path: Path, f
     assert equal(found, wanted)
     assert home.max_gb * GB / 2 < most[0] <= home.max_gb * GB < home.total
     assert opened <= len(list(home.store.list_names("text"))) + len(list(home.store.list_names("latents")))
-    position = RollingFiles(home.store).read_position()
+    position = EncodedFolder(home.store).read_position()
     assert position is not None and position.step == STEPS and position.order == ORDER
 
 
@@ -251,7 +259,7 @@ def test_killed_at_any_moment_and_started_again(home: Home) -> None:
                 loader = BatchLoader(data, schedule_of(data), SETTINGS.caption_dropout)
                 for each in loader.steps(step, min(STEPS, step + 8)):  # as if it were killed then
                     found[each.step :] = [plain(each)]
-                    if draw.random() < (0.3 if LONG else 0.15):
+                    if draw.random() < 0.15:
                         number = draw.randrange(2)
                         kill(children[number])
                         children[number] = home.start(("text", "latents")[number])
@@ -275,7 +283,7 @@ def test_the_limit_asked_for_is_that_of_two_steps_in_a_row(home: Home) -> None:
     pinned = {0, UNITS}  # of the null prompt, the first sample and its caption
     assert set(pinned_shards(data, 0)) == pinned
     most = max(sum(sizes[n] for n in one | two | pinned) for one, two in zip(needs, [*needs[1:], set()], strict=True))
-    with pytest.raises(RollingError, match=r"max_gb: .* is too small: steps .* may take"):
+    with pytest.raises(SupplyError, match=r"max_gb: .* is too small: steps .* may take"):
         check_room(data, ORDER, 0, (most - 1) / GB)
     check_room(data, ORDER, 0, most / GB)
     home.max_gb = most / GB
@@ -285,35 +293,43 @@ def test_the_limit_asked_for_is_that_of_two_steps_in_a_row(home: Home) -> None:
 
 
 def test_what_is_removed_is_needed_last(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = home.cache()
-    with cache.files.working("encode-text") as text, cache.files.working("encode-latents") as latents:
-        needs = RollingNeeds(cache.data, 0)
-        queues = [UnitQueue(cache, "text", text, needs), UnitQueue(cache, "latents", latents, needs)]
-        position, begun = Position("s1", "run", ORDER), set[int]()
+    folder, needs = home.limited(), RunNeeds(home.open(), 0)
+    with folder.working("encode-text") as text, folder.working("encode-latents") as latents:
+        queues = [ShardQueue(folder, member, folder.paths, folder.sizes) for member in (text, latents)]
+        position, begun = Position(set="s1", run="run", order=ORDER), set[int]()
+
+        def next_of(kind: int) -> int | None:
+            name = ("text", "latents")[kind]
+            return queues[kind].next(needs.at(position), (), lambda number: folder.kinds[number] == name)
 
         def fill() -> None:
-            while numbers := [number for queue in queues if (number := queue.next(position)) is not None]:
+            while numbers := [number for kind in (0, 1) if (number := next_of(kind)) is not None]:
                 begun.update(numbers)
                 for number in numbers:
-                    for rel in files(cache.paths[number]):
+                    for rel in files(folder.paths[number]):
                         home.store.publish_bytes(rel, home.full.read_bytes(rel))
+                    queues[number // UNITS].end(number)
+
+        def here() -> set[int]:
+            return {number for number, path in enumerate(folder.paths) if home.store.exists(path)}
 
         fill()
-        order = [number for number, _ in needs.of(ORDER).order(0)]
-        here = {number for number in range(2 * UNITS) if cache.has(number)}
-        assert here == set(order[: len(here)]) == begun, "the first in the order of need, and no others"
-        position = replace(position, step=6)
+        order = [number for _, number in needs.at(position).order()]
+        before = here()
+        assert before == set(order[: len(before)]) == begun, "the first in the order of need, and no others"
+        position = position.model_copy(update={"step": 6})
         fill()
-        order = [number for number, _ in needs.of(ORDER).order(6)]
-        now = {number for number in range(2 * UNITS) if cache.has(number)}
+        order = [number for _, number in needs.at(position).order()]
+        now = here()
         assert set(order[:4]) <= now
-        need = {number: order.index(number) if number in order else len(order) for number in here}
-        assert here - now and min(need[gone] for gone in here - now) >= max(need[kept] for kept in here & now)
-    monkeypatch.setattr(RollingFiles, "patience_s", 0.0)
-    again = RollingFiles(home.store).working("encode-text")
+        need = {number: order.index(number) if number in order else len(order) for number in before}
+        assert before - now and min(need[gone] for gone in before - now) >= max(need[kept] for kept in before & now)
+        assert home.on_disk() <= folder.limit
+    monkeypatch.setattr(EncodedFolder, "patience_s", 0.0)
+    again = EncodedFolder(home.store).working("encode-text")
     with (
-        pytest.raises(RollingError, match="another encode-text is at work"),
-        cache.files.working("encode-text"),
+        pytest.raises(SupplyError, match="another encode-text is at work"),
+        folder.working("encode-text"),
         again,
     ):
         pass
@@ -321,7 +337,7 @@ def test_what_is_removed_is_needed_last(home: Home, monkeypatch: pytest.MonkeyPa
 
 def test_a_stage_that_is_ending_is_waited_for(home: Home) -> None:
     with encoding(home, "text") as children:
-        place = RollingFiles(home.store)
+        place = EncodedFolder(home.store)
         while not is_running(place, "encode-text"):
             time.sleep(0.01)
         ending = threading.Timer(0.5, lambda: os.kill(children[0], signal.SIGKILL))
@@ -330,9 +346,9 @@ def test_a_stage_that_is_ending_is_waited_for(home: Home) -> None:
             ending.join()
 
 
-def is_running(place: RollingFiles, program: str) -> bool:
+def is_running(place: EncodedFolder, program: str) -> bool:
     with place.locked():
-        return place.read_stage(program) is not None
+        return program in place.members()
 
 
 def test_a_damaged_shard_is_encoded_again_once(home: Home) -> None:
@@ -408,15 +424,15 @@ def test_the_shards_of_a_step_stay_while_another_rank_may_be_at_it(home: Home, b
     with closing(rolling(home, behind=behind)) as data:
         for step in range(6):
             data.supply.finished(step)
-    position = RollingFiles(home.store).read_position()
+    position = EncodedFolder(home.store).read_position()
     assert position is not None and position.step == 6 - behind
 
 
 def test_taking_turns_is_for_one_rank(home: Home) -> None:
-    cache = SimpleNamespace(rolling=Rolling(max_gb=1.0, alternate=True))
+    cache = SimpleNamespace(limit=Rolling(max_gb=1.0, alternate=True))
     config, nothing = SimpleNamespace(cache=cache), SimpleNamespace()
     with (
-        pytest.raises(RollingError, match="alternate is for one process, and these are 2"),
+        pytest.raises(SupplyError, match="alternate is for one process, and these are 2"),
         follow_encoding(config, home.open(), 0, 2, True, nothing, nothing),  # type: ignore[arg-type]
     ):
         pass
@@ -439,13 +455,13 @@ def test_waiting_ends_when_it_is_told_to(home: Home) -> None:
         data.supply.on_wait = look  # type: ignore[attr-defined]
         with pytest.raises(Enough):
             batches(data)
-        position = RollingFiles(home.store).read_position()
+        position = EncodedFolder(home.store).read_position()
         assert position is not None and position.step == 0
         data.supply.on_wait = lambda: None  # type: ignore[attr-defined]
         steps = BatchLoader(data, schedule_of(data), 0.0).steps(0, 3)
         waiting = threading.Thread(target=lambda: (time.sleep(0.05), data.supply.stop_waiting()))
         waiting.start()
-        with pytest.raises(RollingError, match="is not needed any more"):
+        with pytest.raises(SupplyError, match="is not needed any more"):
             next(steps)
         waiting.join()
     assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
@@ -466,7 +482,7 @@ def test_what_is_waited_for_is_shown(home: Home, monkeypatch: pytest.MonkeyPatch
     try:
         with closing(rolling(home)) as data:
             data.supply.on_wait = hear  # type: ignore[attr-defined]
-            with pytest.raises(RollingError, match="is not needed any more"):
+            with pytest.raises(SupplyError, match="is not needed any more"):
                 batches(data)
     finally:
         show_activities(None)
@@ -474,14 +490,14 @@ def test_what_is_waited_for_is_shown(home: Home, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_position_that_a_power_cut_left_half_written_is_none(home: Home) -> None:
-    files_of = RollingFiles(home.store)
+    files_of = EncodedFolder(home.store)
     assert files_of.read_position() is None
-    position = Position("s1", "run", ORDER, 7, (3, 4))
+    position = Position(set="s1", run="run", order=ORDER, step=7, wanted=(3, 4))
     files_of.write_position(position)
     assert files_of.read_position() == position
-    path = files_of.folder / "position.json"
+    path = files_of.control / "position.json"
     for broken in (b"", b'{"step": 7}', path.read_bytes()[:-9], path.read_bytes().replace(b'"step": 7', b'"step": 8')):
         path.write_bytes(broken)
         assert files_of.read_position() is None
-    with pytest.raises(RollingError, match="needs a root on a disk"):
-        RollingFiles(Store("memory://x"))
+    with pytest.raises(SupplyError, match="needs a root on a disk"):
+        EncodedFolder(Store("memory://x"))

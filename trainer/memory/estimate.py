@@ -109,7 +109,7 @@ def estimate_memory(
             model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())
         scales = fit_initial(model, file, adapter)[1] if file else None
-        if settings.quantised:
+        if settings.quantized:
             quantise_shapes(model, family, settings.base_precision)
         make_trainable(model, family, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]

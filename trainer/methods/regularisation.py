@@ -7,12 +7,12 @@ weight is the `prior_loss_weight` of DreamBooth (Ruiz et al. 2023, arXiv 2208.12
 
 import torch
 
-from schemas.config.methods import Regularisation
+from schemas.config.methods import Regularization
 from trainer.methods.base import Method, MethodStep
 
 
 class RegularisationMethod(Method):
-    def __init__(self, settings: Regularisation) -> None:
+    def __init__(self, settings: Regularization) -> None:
         self.settings = settings
 
     def prepare(self, step: MethodStep) -> None:

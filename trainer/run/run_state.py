@@ -21,8 +21,9 @@ from cache.shards.shard import canonical_json
 from cache.store.files import replacing
 from cache.store.json_checks import check_object, parse_json
 from schemas.config.adapter import FILE_NAMES
-from schemas.config.methods import Method, Regularisation
+from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
+from schemas.config.section import FORMER_SPELLINGS
 from schemas.config.training import Parallel
 from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
@@ -76,19 +77,20 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
         # Whether weights that are not quantised are float32 or bfloat16 may change, as train.precision may.
-        "base_precision": config.train.base_precision if config.train.quantised else "no_change",
+        "base_precision": config.train.base_precision if config.train.quantized else "no_change",
     }
 
 
 def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
     """The sections of train.methods in force: those configured, and that of regularisation data where there is some."""
     used = config.train.methods.used
-    return {"regularisation": Regularisation(), **used} if data.regularisation else used
+    return {"regularisation": Regularization(), **used} if data.regularisation else used
 
 
 def check_methods(config: Config, data: TrainSet) -> None:
     """RunError where a method lacks its data or does not go with other settings."""
-    for name, method in used_methods(config, data).items():
+    for attribute, method in used_methods(config, data).items():
+        name = FORMER_SPELLINGS.get(attribute, attribute)
         for tensor, advice in method.needs.items():
             if not data.has_tensor(tensor):
                 raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)

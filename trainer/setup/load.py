@@ -31,7 +31,7 @@ def load_transformer(
     masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
     dtype = torch.bfloat16 if half and not masters else torch.float32
     with explain_checkpoint_errors(config):
-        where = torch.device("cpu") if settings.quantised else device
+        where = torch.device("cpu") if settings.quantized else device
         model = (load or family.load)(config.model.source, config.model.revision, dtype, where)
     return model, torch.bfloat16 if half and masters else None
 

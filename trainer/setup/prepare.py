@@ -248,7 +248,7 @@ def prepare_model(
     with explain_checkpoint_errors(config):
         data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
         signature["base weights"] = fingerprint_base(config, model, load is None)  # before it is quantised
-        if settings.quantised:
+        if settings.quantized:
             watch.note("quantising the base", alone=True)
             with console.activity(f"quantising the base to {settings.base_precision}", keep=True):
                 home = loading_device(settings.offload, sharded, device)

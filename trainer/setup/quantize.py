@@ -40,7 +40,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
             f"later), and {torch.cuda.get_device_name(device)} has {have}",
             "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
         )
-    if not config.train.quantised and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
+    if not config.train.quantized and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
         return
     with explain_checkpoint_errors(config):
         model = empty_transformer(config)
@@ -50,7 +50,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
             fit_initial(model, file, adapter)
         targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS])
         choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
-    if config.train.quantised and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
+    if config.train.quantized and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
         shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})
         raise RunError(
             f"train.base_precision: {name} can quantise no matrix of {config.model.source}: it needs input sides in "

@@ -14,7 +14,7 @@ from cache.models.weights import config_errors, load_part
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.family import Family, Normalisation
+from schemas.family import Family, Normalization
 from stages.encoding import model_loading
 
 PosteriorMode = Literal["sample", "mode", "moments"]
@@ -43,7 +43,7 @@ class MemoryOptions:
 
 
 DEFAULT_MEMORY_OPTIONS = MemoryOptions()
-SCALED = Normalisation()  # by the scaling_factor alone
+SCALED = Normalization()  # by the scaling_factor alone
 
 
 class Autoencoder(ABC):
@@ -61,7 +61,7 @@ class Autoencoder(ABC):
         dtype: torch.dtype,
         device: torch.device,
         memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
-        normalisation: Normalisation = SCALED,
+        normalisation: Normalization = SCALED,
     ) -> None:
         """Raises WeightsError where the checkpoint has no autoencoder or a pickled one, ValueError where its config
         lacks a key of `normalisation`."""
@@ -122,7 +122,7 @@ def load_autoencoder(config: Config, where: torch.device) -> Autoencoder:
     options = MemoryOptions.of(config.latents, family)
     check_autoencoder(model)
     with model_loading.loading_errors(model, "vae"):
-        loaded = module.Autoencoder(model.source, model.revision, dtype, where, options, family.normalisation)
+        loaded = module.Autoencoder(model.source, model.revision, dtype, where, options, family.normalization)
     expected = config.latents.settings(family)
     if loaded.settings() != expected:
         raise LatentpressError(
@@ -152,7 +152,7 @@ class Normaliser:
     deviation: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, vae: Any, named: Normalisation) -> "Normaliser":
+    def of(cls, vae: Any, named: Normalization) -> "Normaliser":
         """From the autoencoder's own config, at the keys that the catalogue names. ValueError where it lacks one."""
 
         def numbers(key: str | None) -> tuple[float, ...] | None:

@@ -6,7 +6,7 @@ from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 from cache.models.compatibility import preview_model
 from cache.models.weights import load_pretrained, read_component_config
 from schemas.config.pipeline import Config
-from schemas.family import Normalisation
+from schemas.family import Normalization
 from stages.encoding import model_loading
 from stages.encoding.vae.base import to_uint8
 
@@ -30,7 +30,7 @@ class TinyAutoencoder:
 def load_tiny_autoencoder(config: Config, where: torch.device) -> TinyAutoencoder:
     """That of `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
     model, source = config.model, config.validation.preview_autoencoder
-    assert source is not None and model.family_spec.normalisation == Normalisation()
+    assert source is not None and model.family_spec.normalization == Normalization()
     large = read_component_config(model.source, model.revision, "vae")
     offset = (large.get("shift_factor") or 0.0) * large["scaling_factor"]
     folder = preview_model(source).fetch()

@@ -13,11 +13,10 @@ from cache.store.files import walk
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.text_format import format_duration
+from schemas.text_format import format_bytes, format_duration
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import read_reports
 
-NOT_RECORDED = "not recorded"
 TableRow = dict[str, Any]
 
 
@@ -32,60 +31,49 @@ def cost_rows(config: Config, folder: Path, metrics: Sequence[Mapping[str, Any]]
     if steps:
         seconds.setdefault("train", math.fsum(steps))
     store, fingerprints = Store(config.root), _fingerprints(config)
-    known = {stage: fingerprint for stage, fingerprint in fingerprints.items() if fingerprint is not None}
-    for stage, jobs in read_reports(store, known, time.time()).items():
+    for stage, jobs in read_reports(store, fingerprints, time.time()).items():
         if jobs:
             seconds.setdefault(stage, math.fsum(job.seconds for job in jobs))
-    rows = []
-    for stage, size in _sizes(store, config, folder, fingerprints).items():
-        took = seconds.get(stage)
-        shown = NOT_RECORDED if took is None else format_duration(took)
-        rows.append({"stage": stage, "time": shown, "size": format_bytes(size)})
-    return rows
+    return [
+        {
+            "stage": stage,
+            "time": format_duration(seconds[stage]) if stage in seconds else "not recorded",
+            "size": "not known" if size is None else format_bytes(size),
+        }
+        for stage, size in _sizes(store, config, folder, fingerprints).items()
+    ]
 
 
-def _fingerprints(config: Config) -> dict[str, str | None]:
-    """Of each encoding stage; None where the checkpoint that names it is not on this machine."""
-    found: dict[str, str | None] = {}
+def _fingerprints(config: Config) -> dict[str, str]:
+    """Fingerprints of the encoding stages whose checkpoint is on this machine."""
+    fingerprints = {}
     for stage in stage_registry.required_stages(config):
-        found[stage.name] = None
         with suppress(LatentpressError):
-            found[stage.name] = stage.fingerprint(config)
-    return found
+            fingerprints[stage.name] = stage.fingerprint(config)
+    return fingerprints
 
 
-def _sizes(store: Store, config: Config, folder: Path, fingerprints: Mapping[str, str | None]) -> dict[str, int | None]:
+def _sizes(store: Store, config: Config, folder: Path, fingerprints: Mapping[str, str]) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {
         "discover": _stored(store, [f"media/{dataset.id}" for dataset in config.datasets]),
         "bucket": _stored(store, ["plans"]),
     }
     for stage in stage_registry.required_stages(config):
-        fingerprint = fingerprints[stage.name]
+        fingerprint = fingerprints.get(stage.name)
         sizes[stage.name] = None if fingerprint is None else _stored(store, [f"{stage.kind}/{fingerprint}"])
-    named = "/" not in config.train.set and config.train.set != "current"
-    sizes["index"] = _stored(store, [f"sets/{config.train.set}" if named else "sets"])
-    own = {name: _local(folder / name) for name in ("validation", "samples")}
-    sizes["train"] = _local(folder) - own["samples"]
-    sizes["decode"] = own["samples"]
+    is_named = "/" not in config.train.set and config.train.set != "current"
+    sizes["index"] = _stored(store, [f"sets/{config.train.set}" if is_named else "sets"])
+    samples = _local(folder / "samples")
+    sizes["train"], sizes["decode"] = _local(folder) - samples, samples
     scores = folder / SCORES_FILE
     if scores.exists():
         sizes["score"] = scores.stat().st_size
     return sizes
 
 
-def _stored(store: Store, places: Iterable[str]) -> int:
-    return sum(entry.size for place in places for entry in store.list_files(place))
+def _stored(store: Store, folders: Iterable[str]) -> int:
+    return sum(entry.size for folder in folders for entry in store.list_files(folder))
 
 
 def _local(folder: Path) -> int:
     return sum(entry.stat().st_size for _, entry in walk(folder)) if folder.is_dir() else 0
-
-
-def format_bytes(size: int | None) -> str:
-    """With a unit of 1024: "3.4 MiB"."""
-    if size is None:
-        return "not known"
-    value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "bytes" or value >= 100 else f"{value:.1f} {units[0]}"

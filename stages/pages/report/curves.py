@@ -1,7 +1,7 @@
-"""What a run measured, as curves by step: from its metrics, smoothed, and thinned to what a plot can show. Pure."""
+"""Curves by step of a run's metrics: smoothed, and thinned to what a plot can show. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from cache.runs.training_run import SMOOTHED_STEPS
 from schemas.text_format import escape_unprintable, shorten
 
 MAX_POINTS = 4000  # of a chart, over all of its curves
-MAX_CURVES = 8  # of a chart and a run: colours that can be told apart
+MAX_CURVES = 8  # of a chart and a run: colors that can be told apart
 MAX_NAMED_STEPS = 10  # in a note
 Line = Mapping[str, Any]
 
@@ -91,28 +91,26 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
     marks: list[int] = []
     for number, (run, lines) in enumerate(runs):
         prefix = f"{clean_name(run)}: " if len(runs) > 1 else ""
-        found = _nested_curves(kind, number, lines) if kind.nested else _plain_curves(kind, number, lines)
-        if not found:
+        measured = [make_curve(name, number, points) for name, points in _list_series(kind, lines)]
+        measured = [curve for curve in measured if np.isfinite(curve.values).any()]
+        if not measured:
             missing.append(f"{prefix}{kind.absent}.")
-        elif len(found) > MAX_CURVES:
-            notes.append(f"{prefix}the {MAX_CURVES} of {len(found)} that were measured most often are shown.")
-            found = sorted(found, key=lambda curve: -int(np.isfinite(curve.values).sum()))[:MAX_CURVES]
+        elif len(measured) > MAX_CURVES:
+            notes.append(f"{prefix}the {MAX_CURVES} of {len(measured)} that were measured most often are shown.")
+            measured = sorted(measured, key=lambda curve: -int(np.isfinite(curve.values).sum()))[:MAX_CURVES]
         if not kind.nested and (bad := _unmeasured_steps(kind, lines)):
-            named = ", ".join(map(str, bad[:MAX_NAMED_STEPS])) + (", ..." if len(bad) > MAX_NAMED_STEPS else "")
-            notes.append(f"{prefix}not finite at {len(bad)} steps: {named}.")
-        for line in lines if found and kind.unit == "loss" else ():
+            notes.append(f"{prefix}not finite at {len(bad)} steps: {name_steps(bad)}.")
+        for line in lines if measured and kind.unit == "loss" else ():
             if "set" in line:
                 marks.append(line["step"])
                 notes.append(f"{prefix}trained on other data after step {line['step']}: set {clean_name(line['set'])}.")
-        if kind.smooth and found:
-            curves += [_named(curve, f"{prefix}each step", faint=True) for curve in found]
-            curves += [
-                _named(curve, f"{prefix}mean of {SMOOTHED_STEPS} steps", trailing_mean(curve.values, SMOOTHED_STEPS))
-                for curve in found
-            ]
+        if kind.smooth:
+            curves += [replace(curve, name=f"{prefix}each step", faint=True) for curve in measured]
+            name = f"{prefix}mean of {SMOOTHED_STEPS} steps"
+            curves += [replace(c, name=name, values=trailing_mean(c.values, SMOOTHED_STEPS)) for c in measured]
         else:
-            curves += [_named(curve, (f"{prefix}{curve.name}" if curve.name else prefix[:-2]) or kind.title)
-                       for curve in found]  # fmt: skip
+            names = [f"{prefix}{curve.name}" if curve.name else prefix[:-2] or kind.title for curve in measured]
+            curves += [replace(curve, name=name) for curve, name in zip(measured, names, strict=True)]
     notes = [kind.note, *notes] if kind.note and curves else notes
     return thinned_chart(
         Chart(kind.key, kind.title, kind.unit, tuple(curves), tuple(notes), tuple(missing), tuple(marks))
@@ -120,7 +118,7 @@ def _build(kind: _Kind, runs: Sequence[tuple[str, Sequence[Line]]]) -> Chart:
 
 
 def thinned_chart(chart: Chart) -> Chart:
-    """With at most MAX_POINTS; it says so where points are left out."""
+    """Thin a chart to MAX_POINTS; it says so where points are left out."""
     share = MAX_POINTS // max(1, len(chart.curves))
     thinned, notes = tuple(_thin_curve(curve, share) for curve in chart.curves), chart.notes
     if any(len(curve.steps) < curve.recorded for curve in thinned):
@@ -129,32 +127,26 @@ def thinned_chart(chart: Chart) -> Chart:
     return replace(chart, curves=thinned, notes=notes)
 
 
-def _plain_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> list[Curve]:
-    found = []
-    for name in kind.names:
-        steps, values = _column([(line["step"], line[name]) for line in lines if name in line])
-        if np.isfinite(values).any():
-            label = name.removesuffix("_gib").replace("_", " ") if len(kind.names) > 1 else ""
-            found.append(Curve(label, run, steps, values * kind.factor, recorded=len(steps)))
-    return found
-
-
-def _nested_curves(kind: _Kind, run: int, lines: Sequence[Line]) -> list[Curve]:
+def _list_series(kind: _Kind, lines: Sequence[Line]) -> list[tuple[str, list[tuple[int, float]]]]:
+    """(name, its steps and values), ascending; NaN for what is no number."""
+    lines = sorted(lines, key=lambda line: line["step"])
+    if not kind.nested:
+        several = len(kind.names) > 1
+        labels = {name: name.removesuffix("_gib").replace("_", " ") if several else "" for name in kind.names}
+        return [
+            (label, [(line["step"], _number(line[name]) * kind.factor) for line in lines if name in line])
+            for name, label in labels.items()
+        ]
     (metric,) = kind.names
-    lines = [line for line in lines if isinstance(line.get(metric), dict)]
-    found = []
-    for name in dict.fromkeys(key for line in lines for key in line[metric]):
-        steps, values = _column([(line["step"], line[metric].get(name)) for line in lines])
-        if np.isfinite(values).any():
-            found.append(Curve(clean_name(name), run, steps, values, recorded=len(steps)))
-    return found
+    parts = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), dict)]
+    names = dict.fromkeys(name for _, values in parts for name in values)
+    return [(clean_name(name), [(step, _number(values.get(name))) for step, values in parts]) for name in names]
 
 
-def _column(found: Iterable[tuple[int, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values in the order of the steps; NaN for what is no number."""
-    pairs = sorted(((step, _number(value)) for step, value in found), key=lambda pair: pair[0])
-    steps = np.array([step for step, _ in pairs], np.float64)
-    return steps, np.array([number for _, number in pairs], np.float64)
+def make_curve(name: str, run: int, points: Sequence[tuple[int, float]], spread: np.ndarray | None = None) -> Curve:
+    """points: steps and values."""
+    steps, values = np.array(points, np.float64).reshape(-1, 2).T
+    return Curve(name, run, steps, values, recorded=len(points), spread=spread)
 
 
 def _number(value: Any) -> float:
@@ -166,9 +158,9 @@ def _unmeasured_steps(kind: _Kind, lines: Sequence[Line]) -> list[int]:
     return sorted(line["step"] for line in lines for name in kind.names if name in line and line[name] is None)
 
 
-def _named(curve: Curve, name: str, values: np.ndarray | None = None, faint: bool = False) -> Curve:
-    values = curve.values if values is None else values
-    return Curve(name, curve.run, curve.steps, values, faint, curve.recorded)
+def name_steps(steps: Sequence[int]) -> str:
+    """The first MAX_NAMED_STEPS."""
+    return ", ".join(map(str, steps[:MAX_NAMED_STEPS])) + (", ..." if len(steps) > MAX_NAMED_STEPS else "")
 
 
 def clean_name(text: str) -> str:

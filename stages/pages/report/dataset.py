@@ -1,4 +1,4 @@
-"""What went into a run, in one glance: buckets, captions and what was cut off of them, and what was set aside."""
+"""The data of a run, in one glance: buckets, captions and what was cut off of them, and what was set aside."""
 
 import os
 from collections import Counter
@@ -18,6 +18,7 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
+from schemas.text_format import shorten
 from stages.discovery.missing_media import spread_evenly
 from stages.discovery.sources.base import Source, open_source
 from stages.encoding import stage_registry
@@ -25,11 +26,9 @@ from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath
-from stages.pages.html import Picture
+from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
 from stages.pages.report.captions import MAX_COMPARED, length_bins, most_alike
-from stages.pages.report.kept_pictures import kept_pictures, picture_key
 from stages.pages.report.plots import Plot, draw_bars
-from stages.pages.report.thumbnails import shrink_file
 from stages.planning.plan_lookup import current_plan
 
 MAX_BUCKETS = 30  # bars
@@ -59,30 +58,30 @@ class DataGlance:
 
 
 def glance_at_data(runs: Sequence[tuple[str, Config, Config]]) -> list[DataGlance]:
-    """What each run (name, configuration, that which names its plan where no set does) was trained on; runs of the same
+    """The data of each run (name, configuration, that which names its plan where no set does); runs of the same
     plan share an entry."""
-    found: dict[tuple[str, str], DataGlance] = {}
+    glances: dict[tuple[str, str], DataGlance] = {}
     for run, config, planned in runs:
         store = Store(config.root)
         try:
             plan = _find_plan(store, config, planned)
         except LatentpressError as error:
-            found[config.root, run] = DataGlance([run], config.root, missing=[f"{error.message}."])
+            glances[config.root, run] = DataGlance([run], config.root, missing=[f"{error.message}."])
             continue
-        if (key := (config.root, plan.name)) in found:
-            found[key].runs.append(run)
+        if (key := (config.root, plan.name)) in glances:
+            glances[key].runs.append(run)
             continue
-        glance = found[key] = DataGlance([run], f"plan {plan.name} of {config.root}")
+        glance = glances[key] = DataGlance([run], f"plan {plan.name} of {config.root}")
         for number, part in enumerate((_count_buckets, _measure_captions, _find_cuts, _show_set_aside)):
             try:
-                part(glance, store, config, plan, f"{len(found)}-{number}")
+                part(glance, store, config, plan, f"{len(glances)}-{number}")
             except LatentpressError as error:  # a damaged table, or a checkpoint that is not on this machine
                 glance.missing.append(f"{error.message}.")
-    return list(found.values())
+    return list(glances.values())
 
 
 def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
-    """That of the set which the run was trained on, where it is there; else the newest of `planned`."""
+    """The plan of the set which the run was trained on, where it is there; else the newest of `planned`."""
     name = config.train.set
     if "/" not in name and store.exists(f"sets/{name}/set.json"):
         generation = store.read_json(f"sets/{name}/set.json").get("generation")
@@ -154,36 +153,37 @@ def _find_cuts(glance: DataGlance, store: Store, config: Config, plan: Plan, key
     glance.facts.append(f"{len(cut) or 'No'} captions and prompts were cut off by the encoder{among}.")
     cut.sort(key=lambda row: row.kept - row.tokens)
     glance.cut = [
-        {"tokens": row.tokens, "kept": row.kept, "caption": plan.texts[row.id]["text"]} for row in cut[:MAX_CUT_SHOWN]
+        {"tokens": row.tokens, "kept": row.kept, "caption": shorten(plan.texts[row.id]["text"], 300)}
+        for row in cut[:MAX_CUT_SHOWN]
     ]
 
 
 def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
-    found = list_set_aside(store, config, plan)
-    counts = Counter((item.stage, item.reason) for item in found)
+    items = list_set_aside(store, config, plan)
+    counts = Counter((item.stage, item.reason) for item in items)
     glance.reasons = [
         {"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts.most_common()
     ]
-    listed = found[:MAX_LISTED]
+    listed = items[:MAX_LISTED]
     pictures = dict(_read_thumbnails(config, listed[:MAX_THUMBNAILS]))
     glance.set_aside = [(item, pictures.get(number)) for number, item in enumerate(listed)]
-    if not found:
+    if not items:
         glance.facts.append("Nothing was set aside.")
-    elif len(listed) < len(found):
-        glance.facts.append(f"{len(listed)} of {len(found)} items set aside are listed; latentpress status --rejects.")
+    elif len(listed) < len(items):
+        glance.facts.append(f"{len(listed)} of {len(items)} items set aside are listed; latentpress status --rejects.")
 
 
 def _read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterable[tuple[int, Picture]]:
     """(number, picture) of the items whose files can be read in spite of all; in sandboxed processes, once."""
-    sources = {each.id: open_source(each) for each in config.datasets if not each.disabled}
+    sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
     files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
     waiting = []
     for number, path in files:
         key = picture_key(path, THUMBNAIL_BOX)
         if (kept := kept_pictures.find(key, THUMBNAIL_BYTES)) is None:
             waiting.append((number, path, key))
-        elif kept.small is not None:
-            yield number, kept.small
+        elif kept.picture is not None:
+            yield number, kept.picture
     if not waiting:
         return
     pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(

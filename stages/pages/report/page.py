@@ -24,8 +24,8 @@ from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import costs, settings
 from stages.pages.report.curves import build_charts
 from stages.pages.report.dataset import DataGlance, glance_at_data
-from stages.pages.report.plots import COLOURS, Plot, draw_chart, script_library
-from stages.pages.report.samples import RunSamples, SampleGrid, describe_clip, gather_samples
+from stages.pages.report.plots import COLORS, Plot, draw_chart, script_library
+from stages.pages.report.samples import SampleGrid, gather_samples
 from stages.pages.report.scores import best_rows, score_charts
 
 MAX_PAGE_BYTES = 10_000_000
@@ -35,7 +35,7 @@ TableRow = dict[str, Any]
 
 
 class PageTooLarge(LatentpressError):
-    """Also without a picture."""
+    """The page is too large even without a picture."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ReportRun:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """What the page shows, gathered. missing: what is not there, and why."""
+    """The gathered content of the page. missing: what is not there, and why."""
 
     runs: list[ReportRun]
     plots: list[Plot]
@@ -84,8 +84,8 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
 def make_page(
     runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
 ) -> tuple[ReportContent, list[bytes]]:
-    """What the page shows, and the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or
-    smaller pictures. command: that makes it again. beside: see `gather_samples`."""
+    """Make the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or smaller pictures.
+    command: that makes it again. beside: see `gather_samples`."""
     content = gather_content(runs, beside)
     while (size := sum(map(len, pieces := list(render_report(content, command))))) > MAX_PAGE_BYTES:
         limit = f"{MAX_PAGE_BYTES / 1e6:g} MB"
@@ -156,14 +156,12 @@ def _last_eval(run: ReportRun) -> str:
 
 def cost_table(content: ReportContent) -> list[TableRow]:
     """A row for each stage, two columns for each run."""
-    names = settings.unique_names([run.name for run in content.runs])
     merged: dict[str, TableRow] = {}
-    for name, run in zip(names, content.runs, strict=True):
+    for run in content.runs:
+        prefix = f"{run.name} " if len(content.runs) > 1 else ""
         for row in costs.cost_rows(run.config, run.folder, run.metrics):
-            prefix = f"{name} " if len(names) > 1 else ""
-            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(
-                {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
-            )
+            columns = {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
+            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(columns)
     keys = dict.fromkeys(key for row in merged.values() for key in row)
     return [{key: row.get(key, "") for key in keys} for row in merged.values()]
 
@@ -186,20 +184,14 @@ def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
         absent=content.missing,
         plots=content.plots,
         best=best_rows([(run.name, run.folder) for run in runs]),
-        colours={run.name: COLOURS[number % len(COLOURS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
+        colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
         grid=content.grid,
-        clip=describe_clip,
         data=content.data,
         costs=cost_table(content),
         between=settings.differing_between(configs) if len(runs) > 1 else [],
         changed=[(run.name, settings.differing_from_defaults(run.config)) for run in runs],
         texts=[(run.name, settings.configuration_text(run.folder / "config.yaml")) for run in runs],
-        label=sample_label,
     )
-
-
-def sample_label(row: RunSamples) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.settings)
 
 
 def content_policy(scripts: Sequence[Markup]) -> str:

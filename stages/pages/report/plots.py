@@ -12,8 +12,8 @@ from markupsafe import Markup
 from stages.pages.report.curves import Chart, Curve
 
 HEIGHT = 300  # pixels
-#: Okabe and Ito's colours for the colour-blind without black and yellow, and two more; seen on white and on black.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
+#: Okabe and Ito's colors for the color-blind without black and yellow, and two more; seen on white and on black.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
 DASH_ARRAYS = {"solid": "", "dashed": "6", "dotted": "2 4", "dotdash": "2 4 6 4"}  # Bokeh's names and lengths
 DASHES = tuple(DASH_ARRAYS)
 MAX_ROWS = 12  # of a table of values
@@ -27,13 +27,13 @@ class LegendEntry:
 
     line: str
     name: str
-    colour: str
+    color: str
     dash: str
     faint: bool
 
     @property
     def dash_array(self) -> str:
-        """As SVG has it."""
+        """The dash as SVG has it."""
         return DASH_ARRAYS[self.dash]
 
 
@@ -66,7 +66,7 @@ def script_library() -> Markup:
 
 
 def draw_chart(chart: Chart, runs: int) -> Plot:
-    """A line plot. With several runs a colour is a run's, and the curves of one differ by dashes."""
+    """A line plot. With several runs a color is a run's, and the curves of one differ by dashes."""
     legend = legend_of(chart, runs)
     item = embed(line_figure(chart, legend)) if chart.curves else Markup()
     shown = legend if len(legend) > 1 else ()
@@ -74,14 +74,14 @@ def draw_chart(chart: Chart, runs: int) -> Plot:
 
 
 def legend_of(chart: Chart, runs: int) -> tuple[LegendEntry, ...]:
-    """How each curve is drawn. Curves that differ only in being smoothed have the same colour."""
+    """The look of each curve. Curves that differ only in being smoothed have the same color."""
     entries, counts = [], dict[int, int]()
     for number, curve in enumerate(chart.curves):
-        own = counts[curve.run] = counts.get(curve.run, -1) + (not curve.faint)
+        position = counts[curve.run] = counts.get(curve.run, -1) + (not curve.faint)
         smoothed = any(other.faint for other in chart.curves)
-        colour = curve.run if runs > 1 or smoothed else number
-        dash = DASHES[max(0, own) % len(DASHES)] if runs > 1 and not smoothed else DASHES[0]
-        entries.append(LegendEntry(f"line-{number}", curve.name, COLOURS[colour % len(COLOURS)], dash, curve.faint))
+        color = curve.run if runs > 1 or smoothed else number
+        dash = DASHES[max(0, position) % len(DASHES)] if runs > 1 and not smoothed else DASHES[0]
+        entries.append(LegendEntry(f"line-{number}", curve.name, COLORS[color % len(COLORS)], dash, curve.faint))
     return tuple(entries)
 
 
@@ -97,14 +97,14 @@ def line_figure(chart: Chart, legend: Sequence[LegendEntry]) -> Any:
     for curve, entry in zip(chart.curves, legend, strict=True):
         data = {"step": curve.steps.astype(int).tolist(), "value": [_rounded(value) for value in curve.values]}
         source = ColumnDataSource(data | {"name": [curve.name] * len(curve.steps)})
-        look: dict[str, Any] = {"line_color": entry.colour, "line_dash": entry.dash}
+        look: dict[str, Any] = {"line_color": entry.color, "line_dash": entry.dash}
         look |= {"line_width": 1, "line_alpha": 0.5} if entry.faint else {"line_width": 2}
         if curve.spread is not None:
             _draw_band(figure, curve, entry)
         line = figure.line("step", "value", source=source, name=entry.line, **look)
         line.nonselection_glyph = None
         if not curve.faint and len(curve.steps) <= MARKED_POINTS:
-            figure.scatter("step", "value", source=source, name=entry.line, size=5, color=entry.colour)
+            figure.scatter("step", "value", source=source, name=entry.line, size=5, color=entry.color)
         shown.append(line)
     for step in chart.marks:
         figure.add_layout(Span(location=step, dimension="height", line_color="gray", line_dash="dashed"))
@@ -118,7 +118,7 @@ def _draw_band(figure: Any, curve: Curve, entry: LegendEntry) -> None:
     known = np.isfinite(curve.values) & np.isfinite(curve.spread)
     steps, values, spread = curve.steps[known].astype(int), curve.values[known], curve.spread[known]
     low, high = ([_rounded(value) for value in side] for side in (values - spread, values + spread))
-    figure.varea(x=steps.tolist(), y1=low, y2=high, name=entry.line, fill_color=entry.colour, fill_alpha=0.2)
+    figure.varea(x=steps.tolist(), y1=low, y2=high, name=entry.line, fill_color=entry.color, fill_alpha=0.2)
 
 
 def draw_bars(key: str, title: str, unit: str, labels: Sequence[str], parts: Mapping[str, Sequence[int]]) -> Plot:
@@ -132,12 +132,12 @@ def draw_bars(key: str, title: str, unit: str, labels: Sequence[str], parts: Map
         return Plot(key, title, Markup(), (), ("There is nothing to count.",), rows, "")
     figure = empty_figure(unit, "", y_range=list(reversed(labels)), height=70 + 24 * len(labels))
     source = ColumnDataSource({"label": list(labels), **{name: list(map(int, part)) for name, part in parts.items()}})
-    colours = list(COLOURS[: len(parts)])
-    bars = figure.hbar_stack(list(parts), y="label", height=0.75, source=source, color=colours)
+    colors = list(COLORS[: len(parts)])
+    bars = figure.hbar_stack(list(parts), y="label", height=0.75, source=source, color=colors)
     figure.x_range.start, figure.xaxis.ticker = 0, BasicTicker(min_interval=1)
     figure.add_tools(HoverTool(renderers=bars, tooltips=[("", "@label"), ("$name", "@$name")]))
-    named = zip(bars, parts, colours, strict=True)
-    legend = tuple(LegendEntry(bar.name, name, colour, DASHES[0], False) for bar, name, colour in named)
+    named = zip(bars, parts, colors, strict=True)
+    legend = tuple(LegendEntry(bar.name, name, color, DASHES[0], False) for bar, name, color in named)
     summary = f"{sum(sum(values) for values in parts.values())} in {len(labels)} bars"
     return Plot(key, title, embed(figure), (), (), rows, summary, legend if len(legend) > 1 else ())
 
@@ -182,21 +182,21 @@ def value_rows(chart: Chart) -> tuple[dict[str, Any], ...]:
     if not shown:
         return ()
     steps = shown[0].steps
-    places = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
-    return tuple({"step": int(step)} | {curve.name: _at(curve, step) for curve in shown} for step in steps[places])
+    indices = np.unique(np.linspace(0, len(steps) - 1, min(MAX_ROWS, len(steps))).astype(int))
+    return tuple({"step": int(step)} | {curve.name: _at(curve, step) for curve in shown} for step in steps[indices])
 
 
 def _at(curve: Curve, step: float) -> str:
     """The value at a step, or of the last one before it."""
-    place = int(np.searchsorted(curve.steps, step, side="right")) - 1
-    if place < 0 or not np.isfinite(curve.values[place]):
+    index = int(np.searchsorted(curve.steps, step, side="right")) - 1
+    if index < 0 or not np.isfinite(curve.values[index]):
         return ""
-    has_spread = curve.spread is not None and np.isfinite(curve.spread[place])
-    return f"{curve.values[place]:.5g}" + (f" ± {curve.spread[place]:.2g}" if has_spread else "")  # type: ignore[index]
+    has_spread = curve.spread is not None and np.isfinite(curve.spread[index])
+    return f"{curve.values[index]:.5g}" + (f" ± {curve.spread[index]:.2g}" if has_spread else "")  # type: ignore[index]
 
 
 def summarize(chart: Chart) -> str:
-    """Of each curve that is not faint its first, last, lowest and highest value."""
+    """List the first, last, lowest and highest value of each curve that is not faint."""
     lines = []
     for curve in chart.curves:
         finite = curve.values[np.isfinite(curve.values)]

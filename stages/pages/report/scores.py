@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.runs.best_step import best_steps
 from cache.runs.scores import ScoreCurve, score_label
-from stages.pages.report.curves import MAX_CURVES, MAX_NAMED_STEPS, Chart, Curve, clean_name, thinned_chart
+from stages.pages.report.curves import MAX_CURVES, Chart, clean_name, make_curve, name_steps, thinned_chart
 
 Runs = Sequence[tuple[str, Sequence[ScoreCurve]]]
 
@@ -29,7 +29,7 @@ def score_charts(runs: Runs) -> list[Chart]:
             title = f"Score: {clean_name(score_label(name))}"
             if len(models) > 1:
                 title += f", by {clean_name(Path(model.model).name) if model else 'another program'}"
-            absent = [run for number, (run, _) in enumerate(runs) if number not in [each[0] for each in chosen]]
+            absent = [run for number, (run, _) in enumerate(runs) if number not in {entry[0] for entry in chosen}]
             charts += _charts_of_score(f"score-{len(charts)}", title, chosen, absent, len(runs) > 1)
     return charts
 
@@ -40,11 +40,13 @@ def _charts_of_score(
     curves, by_prompt, notes = [], [], list[str]()
     for number, run, score in chosen:
         prefix = f"{clean_name(run)}: " if several else ""
-        curves.append(_curve(prefix[:-2] or title, number, [(p.step, p.value, p.spread) for p in score.points]))
+        spread = np.array([math.nan if point.spread is None else point.spread for point in score.points], np.float64)
+        points = [(point.step, point.value) for point in score.points]
+        curves.append(make_curve(prefix[:-2] or title, number, points, spread if np.isfinite(spread).any() else None))
         prompts = list(dict.fromkeys(prompt for point in score.points for prompt in point.groups))
         for prompt in prompts[:MAX_CURVES] if len(prompts) > 1 else ():
-            points = [(point.step, point.groups[prompt][0], None) for point in score.points if prompt in point.groups]
-            by_prompt.append(_curve(f"{prefix}{clean_name(prompt)}", number, points))
+            points = [(point.step, point.groups[prompt][0]) for point in score.points if prompt in point.groups]
+            by_prompt.append(make_curve(f"{prefix}{clean_name(prompt)}", number, points))
         notes += [prefix + note for note in _notes(score)]
         if len(prompts) > MAX_CURVES:
             notes.append(f"{prefix}{MAX_CURVES} of {len(prompts)} prompts are shown by themselves.")
@@ -55,13 +57,6 @@ def _charts_of_score(
     return [thinned_chart(chart) for chart in charts]
 
 
-def _curve(name: str, run: int, points: Sequence[tuple[int, float, float | None]]) -> Curve:
-    steps, values = (np.array([point[place] for point in points], np.float64) for place in (0, 1))
-    spread = np.array([math.nan if point[2] is None else point[2] for point in points], np.float64)
-    band = spread if np.isfinite(spread).any() else None
-    return Curve(name, run, steps, values, recorded=len(points), spread=band)
-
-
 def _notes(score: ScoreCurve) -> list[str]:
     notes = []
     if score.measured is not None:
@@ -69,15 +64,14 @@ def _notes(score: ScoreCurve) -> list[str]:
     if any(point.spread is not None for point in score.points):
         notes.append(f"The band is one standard deviation over {score.seeds} seeds to each side.")
     compared = score.comparable
-    other = [str(point.step) for point in score.points if point not in compared]
-    if other:
-        named = ", ".join(other[:MAX_NAMED_STEPS]) + (", ..." if len(other) > MAX_NAMED_STEPS else "")
-        notes.append(f"Of other prompts or seeds than step {compared[-1].step}, and not to be compared: step {named}.")
+    if other := [point.step for point in score.points if point not in compared]:
+        steps = name_steps(other)
+        notes.append(f"Of other prompts or seeds than step {compared[-1].step}, and not to be compared: step {steps}.")
     return notes
 
 
 def best_rows(runs: Sequence[tuple[str, Path]]) -> list[dict[str, Any]]:
-    """Of a table: the best step of each run (name, folder) by each measure."""
+    """List the best step of each run (name, folder) by each measure."""
     rows = []
     for run, folder in runs:
         for row in best_steps(folder):

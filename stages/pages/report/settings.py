@@ -29,8 +29,8 @@ def list_settings(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, A
             yield from list_settings(value, f"{key}.")
         elif isinstance(value, tuple) and value and all(isinstance(item, BaseModel) for item in value):
             for number, item in enumerate(value):
-                own = next((getattr(item, word) for word in _ITEM_KEYS if getattr(item, word, None)), number)
-                yield from list_settings(item, f"{key}.{own}.")
+                item_key = next((getattr(item, word) for word in _ITEM_KEYS if getattr(item, word, None)), number)
+                yield from list_settings(item, f"{key}.{item_key}.")
         else:
             yield key, value, default
 
@@ -77,19 +77,9 @@ def differing_between(configs: Sequence[tuple[str, Config]]) -> list[dict[str, s
     for key in keys:
         values = [table.get(key, ABSENT) for table in tables]
         if len(set(values)) > 1:
-            names = unique_names([name for name, _ in configs])
-            rows.append({"option": escape_unprintable(key)} | dict(zip(names, values, strict=True)))
+            by_run = {name: value for (name, _), value in zip(configs, values, strict=True)}
+            rows.append({"option": escape_unprintable(key)} | by_run)
     return _shorten_table(rows)
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """The names, those that repeat with a number."""
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return result
 
 
 def configuration_text(path: Path) -> str:

@@ -6,7 +6,6 @@ threads; those that change something are made by `action`, so that the answer is
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -18,11 +17,9 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import BaseRoute, Route
 
 from schemas.errors import LatentpressError
-from stages.pages.html import TEMPLATES as COMMON_TEMPLATES
-from stages.pages.html import template_environment
+from stages.pages.html import TEMPLATES, render_template
 from stages.pages.ui.site import Site
 
-TEMPLATES = Path(__file__).with_name("templates")
 MAX_FORM_BYTES = 4 << 20
 
 Form = Mapping[str, str]
@@ -40,9 +37,8 @@ class Page:
 
 def build_app(site: Site, pages: Sequence[Page], extra: Sequence[BaseRoute] = ()) -> Starlette:
     routes = [route for page in pages for route in page.routes]
-    style = Route("/style.css", _style, methods=["GET"])
-    script = Route("/script.js", _script, methods=["GET"])
-    app = Starlette(routes=[*routes, *extra, style, script], exception_handlers={HTTPException: _explain_http})
+    files = [serve_file("/style.css", "style.css"), serve_file("/script.js", "ui.js")]
+    app = Starlette(routes=[*routes, *extra, *files], exception_handlers={HTTPException: _explain_http})
     app.state.site, app.state.pages = site, tuple(pages)
     return app
 
@@ -67,14 +63,18 @@ def render(request: Request, template: str, status: int = 200, **values: Any) ->
         "config_path": str(site.options.config),
         "config_error": site.config_error,
     }
-    text = template_environment(TEMPLATES).get_template(template).render({**common, **values})
-    return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
+    return fragment(template, status, **{**common, **values})
 
 
-def fragment(template: str, **values: Any) -> HTMLResponse:
+def fragment(template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A part of a page, which the script puts in the place of the one before."""
-    text = template_environment(TEMPLATES).get_template(template).render(values)
-    return HTMLResponse(text.encode("utf-8", "backslashreplace"))
+    return HTMLResponse(b"".join(render_template(template, **values)), status)
+
+
+def serve_file(path: str, name: str) -> Route:
+    """A route to a stylesheet or script of templates/."""
+    kind = "text/css" if name.endswith(".css") else "text/javascript"
+    return get(path, lambda request: PlainTextResponse((TEMPLATES / name).read_text(), media_type=kind))
 
 
 def action(path: str, act: Callable[[Request, Form], str], back: str = "/") -> Route:
@@ -87,10 +87,10 @@ def action(path: str, act: Callable[[Request, Form], str], back: str = "/") -> R
         try:
             message = await run_in_threadpool(act, request, form)
         except LatentpressError as error:
-            said = {"error": error.message, "next_step": error.next_step}
+            refusal = {"error": error.message, "next_step": error.next_step}
             if as_json:
-                return JSONResponse(said, 409)
-            return await run_in_threadpool(render, request, "refused.html", 409, title="Refused", back=back, **said)
+                return JSONResponse(refusal, 409)
+            return await run_in_threadpool(render, request, "refused.html", 409, title="Refused", back=back, **refusal)
         return JSONResponse({"message": message}) if as_json else RedirectResponse(back, 303)
 
     return Route(path, handle, methods=["POST"])
@@ -111,15 +111,6 @@ async def read_form(request: Request) -> Form:
     except ValueError as error:
         raise HTTPException(400, "this is no form") from error
     return {name: values[-1] for name, values in fields.items()}
-
-
-def _style(request: Request) -> Response:
-    text = (COMMON_TEMPLATES / "style.css").read_text() + (TEMPLATES / "ui.css").read_text()
-    return PlainTextResponse(text, media_type="text/css")
-
-
-def _script(request: Request) -> Response:
-    return PlainTextResponse((TEMPLATES / "ui.js").read_text(), media_type="text/javascript")
 
 
 def _explain_http(request: Request, error: Exception) -> Response:

@@ -149,7 +149,7 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
     card.set_aside = row["set_aside"]
-    if config.cache.rolling is not None:  # its shards come and go
+    if config.cache.limit is not None:  # its shards come and go
         return _settle(card, read_progress(config).state == "finished")
     return _settle(card, not remaining and (done or row["set_aside"]) > 0)
 

@@ -54,22 +54,22 @@ def build_form(text: str) -> Group:
     value = parse_yaml(text).value
     form = _build_group("", "", _schema(), value)
     fields = list(form.all_fields())
-    values = read_values(text, [split_path(each.path) for each in fields])
-    for each in fields:
-        path = split_path(each.path)
+    values = read_values(text, [split_path(field_.path) for field_ in fields])
+    for field_ in fields:
+        path = split_path(field_.path)
         written = values[path]
-        each.by_hand = written is None and value_at(value, path) is not None
-        each.value = "" if written is None else written
-        if each.path == FLAVOUR:
-            _name_flavours(each, value_at(value, ("model", "family")))
+        field_.by_hand = written is None and value_at(value, path) is not None
+        field_.value = "" if written is None else written
+        if field_.path == FLAVOUR:
+            _name_flavours(field_, value_at(value, ("model", "family")))
     _mark_set(form)
     return form
 
 
 def _name_flavours(flavour: Field, family: Any) -> None:
-    own = [spec for name, spec in FAMILIES.items() if name == family] or list(FAMILIES.values())
-    flavour.choices = [name for one in own for name in one.flavours]
-    flavour.default = own[0].default_flavour if len(own) == 1 else ""
+    specs = [spec for name, spec in FAMILIES.items() if name == family] or list(FAMILIES.values())
+    flavour.choices = [name for spec in specs for name in spec.flavours]
+    flavour.default = specs[0].default_flavour if len(specs) == 1 else ""
 
 
 def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, list[str]]:
@@ -80,16 +80,16 @@ def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, l
         fields = list(build_form(base).all_fields())
     except YamlError:
         return text, []  # there was no form
-    for each in fields:
-        value = given.get(each.path, each.value)
-        if value == each.value or each.by_hand:
+    for field_ in fields:
+        value = given.get(field_.path, field_.value)
+        if value == field_.value or field_.by_hand:
             continue
         try:
-            text = set_value(text, split_path(each.path), value if value.strip() else None, each.is_text)
+            text = set_value(text, split_path(field_.path), value if value.strip() else None, field_.is_text)
         except YamlError:
-            problems.append(f"{each.path}: {value!r} is no YAML, or the text is none")
+            problems.append(f"{field_.path}: {value!r} is no YAML, or the text is none")
         except CannotEdit as error:
-            problems.append(f"{each.path}: {error}")
+            problems.append(f"{field_.path}: {error}")
     return text, problems
 
 
@@ -103,40 +103,45 @@ def _schema() -> Schema:
 
 
 def _resolve(schema: Schema) -> Schema:
-    """What a reference names; of a section or null, the section."""
+    """Follow a reference; of a section or null, return the section."""
     if "$ref" in schema:
         return _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    others = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+    others = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
     return _resolve(others[0]) if len(others) == 1 and "$ref" in others[0] else schema
 
 
 def _build_group(path: str, title: str, schema: Schema, value: Any) -> Group:
     group = Group(path, title)
     for name, given in schema["properties"].items():
-        inner, own = _resolve(given), f"{path}.{name}".lstrip(".")
-        here = value.get(name) if isinstance(value, dict) else None
+        inner, key = _resolve(given), f"{path}.{name}".lstrip(".")
+        current = value.get(name) if isinstance(value, dict) else None
         if "properties" in inner:
-            group.groups.append(_build_group(own, name, inner, here))
+            group.groups.append(_build_group(key, name, inner, current))
         elif (item := _item_section(inner)) is not None:
-            items = here if isinstance(here, list) else []
-            for number, each in enumerate(items):
-                known = next((each[key] for key in ("id", "name") if isinstance(each, dict) and key in each), number)
-                group.groups.append(_build_group(f"{own}.{number}", f"{name}: {known}", item, each))
+            items = current if isinstance(current, list) else []
+            for number, item_value in enumerate(items):
+                item_name = next(
+                    (item_value[key] for key in ("id", "name") if isinstance(item_value, dict) and key in item_value),
+                    number,
+                )
+                group.groups.append(_build_group(f"{key}.{number}", f"{name}: {item_name}", item, item_value))
         else:
-            group.fields.append(_build_field(own, name, given))
+            group.fields.append(_build_field(key, name, given))
     return group
 
 
 def _item_section(schema: Schema) -> Schema | None:
-    """Of a list of sections, the section."""
+    """The section of a list of sections."""
     item = _resolve(schema.get("items", {})) if schema.get("type") == "array" else {}
     return item if "properties" in item else None
 
 
 def _build_field(path: str, name: str, schema: Schema) -> Field:
-    kinds = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]
-    one = kinds[0] if len(kinds) == 1 else {}
-    choices = ["true", "false"] if one.get("type") == "boolean" else [str(each) for each in one.get("enum", ()) if each]
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+    single = kinds[0] if len(kinds) == 1 else {}
+    choices = (
+        ["true", "false"] if single.get("type") == "boolean" else [str(kind) for kind in single.get("enum", ()) if kind]
+    )
     default = schema.get("default")
     return Field(
         path,
@@ -144,12 +149,14 @@ def _build_field(path: str, name: str, schema: Schema) -> Field:
         schema.get("description", ""),
         "" if default is None else default if isinstance(default, str) else json.dumps(default),
         choices,
-        is_text=one.get("type") == "string",
-        is_number=one.get("type") in ("number", "integer"),
+        is_text=single.get("type") == "string",
+        is_number=single.get("type") in ("number", "integer"),
     )
 
 
 def _mark_set(group: Group) -> None:
     for inner in group.groups:
         _mark_set(inner)
-    group.is_set = any(each.value or each.by_hand for each in group.fields) or any(it.is_set for it in group.groups)
+    group.is_set = any(field_.value or field_.by_hand for field_ in group.fields) or any(
+        inner.is_set for inner in group.groups
+    )

@@ -8,14 +8,14 @@ from pathlib import Path
 import xxhash
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache.store.files import explained, replacing
 from schemas.config.loading import ConfigError, parse_config, read_text
 from schemas.config.yaml_reader import YamlError
 from schemas.errors import LatentpressError
-from stages.pages.ui.app import TEMPLATES, Page, get, read_form, render, site_of
+from stages.pages.ui.app import Page, get, read_form, render, serve_file, site_of
 from stages.pages.ui.config_form import FLAVOUR, Group, build_form, changed_text
 from stages.pages.ui.site import Site
 
@@ -27,7 +27,9 @@ def show(request: Request) -> Response:
     return _render(request, read_text(site_of(request).options.config))
 
 
-def _render(request: Request, text: str, said: str = "", problems: tuple[str, ...] = (), status: int = 200) -> Response:
+def _render(
+    request: Request, text: str, message: str = "", problems: tuple[str, ...] = (), status: int = 200
+) -> Response:
     """problems: what was not done."""
     site = site_of(request)
     return render(
@@ -40,7 +42,7 @@ def _render(request: Request, text: str, said: str = "", problems: tuple[str, ..
         errors=find_errors(site, text),
         stamp=_stamp(read_text(site.options.config)),
         overrides=site.options.overrides,
-        message=said,
+        message=message,
         problems=problems,
         field=FIELD,
     )
@@ -59,9 +61,9 @@ def find_errors(site: Site, text: str) -> list[tuple[int, str]]:
     try:
         parse_config(text, path, site.options.overrides, lambda file: _why_not_read(site, file))
     except ConfigError as error:
-        place = re.compile(rf"{re.escape(str(path))}:(\d+): (.*)", re.DOTALL)
-        found = [(place.fullmatch(line), line) for line in error.errors]
-        return [(int(match[1]), match[2]) if match else (0, line) for match, line in found]
+        pattern = re.compile(rf"{re.escape(str(path))}:(\d+): (.*)", re.DOTALL)
+        matches = [(pattern.fullmatch(line), line) for line in error.errors]
+        return [(int(match[1]), match[2]) if match else (0, line) for match, line in matches]
     except LatentpressError as error:
         return [(0, error.message)]
     return []
@@ -72,11 +74,11 @@ def _why_not_read(site: Site, file: Path) -> str:
     reads anyway, or the configuration that is in force names it."""
     if str(file) == site.config().validation.prompts_file:
         return ""
-    places = [site.options.config.absolute().parent, site.output]
-    places += [Path(site.root)] if "://" not in site.root else []
+    folders = [site.options.config.absolute().parent, site.output]
+    folders += [Path(site.root)] if "://" not in site.root else []
     try:
-        there = file.resolve()
-        if not there.is_symlink() and any(there.is_relative_to(place.resolve()) for place in places):
+        target = file.resolve()
+        if not target.is_symlink() and any(target.is_relative_to(folder.resolve()) for folder in folders):
             return ""
     except (OSError, RuntimeError):  # links in a circle, of which Python 3.13 returns one instead
         pass
@@ -103,25 +105,27 @@ def _answer(request: Request, given: Mapping[str, str], save: bool) -> Response:
     text, base = (given.get(name, "").replace("\r\n", "\n") for name in ("text", "base"))
     fields = {name.removeprefix(FIELD): value for name, value in given.items() if name.startswith(FIELD)}
     text, problems = changed_text(text, base, fields)
-    errors, said = find_errors(site, text), ""
+    errors, message = find_errors(site, text), ""
     if save and not problems:
         if problem := _refuse(site.options.config, errors, given.get("stamp", "")):
             problems.append(problem)
         else:
-            said = _write(site.options.config, text, problems)
+            message = _write(site.options.config, text, problems)
     status = 409 if save and problems else 200
     if "application/json" not in request.headers.get("accept", ""):
-        return _render(request, text, said, tuple(problems), status)
+        return _render(request, text, message, tuple(problems), status)
     form = _form_of(text)
-    fields_now = {} if form is None else {each.path: each for each in form.all_fields()}
-    values = {path: each.value for path, each in fields_now.items()}
+    fields_now = {} if form is None else {field_.path: field_ for field_ in form.all_fields()}
+    values = {path: field_.value for path, field_ in fields_now.items()}
     choices = {path: fields_now[path].choices for path in (FLAVOUR,) if path in fields_now}
     answer = {"text": text, "errors": errors, "values": values, "choices": choices, "problems": problems}
-    return JSONResponse(answer | {"message": said, "stamp": _stamp(text) if said else given.get("stamp", "")}, status)
+    return JSONResponse(
+        answer | {"message": message, "stamp": _stamp(text) if message else given.get("stamp", "")}, status
+    )
 
 
 def _refuse(path: Path, errors: list[tuple[int, str]], stamp: str) -> str:
-    """Why it is not saved."""
+    """The reason for which it is not saved."""
     if errors:
         return f"it was not saved: it has {len(errors)} error{'s' if len(errors) > 1 else ''}"
     if _stamp(read_text(path)) != stamp:
@@ -141,16 +145,12 @@ def _write(path: Path, text: str, problems: list[str]) -> str:
     return f"saved to {path}; programs that are started now use it"
 
 
-def _script(request: Request) -> Response:
-    return PlainTextResponse((TEMPLATES / "configuration.js").read_text(), media_type="text/javascript")
-
-
 PAGE = Page(
     "Configuration",
     PATH,
     (
         get(PATH, show),
-        get(f"{PATH}/script.js", _script),
+        serve_file(f"{PATH}/script.js", "configuration.js"),
         Route(f"{PATH}/check", check, methods=["POST"]),
         Route(f"{PATH}/save", save, methods=["POST"]),
     ),

@@ -1,4 +1,5 @@
-"""The pages that programs made (report, plan, preview), as files: the only files that are served.
+"""The pages that programs made (report, plan, preview): shown in a frame, and again when they change. These files are
+the only ones that are served.
 
 They show names and captions of strangers, and a report has a script. So a document is shown in a sandbox: a browser
 gives it an origin of its own, from which nothing of this site can be read or changed, and its policy allows no request.
@@ -7,17 +8,29 @@ else.
 """
 
 import hmac
+import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
-from stages.pages.ui.app import get, site_of
+from cache.runs.training_run import METRICS_FILE
+from schemas.cli.report import Report
+from stages.pages.ui.app import Page, fragment, get, render, site_of
+from stages.pages.ui.cards import AT_WORK, build_cards, build_job_card
 from stages.pages.ui.guard import DOCUMENTS
 from stages.pages.ui.site import Site
 
+MOST_LISTED = 50
+TITLES = {"preview-plan": "Plan", "preview": "Preview", "report": "Report"}  # by job
+WHAT = {
+    "report": "one page of the run: curves, samples, data, costs, settings",
+    "preview-plan": "what would be encoded, before it is",
+    "preview": "what was encoded, beside the originals",
+}
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".png": "image/png",
@@ -35,8 +48,78 @@ POLICY = (
 )
 
 
-def document_url(site: Site, path: Path) -> str:
-    return f"{DOCUMENTS}{site.document_key}/{quote(path.relative_to(site.output).as_posix())}"
+def list_documents(site: Site, job: str) -> dict[str, Path]:
+    """Find documents by their names under the output: reports, that of the configuration's run first, or plans or
+    previews, the newest first."""
+    if job == "report":
+        first = site.config().run_folder / "report.html"
+        paths = [first, *site.output.glob("report.html"), *site.output.glob("*/report.html")]
+        paths = [path for path in dict.fromkeys(paths) if path.is_file()]
+    else:
+        pattern = "plan-*.html" if job == "preview-plan" else "latents-*.html"
+        paths = [path for path in (site.output / "preview").glob(pattern) if path.is_file()]
+        paths.sort(key=lambda path: -path.stat().st_mtime)
+    return {path.relative_to(site.output).as_posix(): path for path in paths[:MOST_LISTED]}
+
+
+def _show(request: Request, job: str) -> Response:
+    site = site_of(request)
+    documents = list_documents(site, job)
+    wanted = request.query_params.get("page", "")
+    chosen = wanted if wanted in documents else next(iter(documents), "")
+    path = documents.get(chosen)
+    return render(
+        request,
+        "document.html",
+        title=TITLES[job],
+        card=build_job_card(job, WHAT[job], site.programs),
+        names=list(documents),
+        chosen=chosen,
+        url=f"{DOCUMENTS}{site.document_key}/{quote(chosen)}",
+        made=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)) if path else "",
+        version=_version(path),
+        is_due=not documents and _is_due(site, job),
+    )
+
+
+def _is_due(site: Site, job: str) -> bool:
+    """Tell whether what a page shows is there, so that it can be made now; not of clips or beside other programs where
+    an autoencoder has to decode it, and not again where it was stopped or has failed."""
+    start, config = site.programs.last_start(job), site.config()
+    if site.config_error is not None or (start is not None and start.exit_code != 0):
+        return False
+    if job == "report":
+        return (config.run_folder / METRICS_FILE).exists()
+    status = site.status()
+    if not isinstance(status, Report):
+        return False
+    done = {row["stage"]: row["done"] for row in status.details["stages"]}
+    if job == "preview-plan":
+        return done.get("bucket", 0) > 0
+    at_work = any(card.state in AT_WORK for step in build_cards(config, site.programs, status) for card in step)
+    return done.get("encode-latents", 0) > 0 and not (at_work or config.model.family_spec.video)
+
+
+def _show_card(request: Request, job: str) -> Response:
+    site = site_of(request)
+    card = build_job_card(job, WHAT[job], site.programs)
+    return fragment("job_card.html", card=card, made=bool(list_documents(site, job)))
+
+
+def _show_version(request: Request, job: str) -> Response:
+    """Answer with the version of the shown document, or of the one that there is now."""
+    documents = list_documents(site_of(request), job)
+    wanted = request.query_params.get("page") or next(iter(documents), "")
+    return JSONResponse({"version": _version(documents.get(wanted))})
+
+
+def _version(path: Path | None) -> str:
+    """Changes when a document is made again; "" where there is none."""
+    try:
+        status = path.stat() if path else None
+    except OSError:
+        return ""
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}" if status else ""
 
 
 def find_document(output: Path, name: str) -> Path | None:
@@ -61,13 +144,11 @@ def serve(request: Request) -> Response:
     return FileResponse(path, media_type=TYPES[path.suffix.lower()], headers=headers)
 
 
-def version(path: Path) -> str:
-    """Changes when a document is made again; "" where there is none."""
-    try:
-        about = path.stat()
-    except OSError:
-        return ""
-    return f"{about.st_mtime_ns:x}-{about.st_size:x}"
+def _page(job: str) -> Page:
+    path = f"/{TITLES[job].lower()}"
+    handlers = {"": _show, "/card": _show_card, "/version": _show_version}
+    return Page(TITLES[job], path, tuple(get(path + more, partial(show, job=job)) for more, show in handlers.items()))
 
 
+PAGES = tuple(map(_page, TITLES))
 ROUTES = (get(DOCUMENTS + "{key}/{name:path}", serve),)

@@ -1,4 +1,4 @@
-"""Which requests are answered: an ASGI middleware before everything else.
+"""The guard, which decides which requests are answered: an ASGI middleware before everything else.
 
 A page of another site can make a browser send requests here, and a browser that was told that a foreign name is this
 machine (DNS rebinding) lets that site read the answers. So a request has to name a host that is ours, one that changes
@@ -15,8 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stages.pages.ui.app import fragment, read_form
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 FREE_PATHS = ("/login", "/style.css", "/script.js")  # without the token
@@ -48,7 +52,7 @@ class Token:
         return hmac.compare_digest(hashlib.sha256(self._text).digest(), hashlib.sha256(text.encode()).digest())
 
     def use_code(self, text: str) -> bool:
-        """Whether this is the code, which then is used up."""
+        """Tell whether this is the code, which then is used up."""
         right = bool(self.code) and hmac.compare_digest(self.code.encode(), text.encode("utf-8", "replace"))
         if right:
             self.code = ""
@@ -57,18 +61,38 @@ class Token:
     def is_in(self, cookies: str, name: str) -> bool:
         """cookies: of a request, in which other services of the host have theirs, with whatever they like in them."""
         pairs = (part.strip().partition("=") for part in cookies.split(";"))
-        own = [value for key, _, value in pairs if key == name]
-        return any(hmac.compare_digest(value.encode("utf-8", "replace"), self.cookie.encode()) for value in own)
+        values = [value for key, _, value in pairs if key == name]
+        return any(hmac.compare_digest(value.encode("utf-8", "replace"), self.cookie.encode()) for value in values)
+
+
+def login_route(token: Token, cookie: str) -> Route:
+    """A browser shows that it has the token: by the address that is printed, which works once, or by a form."""
+
+    async def login(request: Request) -> Response:
+        if request.method == "POST":
+            entered = token.matches((await read_form(request)).get("token", "").strip())
+            failed = not entered
+        else:
+            # HEAD, by which programs look whether an address works, does not use it up.
+            code = request.query_params.get("code", "") if request.method == "GET" else ""
+            entered = token.use_code(code)
+            failed = bool(code) and not entered
+        answer = fragment("login.html", 403 if failed else 200, title="latentpress", entered=entered, failed=failed)
+        if entered:
+            answer.set_cookie(cookie, token.cookie, httponly=True, samesite="strict", path="/")
+        return answer
+
+    return Route("/login", login, methods=["GET", "POST"])
 
 
 def list_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
     """The names by which a browser may call this machine: of the loopback, and beyond it the machine's own."""
-    own = [] if host in LOOPBACK_NAMES else [host, socket.gethostname(), socket.getfqdn()]
-    return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *own, *more))
+    names = [] if host in LOOPBACK_NAMES else [host, socket.gethostname(), socket.getfqdn()]
+    return frozenset(name.lower() for name in (*LOOPBACK_NAMES, *names, *more))
 
 
 def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequence[str], names: Iterable[str]) -> str:
-    """Why a request is not answered; "" where it is. hosts: all its Host headers."""
+    """The reason for which a request is not answered; "" where it is. hosts: all its Host headers."""
     if len(hosts) != 1 or not _is_ours(hosts[0], names):
         shown = ", ".join(hosts)[:100] or "nothing"
         return f"this page is not called {shown!a}; where that is its name, start it with --allow-host"

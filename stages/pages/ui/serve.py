@@ -11,22 +11,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
-from stages.pages.ui import config_page, document_pages, documents, flow_page, log_page, set_aside_page
+from stages.pages.ui import config_page, documents, flow_page, log_page, set_aside_page
 from stages.pages.ui.app import build_app
-from stages.pages.ui.guard import Guard, Token, list_names
-from stages.pages.ui.login import login_routes
+from stages.pages.ui.guard import Guard, Token, list_names, login_route
 from stages.pages.ui.site import Site
 
 #: In the order of the navigation.
-PAGES = (
-    flow_page.PAGE,
-    config_page.PAGE,
-    set_aside_page.PAGE,
-    log_page.PAGE,
-    document_pages.PLAN,
-    document_pages.PREVIEW,
-    document_pages.REPORT,
-)
+PAGES = (flow_page.PAGE, config_page.PAGE, set_aside_page.PAGE, log_page.PAGE, *documents.PAGES)
 MAX_REQUESTS = 200  # at a time
 MAX_CONNECTIONS = 50  # at a time, of one address
 REQUEST_S = 20.0  # in which a request has to come
@@ -50,7 +41,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def guarded_app(site: Site, host: str, port: int, token: Token | None, more_names: Sequence[str]) -> Guard:
     cookie = f"latentpress-ui-{port}"
-    extra = [*documents.ROUTES, *(login_routes(token, cookie) if token else ())]
+    extra = [*documents.ROUTES, *([login_route(token, cookie)] if token else ())]
     return Guard(build_app(site, PAGES, extra), list_names(host, more_names), token, cookie)
 
 
@@ -72,11 +63,11 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._set_limit()
-        every = [each for each in self.connections if isinstance(each, _Protocol)]
-        own = [each for each in every if _address(each) == _address(self)]
-        crowd = own if len(own) > MAX_CONNECTIONS else every if len(every) >= MAX_REQUESTS else []
-        if waiting := [(each._ending.when(), each) for each in crowd if each._ending]:
-            _, oldest = min(waiting, key=lambda each: each[0])
+        connections = [other for other in self.connections if isinstance(other, _Protocol)]
+        same = [other for other in connections if _address(other) == _address(self)]
+        crowd = same if len(same) > MAX_CONNECTIONS else connections if len(connections) >= MAX_REQUESTS else []
+        if waiting := [(other._ending.when(), other) for other in crowd if other._ending]:
+            _, oldest = min(waiting, key=lambda pair: pair[0])
             oldest.connections.discard(oldest)
             oldest.transport.abort()
 
@@ -90,7 +81,7 @@ class _Protocol(H11Protocol):
             self._ending.cancel()
 
     def _set_limit(self) -> None:
-        """Of the request that is coming; none while it is answered."""
+        """Begin the time of the request that is coming; there is none while it is answered."""
         is_coming = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if is_coming and self._ending is None:
             self._ending = self.loop.call_later(REQUEST_S, self.transport.abort)
@@ -120,7 +111,7 @@ def make_server(app: Guard) -> uvicorn.Server:
 
 
 def answer_until_stopped(server: uvicorn.Server, listener: socket.socket) -> str:
-    """What stopped it: a signal. Programs that it started go on."""
+    """Answer requests; returns the signal that stopped it. Programs that it started go on."""
 
     def stop() -> None:
         server.should_exit = True

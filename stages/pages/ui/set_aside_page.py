@@ -1,4 +1,4 @@
-"""What was set aside, by stage and reason, with the remedy; searched by words."""
+"""The page of what was set aside, by stage and reason, with the remedy; searched by words."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,13 +15,13 @@ MOST_SHOWN = 200  # items on one page
 
 def show(request: Request) -> Response:
     given = {name: request.query_params.get(name, "") for name in ("words", "stage", "reason")}
-    found: Sequence[SetAside] = ()
+    items: Sequence[SetAside] = ()
     error: LatentpressError | None = None
     try:
-        found = site_of(request).set_aside()
+        items = site_of(request).set_aside()
     except LatentpressError as problem:
         error = problem
-    chosen = search(found, **given)
+    chosen = search(items, **given)
     first = request.query_params.get("first", "")
     start = min(int(first), len(chosen)) if first.isdecimal() and len(first) < 10 else 0
     return render(
@@ -29,22 +29,22 @@ def show(request: Request) -> Response:
         "set_aside.html",
         title="Set aside",
         error=error,
-        total=len(found),
+        total=len(items),
         count=len(chosen),
         groups=group_by_reason(chosen[start : start + MOST_SHOWN]),
         start=start,
         end=min(start + MOST_SHOWN, len(chosen)),
         step=MOST_SHOWN,
-        stages=list(dict.fromkeys(item.stage for item in found)),
-        reasons=sorted({item.reason for item in found}),
+        stages=list(dict.fromkeys(item.stage for item in items)),
+        reasons=sorted({item.reason for item in items}),
         given=given,
     )
 
 
-def search(found: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
-    """Those of a stage and reason, where these are given, that have each of the words somewhere, in any case."""
+def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
+    """Find the items of a stage and reason, where these are given, that have each of the words, in any case."""
     wanted = words.casefold().split()
-    chosen = [item for item in found if stage in ("", item.stage) and reason in ("", item.reason)]
+    chosen = [item for item in items if stage in ("", item.stage) and reason in ("", item.reason)]
     if not wanted:
         return chosen
     texts = ("\n".join(getattr(item, column) for column in CSV_COLUMNS).casefold() for item in chosen)

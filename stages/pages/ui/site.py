@@ -1,4 +1,4 @@
-"""What every page of `latentpress ui` shares: the configuration, the programs, and what `status` last said."""
+"""The state that all pages of `latentpress ui` share: the configuration, the programs, and what `status` last said."""
 
 import secrets
 import threading
@@ -37,7 +37,7 @@ class Site:
         self._listed, self._listing_took, self._listing = 0.0, 0.0, threading.Lock()
 
     def config(self) -> Config:
-        """As the file says now, or as it last was where it is not valid: then `config_error` says why."""
+        """Read the file as it is now; where it is not valid, it is as it last was, and `config_error` says why."""
         with self._lock:
             stamp = _stamp(self.options.config)
             if stamp != self._stamp:
@@ -67,7 +67,7 @@ class Site:
         return self._status
 
     def set_aside(self) -> Sequence[SetAside]:
-        """What was set aside, listed again no more often than `status` is made. LatentpressError as of
+        """List what was set aside, again no more often than `status` is made. LatentpressError as of
         `list_set_aside`."""
         config = self.config()
         with self._listing:
@@ -86,15 +86,15 @@ class Site:
 
     def _build(self, config: Config) -> None:
         began = time.monotonic()
-        found: Report | LatentpressError
+        status: Report | LatentpressError
         try:
-            found = self._build_status(config)
+            status = self._build_status(config)
         except LatentpressError as error:
-            found = error
+            status = error
         except Exception as error:  # the page has to say it: nobody sees this thread's traceback
-            found = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
+            status = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
         with self._lock:
-            self._status, self._built = found, time.monotonic()
+            self._status, self._built = status, time.monotonic()
             self._took, self._builder = self._built - began, None
 
 

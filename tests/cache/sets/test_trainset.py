@@ -268,7 +268,7 @@ def test_without_held_out_samples_training_samples_stand_in(tmp_path: Path) -> N
     assert data.choose_eval_rows(99)[0] == list(range(7)) and data.choose_eval_rows(0)[0] == []
 
 
-def test_a_sample_says_whether_it_is_regularisation_data(tmp_path: Path) -> None:
+def test_a_sample_says_whether_it_is_regularization_data(tmp_path: Path) -> None:
     store = Store(tmp_path)
     text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
     rel = shard(store, "latents", "l", {"a": latent(1), "b": latent(2)}, "arrow")

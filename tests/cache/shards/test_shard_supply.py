@@ -15,8 +15,8 @@ from cache.shards.shard_io import open_reader
 from cache.shards.shard_supply import ShardSupply, StoredShards
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from cache.supply.copy_folder import CopyFolder
-from cache.supply.local_shards import LocalShards
+from cache.supply.fetched_shards import FetchedShards
+from cache.supply.limited_folder import LimitedFolder
 from cache.supply.remote_shards import ShardCopies
 from tests.cache.sets.test_row_reader import FORMS, carefully, make_set, read
 from tests.cache.sets.test_trainset import FAMILY, TASK
@@ -31,7 +31,7 @@ def stored(folder: Path) -> tuple[Store, Callable[[Store, Callable[[int], str]],
 def copied(folder: Path) -> tuple[Store, Callable[[Store, Callable[[int], str]], ShardSupply]]:
     def supply_of(store: Store, path_of: Callable[[int], str]) -> ShardSupply:
         paths = [path_of(number) for number in range(SHARDS + 1)]
-        return LocalShards(ShardCopies(store, paths, CopyFolder(folder / "copies", 10**9)), 2)
+        return FetchedShards(ShardCopies(store, paths, LimitedFolder(folder / "copies", 10**9)), 2)
 
     return Store(f"memory://{folder.name}"), supply_of
 

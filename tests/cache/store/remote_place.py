@@ -9,8 +9,8 @@ from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from cache.supply.copy_folder import CopyFolder
-from cache.supply.local_shards import LocalShards
+from cache.supply.fetched_shards import FetchedShards
+from cache.supply.limited_folder import LimitedFolder
 from cache.supply.remote_shards import ShardCopies, list_shards
 
 ROWS, ROW_BYTES = 4, 4000
@@ -31,10 +31,10 @@ class Place:
                 self.paths.append(out.finish())
         self.sizes = [shard.bytes for shard in list_shards(store, self.paths)]
 
-    def supply(self, limit: int | None = None, threads: int = 3) -> LocalShards:
+    def supply(self, limit: int | None = None, threads: int = 3) -> FetchedShards:
         """limit: in shards; default: all."""
-        folder = CopyFolder(self.folder, sum(self.sizes) if limit is None else limit * max(self.sizes))
-        return LocalShards(ShardCopies(self.store, self.paths, folder), threads)
+        folder = LimitedFolder(self.folder, sum(self.sizes) if limit is None else limit * max(self.sizes))
+        return FetchedShards(ShardCopies(self.store, self.paths, folder), threads)
 
     def copies(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*") if path.is_file() and not path.name.startswith("."))
@@ -51,14 +51,14 @@ def content(number: int, row: int) -> bytes:
     return np.random.default_rng([number, row]).bytes(ROW_BYTES)
 
 
-def read(supply: LocalShards, number: int) -> None:
+def read(supply: FetchedShards, number: int) -> None:
     with supply.open(number) as shard:
         assert [shard.read(row).tensors["latent"].raw() for row in range(ROWS)] == [
             content(number, row) for row in range(ROWS)
         ]
 
 
-def total(supply: LocalShards) -> dict[str, float]:
+def total(supply: FetchedShards) -> dict[str, float]:
     """Metrics, added up over several calls."""
     found = supply.metrics()
     kept = supply.__dict__.setdefault("kept", dict.fromkeys(found, 0.0))

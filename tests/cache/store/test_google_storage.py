@@ -13,7 +13,7 @@ from cache.store.store import Store
 from cache.store.store_errors import explained_object
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
-from tests.conftest import LONG
+from tests.forms import long
 from tests.google_server import BUCKET, GoogleServer
 
 PART = 6 << 20  # gcsfs sends larger files than 5 MiB in parts
@@ -61,7 +61,7 @@ def test_what_is_replaced_while_it_is_read_is_refused(store: Store) -> None:
             file.read(10)
 
 
-@pytest.mark.parametrize("kind", ["throttled", "broken", "dropped", "cut"] if LONG else ["dropped"])
+@pytest.mark.parametrize("kind", ["dropped", long("throttled"), long("broken"), long("cut")])
 def test_trouble_that_passes_does_no_harm(store: Store, google: GoogleServer, kind: str) -> None:
     """Each pause is a second or more; a connection that is lost before an answer is retried at once."""
     google.fail(kind, 1, "insert")

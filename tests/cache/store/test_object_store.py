@@ -21,6 +21,7 @@ from cache.store.files import StoreError
 from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
+from tests.forms import long
 from tests.processes import in_child
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
@@ -28,7 +29,6 @@ from tests.store_requests import Request
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-LONG = os.environ.get("TORTURE") == "long"
 CACHE = "text/" + 24 * "a"
 MIB = 1 << 20
 
@@ -149,7 +149,7 @@ def store_scratch() -> Path:
 
 # -- trouble that retries end ------------------------------------------------------------------------------------------
 
-PASSING = ("throttled", "cut", "broken", "dropped") if LONG else ("throttled", "cut")
+PASSING = ("throttled", "cut", long("broken"), long("dropped"))
 
 
 @pytest.mark.parametrize("trouble", PASSING)
@@ -236,7 +236,7 @@ STAYING = {
 }
 
 
-@pytest.mark.parametrize("trouble", [name for name in STAYING if LONG or name != "dropped"])
+@pytest.mark.parametrize("trouble", [long(name) if name == "dropped" else name for name in STAYING])
 def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Server, trouble: str) -> None:
     """It is an error of the store, never damage, and never a missing file."""
     rel, table = write_shard(store, rows=10), "t.arrow"

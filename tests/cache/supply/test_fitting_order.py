@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cache.order.shard_order import ShardOrder
 from cache.sets.draws import make_schedule
 from cache.sets.trainset import TrainSet
+from cache.shards.shard_supply import StoredShards
 from cache.store.store import Store
 from cache.supply import local_cache
 from cache.supply.fitting_order import (
@@ -22,8 +23,8 @@ from cache.supply.fitting_order import (
     mean_bytes,
     round_up_gb,
 )
+from cache.supply.limited_shards import SupplyError
 from cache.supply.local_cache import Ranks, supply_from_copies
-from cache.supply.remote_shards import LocalCacheError
 from cache.supply.shard_needs import needed_shards
 from schemas.config.training import Train
 from tests.cache.sets.exports import opened
@@ -118,7 +119,7 @@ def test_what_is_named_fits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert value == 2 or max(size_of(sizes, one | other) for one, other in pairwise(found)) <= share
         try:
             warned = check(monkeypatch, data, sizes, limit, settings, steps, ranks)
-        except LocalCacheError:  # the order over the whole set can't be read at all
+        except SupplyError:  # the order over the whole set can't be read at all
             continue
         assert [re.findall(r"Set train\.shuffle_shards: (\d+), or", one) for one in warned] == (
             [[str(value)]] if total > limit else []
@@ -150,10 +151,11 @@ def size_of(sizes: list[int], shards: set[int]) -> int:
 
 
 def check(monkeypatch, data: TrainSet, sizes: list[int], limit: int, settings: Train, steps, ranks) -> list[str]:
-    """The warnings of the check, where copies of these sizes may have `limit` bytes; LocalCacheError where refused."""
+    """The warnings of the check, where copies of these sizes may have `limit` bytes; SupplyError where refused."""
     shards = [SimpleNamespace(name=f"{number}.arrow", bytes=size) for number, size in enumerate(sizes)]
-    copies = SimpleNamespace(shards=shards, folder=SimpleNamespace(limit=limit, close=lambda: None))
+    copies = SimpleNamespace(shards=shards, folder=SimpleNamespace(limit=limit))
     monkeypatch.setattr(local_cache, "open_copies", lambda *_: copies)
+    monkeypatch.setattr(local_cache, "FetchedShards", lambda *_: StoredShards(data.store, data.shard_path))
     warnings = list[str]()
     supply_from_copies(settings, data, make_schedule(data, settings, ranks.world), steps, ranks, warnings.append)
     return warnings

@@ -12,8 +12,8 @@ from cache.sets.exporter import Exporter
 from cache.sets.importer import Importer
 from cache.store.files import StoreError
 from cache.store.store import Store
+from cache.supply.limited_shards import SupplyError
 from cache.supply.local_cache import cache_folder, cache_limit, supply_whole_set
-from cache.supply.remote_shards import LocalCacheError
 from schemas.config.training import LocalCache
 from tests.cache.sets.exports import export, files, import_, make_source, opened
 from tests.cache.sets.test_trainset import embeds, entry, latent, publish, shard
@@ -42,7 +42,7 @@ def test_the_limit_is_within_what_the_disk_has(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=50 * GB))
     assert cache_limit(LocalCache(), folder) == 25 * GB and not folder.exists()
     assert cache_limit(LocalCache(max_gb=50.0), folder) == 50 * GB
-    with pytest.raises(LocalCacheError, match=r"is 50\.1, and the disk of .* has room for 50") as caught:
+    with pytest.raises(SupplyError, match=r"is 50\.1, and the disk of .* has room for 50") as caught:
         cache_limit(LocalCache(max_gb=50.1), folder)
     assert "train.local_cache.folder" in caught.value.next_step
     folder.mkdir(parents=True)
@@ -101,10 +101,10 @@ def test_an_export_reads_whole_shards(tmp_path: Path, room: float) -> None:
 def test_an_export_for_which_the_copies_have_too_little_room_is_refused(tmp_path: Path) -> None:
     data = opened(make_source(Store(f"memory://{tmp_path.name}"), "arrow"))
     exporter, copies = Exporter(data, Store(tmp_path / "x"), "arrow", 0.01, False), tmp_path / "copied"
-    with pytest.raises(LocalCacheError, match="the shards of a row and one more have up to") as caught:
+    with pytest.raises(SupplyError, match="the shards of a row and one more have up to") as caught:
         supply_whole_set(LocalCache(folder=str(copies), max_gb=1e-6), data, exporter.needs)
     assert "train.local_cache.max_gb to" in caught.value.next_step
-    with pytest.raises(LocalCacheError, match=r"may have 0 "):
+    with pytest.raises(SupplyError, match=r"may have 0 "):
         supply_whole_set(LocalCache(folder=str(copies)), data, exporter.needs, 1 << 60)
 
 

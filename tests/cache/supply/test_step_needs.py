@@ -1,7 +1,5 @@
 """Which shards the coming steps need."""
 
-from itertools import pairwise
-
 from cache.supply.step_needs import StepNeeds
 
 
@@ -9,15 +7,18 @@ def test_needs_of_steps() -> None:
     needs = StepNeeds(5)
     for numbers in ({1, 2}, {2}, set(), {3, 1}):
         needs.add(numbers)
-    assert (needs.first, needs.end, needs.entries, sorted(needs)) == (5, 9, 5, [1, 2, 3])
-    assert [needs.next_need(number) for number in (1, 2, 3, 4)] == [5, 5, 8, None]
-    assert [needs.take(), needs.take(), needs.take(), needs.take()] == [1, 2, 3, None]
-    assert [*needs.later_than(5, [1, 2, 3])] == [3] and [*needs.later_than(4, [2, 3])] == [3, 2]
-    assert needs.finish(6) == [2] and sorted(needs.now) == []
-    needs.put_back(1)
-    needs.put_back(2)
-    assert needs.take() == 1 and needs.take() is None and needs.next_need(1) == 8
+    assert (needs.first, needs.end, needs.entries, len(needs)) == (5, 9, 5, 3)
+    assert needs.order() == [(5, 1), (5, 2), (8, 3)]
+    assert needs.order([3, 9]) == [(4, 9), (4, 3), (5, 1), (5, 2)], "what is read beside the steps is urgent, too"
+    assert needs.next_bytes([1, 10, 100, 1000], 1) == 110 and needs.next_bytes([1, 10, 100, 1000], 2, [0]) == 111
+    assert needs.finish(6) == [2] and sorted(needs.now) == [] and 2 not in needs and 1 in needs
     assert sorted(needs.finish(20)) == [1, 3] and needs.first == 21
     needs.add({7})  # step 9, which is done
     assert len(needs) == 0 and needs.end == 10
-    assert all(one <= other for one, other in pairwise([needs.end, needs.first]))
+
+
+def test_what_every_step_needs_comes_first() -> None:
+    needs = StepNeeds(0, always=[4])
+    needs.add({1, 4})
+    assert needs.order([1]) == [(-1, 4), (-1, 1)] and needs.next_bytes([1] * 5, 1) == 2
+    assert needs.finish(0) == [1, 4] and needs.order() == [(0, 4)]

@@ -23,7 +23,6 @@ from stages import bucket, discover, encode_latents, run
 from stages.encoding import member_reader
 from stages.encoding.vae.worker import LatentsWorker
 from tests.background import until
-from tests.processes import ForkedProgram
 
 
 @pytest.fixture
@@ -155,11 +154,6 @@ def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
     assert report.exit_code == INCOMPLETE and report.details["stages"] == []
 
 
-class SessionLeader(ForkedProgram):
-    def prepare(self) -> None:
-        os.setsid()
-
-
 @pytest.mark.slow
 def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs) -> None:
     """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
@@ -170,7 +164,7 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs)
     planned.run(discover.run)
     planned.run(bucket.run)
     command = [sys.executable, "-m", "stages.cli", "run", "--config", str(planned.folder / "pipeline.yaml"), "--json"]
-    started = SessionLeader(command, stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         while not planned.shards("latents"):
             assert started.poll() is None

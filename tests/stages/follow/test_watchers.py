@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,9 +49,20 @@ def hang() -> None:
         time.sleep(1)
 
 
+def late() -> None:
+    print("begins", flush=True)
+    until(lambda: signal.SIGTERM in signal.sigpending())
+    follow()
+
+
+def add_programs(mains: tuple[Callable[[], None], ...]) -> None:
+    for main in mains:
+        sys.modules[f"stages.{main.__name__}"] = SimpleNamespace(main=main)  # type: ignore[assignment]
+
+
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """pretend(follow, fail) makes watchers of these functions, forks of this process; none outlives the test."""
+def pretend(forked_programs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """pretend(follow, fail) makes watchers of these functions; none outlives the test."""
     made: list[ForkedProgram] = []
 
     class Program(ForkedProgram):
@@ -59,11 +71,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             made.append(self)
 
     def make(*mains: Callable[[], None], **given: Any) -> None:
-        rows = []
-        for main in mains:
-            monkeypatch.setitem(sys.modules, f"stages.{main.__name__}", SimpleNamespace(main=main))
-            rows.append(Watcher(main.__name__, **given))
-        monkeypatch.setattr(watchers, "WATCHERS", tuple(rows))
+        Program.prepare = partial(add_programs, mains)
+        monkeypatch.setattr(watchers, "WATCHERS", tuple(Watcher(main.__name__, **given) for main in mains))
 
     monkeypatch.setattr(subprocess, "Popen", Program)
     yield make
@@ -160,12 +169,6 @@ def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> Non
 
 def test_one_that_is_told_before_it_listens_has_its_last_look(project, pretend) -> None:
     home = project()
-
-    def late() -> None:
-        print("begins", flush=True)
-        until(lambda: signal.SIGTERM in signal.sigpending())
-        follow()
-
     pretend(late)
     with beside(home) as started:
         started.start("train")

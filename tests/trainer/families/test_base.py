@@ -41,6 +41,7 @@ def other_signature(text: str) -> str:
     return changed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mypy_compares_a_module_with_the_protocol(tmp_path: Path) -> None:
     """The Sana module as it is and two changed ones, beside each other: one run of mypy takes seconds."""

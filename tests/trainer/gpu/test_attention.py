@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from schemas.config.attention import AttentionBackend
+from schemas.config.section import AttentionBackend
 from tests.trainer.runs import lines, train
 from trainer.attention import find_problem
 

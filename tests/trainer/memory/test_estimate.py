@@ -14,7 +14,6 @@ import torch
 
 from examples.tiny_shapes import KINDS, SHAPES
 from schemas.cli.console import OK, Options, run_program
-from tests.conftest import LONG
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from trainer.__main__ import run as program_run
 from trainer.families.base import module_of
@@ -136,9 +135,11 @@ def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_conf
 
 
 @pytest.mark.slow
-def test_the_prediction_is_within_15_percent_of_what_training_takes(make_config, make_set, made, tmp_path) -> None:
+def test_the_prediction_is_within_15_percent_of_what_training_takes(
+    make_config, make_set, made, tmp_path, is_long
+) -> None:
     skip_without_peaks()
-    rows = [(kind, settings) for kind in GRID for settings in GRID[kind] + (LONG_GRID[kind] if LONG else [])]
+    rows = [(kind, settings) for kind in GRID for settings in GRID[kind] + (LONG_GRID[kind] if is_long else [])]
     shapes, configs = {}, []
     for kind, middle in MIDDLE.items():
         torch.manual_seed(0)
@@ -256,7 +257,7 @@ def test_weights_of_methods_are_counted(make_config, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not LONG, reason="it starts programs, each of which imports torch")
+@pytest.mark.long  # it starts programs, each of which imports torch
 @pytest.mark.parametrize("settings", [{}, {"offload": {"activations": True}, **ALL}, FULL])
 def test_the_host_memory_of_a_program(make_config, make_set, made, tmp_path, settings) -> None:
     """On a CPU, where all memory is the host's, with a model of 170 MB in float32."""

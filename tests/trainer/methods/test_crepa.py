@@ -17,7 +17,7 @@ from cache.sets.set_lookup import open_set
 from cache.store.store import Store
 from schemas.config.methods import CREPA
 from schemas.errors import USAGE
-from tests.conftest import LONG
+from tests.forms import long
 from tests.trainer.methods.crepa_by_hand import loss_by_hand
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train, trained_weights
 from trainer import train as loop
@@ -158,14 +158,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "half": {"gradient_checkpointing_interval": 2},
     "offload": {"offload": {"blocks": True, "activations": True}},
     "quantised": {"base_precision": "int8-quanto"},
+    "compiled": {"compile": "blocks", "compile_backend": "eager"},
 }
-if LONG:  # else tests/trainer/methods/test_all_at_once.py alone compiles: to trace a graph takes seconds
-    WAYS["compiled"] = {"compile": "blocks", "compile_backend": "eager"}
+UNCOMPILED = [way for way in WAYS if way != "compiled"]  # to trace a graph takes seconds: test_all_at_once.py has it
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "adapter", "ways"), [("t2v", {"rank": 2}, [*WAYS]), ("sana", {"type": "full"}, ["checkpointing"])]
+    ("kind", "adapter", "ways"),
+    [
+        ("t2v", {"rank": 2}, UNCOMPILED),
+        long("t2v", {"rank": 2}, ["compiled"]),
+        ("sana", {"type": "full"}, ["checkpointing"]),
+    ],
 )
 def test_gradients_reach_the_block_however_it_is_computed(make_config, make_set, made, kind, adapter, ways) -> None:
     """And nothing of the step is kept after it."""
@@ -281,11 +286,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(make_config, make_set, made, tmp_path) -> None:
+def test_two_processes_have_the_losses_of_one(make_config, make_set, made, tmp_path, is_long) -> None:
     """With micro-batches that are not synchronised, checkpointing, and a step after the cut-off. By FSDP2 in the long
     form, and with all methods in tests/trainer/methods/test_regularisation.py."""
     methods, found = {"crepa": {"block_index": 1, "cutoff_step": 2}}, []
-    for name, accumulate, strategy in (("alone", 4, "ddp"), ("ddp", 2, "ddp"), *LONG * [("fsdp2", 2, "fsdp2")]):
+    for name, accumulate, strategy in (("alone", 4, "ddp"), ("ddp", 2, "ddp"), *is_long * [("fsdp2", 2, "fsdp2")]):
         settings = {"methods": methods, "adapter": {"rank": 2}, "parallel": {"strategy": strategy}}
         config = make_config("t2v", name=name, steps=3, batch_size=2, accumulate=accumulate, **settings)
         make_set(config, *with_features(made, config))

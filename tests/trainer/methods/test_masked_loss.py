@@ -75,7 +75,7 @@ def test_the_area_is_normalised_and_a_share_is_unmasked(make_config, make_set, m
     same for any division of the global batch. With a Huber loss and weights of the noise levels."""
     losses = []
     for name, size, accumulate in (("whole", 4, 1), ("cut", 1, 4)):
-        methods = {"masked_loss": {"unmasked_weight": 0.1, "unmasked_probability": 0.5, "normalise_area": True}}
+        methods = {"masked_loss": {"unmasked_weight": 0.1, "unmasked_probability": 0.5, "normalize_area": True}}
         parts = {"batch_size": size, "accumulate": accumulate, "caption_dropout": 0.5, "seed": 1}
         parts |= {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "cosmap"}}
         config = make_config("i2v", name=name, steps=1, methods=methods, **parts)
@@ -143,7 +143,7 @@ def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> No
     for name, methods in {
         "plain": {},
         "all": {"masked_loss": {"unmasked_weight": 1.0}},
-        "none": {"masked_loss": {"normalise_area": True}},  # an empty mask's loss stays 0
+        "none": {"masked_loss": {"normalize_area": True}},  # an empty mask's loss stays 0
     }.items():
         config = make_config("t2i", name=name, steps=1, methods=methods)
         items, null, prompts = made.mixed_items(config)
@@ -157,13 +157,13 @@ def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"unmasked_weight": 1.0, "normalise_area": True}, "no effect with unmasked_weight 1: .*lower that, or remove"),
+        ({"unmasked_weight": 1.0, "normalize_area": True}, "no effect with unmasked_weight 1: .*lower that, or remove"),
         *(
             (
                 {"unmasked_probability": 1.0, name: value},
                 "no effect with unmasked_probability 1, .*lower that, or remove",
             )
-            for name, value in (("unmasked_weight", 0.5), ("normalise_area", True), ("prior_weight", 1.0))
+            for name, value in (("unmasked_weight", 0.5), ("normalize_area", True), ("prior_weight", 1.0))
         ),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 
 from schemas.cli.console import Options, run_program
 from schemas.errors import OK, USAGE
-from tests.conftest import LONG
 from tests.trainer.methods.test_crepa import with_features
 from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights
 from trainer import train as loop
@@ -118,13 +117,15 @@ def test_with_nabla_a_rollout_and_the_base_model_are_sparse_too(make_config, mak
 
 
 @pytest.mark.slow
-def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, make_set, made) -> None:
+def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, make_set, made, is_long) -> None:
     found = {}
     for name, options in {
         "plain": {"gradient_checkpointing": False},
         "checkpointing": {},
         "offload": {"offload": {"blocks": True, "activations": True}},
-        **({"compile": {"compile": "blocks", "compile_backend": "eager"}} if LONG else {}),  # as in test_all_at_once.py
+        **(
+            {"compile": {"compile": "blocks", "compile_backend": "eager"}} if is_long else {}
+        ),  # as in test_all_at_once.py
     }.items():
         torch.compiler.reset()
         methods = {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10}}
@@ -198,9 +199,9 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
     assert run_program("train", program_run, Options(path)) == USAGE
     printed = " ".join(capsys.readouterr().err.split())
-    assert "train.methods.regularisation" in printed and said in printed
+    assert "train.methods.regularization" in printed and said in printed
     if every < 99:
-        assert "set train.methods.regularisation.target to data" in printed
+        assert "set train.methods.regularization.target to data" in printed
         allowed = make_config("t2i", **settings, methods={"regularisation": {"target": "data"}})
         path.write_text(json.dumps(allowed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
         assert run_program("train", program_run, Options(path, dry_run=True, json=True)) == OK

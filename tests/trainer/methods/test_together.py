@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from tests.forms import long
 from tests.trainer.runs import lines, train
 
 TOGETHER = {
-    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5, "normalise_area": True},
+    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5, "normalize_area": True},
     "tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]},
     "input_perturbation": {"decay_steps": 4},
 }
@@ -19,7 +20,7 @@ OBJECTIVE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
+@pytest.mark.parametrize("kind", [long("t2i"), "i2v", "sana"])
 def test_they_train_together_and_a_resumed_run_goes_on_as_a_whole_one(make_config, make_set, made, kind) -> None:
     found = {}
     for name, stops in (("whole", (3,)), ("cut", (2, 3))):

@@ -21,7 +21,7 @@ from cache.store.store import Store
 from examples.tiny_models import build, make_model
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
-from tests.conftest import LONG
+from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train
@@ -152,7 +152,7 @@ def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_the_same_with_less_memory_compiled_and_on_a_quantised_base(start) -> None:
+def test_it_trains_the_same_with_less_memory_compiled_and_on_a_quantised_base(start, is_long) -> None:
     common = {"adapter": {"rank": 2, "init_weights": "gaussian"}, "gradient_checkpointing": False}
     whole = {"gradient_checkpointing": True}
     options = [
@@ -163,9 +163,9 @@ def test_it_trains_the_same_with_less_memory_compiled_and_on_a_quantised_base(st
     for kind in ("t2i", "sana"):
         lora = common | {"name": kind}
         expected = step_once(start(kind, ROUTES, **lora))
-        for more in options if LONG or kind == "t2i" else options[-1:]:
+        for more in options if is_long or kind == "t2i" else options[-1:]:
             same_step(start(kind, ROUTES, **lora | more), expected)
-        if kind == "t2i" and LONG:  # Sana refuses it; test_all_at_once.py compiles in the short form, too
+        if kind == "t2i" and is_long:  # Sana refuses it; test_all_at_once.py compiles in the short form, too
             same_step(start(kind, ROUTES, compile="blocks", compile_backend="eager", **lora), expected)
         quantised, plain = (
             step_once(start(kind, routes, base_precision="int8-quanto", **lora)).loss for routes in (ROUTES, None)
@@ -233,9 +233,7 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "parallel"), [("t2i", {"strategy": "ddp"}), *LONG * [("sana", {"strategy": "fsdp2"})]]
-)
+@pytest.mark.parametrize(("kind", "parallel"), [("t2i", {"strategy": "ddp"}), long("sana", {"strategy": "fsdp2"})])
 def test_two_ranks_train_as_one_and_eval_is_not_routed(start, tmp_path: Path, kind, parallel) -> None:
     """With all methods on ranks that share a model: tests/trainer/methods/test_regularisation.py."""
     common = {"steps": 1, "validation": {"eval_samples": 2}}

@@ -212,14 +212,16 @@ def wait_for_step(config, step: int) -> None:
     until(lambda: max(lines(config), default=0) >= step, f"step {step}")
 
 
-class SessionLeader(ForkedProgram):
-    def prepare(self) -> None:
-        os.setsid()
+def start_run(path: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "stages.cli", "run", "--config", str(path), "--set", "stages.order=[train]"]
+    return subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def start_run(path: Path) -> SessionLeader:
-    words = ("run", "--config", str(path), "--set", "stages.order=[train]", "--json")
-    return SessionLeader([sys.executable, "-m", "stages.cli", *words], stdout=subprocess.PIPE, text=True)
+def interrupt_twice_at_step_3() -> None:
+    """Let this program and `run`, which started it, get one Ctrl-C, and this one a second."""
+    interruption.REPEATED_S = 0.0
+    act = lambda: (tell(signal.SIGINT), os.kill(os.getppid(), signal.SIGINT), time.sleep(60))  # noqa: E731
+    at_step(pytest.MonkeyPatch(), 3, act)
 
 
 @pytest.mark.parametrize("whom", ["the program", "its group"])
@@ -256,8 +258,7 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(
 
 def test_under_run_a_second_ctrl_c_is_told_truly(make_config, make_set, tmp_path, forked_programs, monkeypatch) -> None:
     """What train says is lost stands in the report of `run`, which promises nothing else."""
-    monkeypatch.setattr(interruption, "REPEATED_S", 0.0)
-    at_step(monkeypatch, 3, lambda: (tell(signal.SIGINT), os.kill(os.getppid(), signal.SIGINT), time.sleep(60)))
+    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(interrupt_twice_at_step_3))
     config = make_config("t2i", **ENDLESS)
     make_set(config)
     started = start_run(write(config, tmp_path / "pipeline.yaml"))

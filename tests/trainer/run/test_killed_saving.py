@@ -15,7 +15,7 @@ from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set
 from cache.store.store import Store
 from schemas.cli.console import Console
-from tests.conftest import LONG
+from tests.forms import long
 from tests.processes import in_child
 from trainer import train as loop
 from trainer.run import checkpoint, resume
@@ -51,7 +51,7 @@ def kill_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), *([("sana", {"type": "full"})] if LONG else [])])
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), long("sana", {"type": "full"})])
 def test_the_checkpoint_before_is_never_harmed(make_config, make_set, kind, adapter) -> None:
     """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many."""
     config = make_config(kind, steps=9, adapter=adapter, keep_checkpoints=1)

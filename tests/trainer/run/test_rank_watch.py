@@ -11,14 +11,12 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from schemas.errors import INCOMPLETE
-from tests.conftest import LONG
 from tests.trainer.runs import lines, on_ranks
 from trainer.data import BatchLoader
 from trainer.run.run_files import RunFiles
 from trainer.setup import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
-LONG_ONLY = pytest.mark.skipif(not LONG, reason="of the long form: it waits out train.parallel.timeout")
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def test_a_rank_that_fails(run_ranks, monkeypatch) -> None:
     assert "rank 1 (process " in report["error"]["message"] and "the disk has gone" in report["error"]["message"]
 
 
-@LONG_ONLY
+@pytest.mark.long  # it waits out train.parallel.timeout
 def test_a_rank_that_is_stopped(run_ranks) -> None:
     """Most of it is waiting: 2 s of processor time."""
     report = run_ranks(10, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGSTOP})
@@ -112,7 +110,7 @@ def test_a_rank_that_fails_while_the_other_loads(run_ranks, monkeypatch) -> None
     assert message.startswith("rank 1 (") and message.endswith("failed: FileNotFoundError: the checkpoint is not here")
 
 
-@LONG_ONLY
+@pytest.mark.long  # it waits out train.parallel.timeout
 def test_a_rank_that_hangs_in_its_turn_to_load(run_ranks, monkeypatch) -> None:
     """The other has loaded and waits: it is not the one that is behind."""
 

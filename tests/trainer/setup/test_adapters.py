@@ -8,6 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from schemas.config.adapter import Adapter
+from tests.forms import in_turn
 from tests.trainer.pipelines import KINDS, output, pipeline, pipeline_class, random, trained
 from trainer.adapters.header import COMFYUI_PREFIX
 from trainer.families import kandinsky5, sana
@@ -36,8 +37,7 @@ VARIANTS = {
 LINEAR_TARGETS = r".*blocks\.\d+\.(attn[12]|self_attention|cross_attention)\.(to_.|to_out\.0|to_query|to_key|out_layer)"
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS, OPTIONS))
 def test_a_lora_loads_in_the_pipeline_and_gives_the_same_output(tiny, tmp_path, kind, options):
     model = trained(kind, tiny(kind), **OPTIONS[options])
     adapters.save_lora(model, tmp_path, kind)
@@ -49,8 +49,7 @@ def test_a_lora_loads_in_the_pipeline_and_gives_the_same_output(tiny, tmp_path, 
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
-@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize(("kind", "variant"), in_turn(["kandinsky5-image-t2i", "sana"], VARIANTS))
 def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny, tmp_path, kind, variant):
     options = VARIANTS[variant]
     if options.get("init_weights", "default") not in ("default", "gaussian"):

@@ -9,12 +9,13 @@ from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set
 from cache.store.store import Store
 from schemas.cli.console import Console
+from tests.forms import long
 from trainer import train as loop
 from trainer.setup.compile import compile_blocks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "sana"])
+@pytest.mark.parametrize("kind", ["t2i", long("sana")])
 def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(make_config, make_set, kind, capsys) -> None:
     """Also where their weights are on the host. A class of blocks is one graph, or two where the first block's input
     has no gradient, however many blocks there are, and computing them again needs no other."""

@@ -6,6 +6,7 @@ from peft import LoKrConfig
 from safetensors.torch import load_file
 
 from schemas.config.adapter import Adapter
+from tests.forms import in_turn
 from tests.trainer.pipelines import KINDS, output, pipeline, random
 from trainer.setup import adapters, lokr
 from trainer.setup.attach import make_trainable
@@ -42,8 +43,7 @@ def trained(kind: str, folder, settings: str, model=None):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
-@pytest.mark.parametrize("settings", list(SETTINGS))
+@pytest.mark.parametrize(("kind", "settings"), in_turn(["kandinsky5-image-t2i", "sana"], SETTINGS))
 def test_a_lokr_loads_in_the_transformer_and_merges(tiny, tmp_path, kind, settings):
     family, _ = KINDS[kind]
     pipe, stock = pipeline(kind, tiny(kind)), family.load(str(tiny(kind)))

@@ -12,6 +12,7 @@ from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set
 from cache.store.store import Store
 from schemas.cli.console import Console
+from tests.forms import long
 from trainer import train as loop
 from trainer.run import metrics
 from trainer.run.run_state import RunError
@@ -55,7 +56,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "sana"])
+@pytest.mark.parametrize("kind", ["t2i", long("sana")])
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(make_config, make_set, kind) -> None:
     train_options = {"batch_size": 1 if kind == "sana" else 2, "steps": STEPS, "adapter": {"rank": 2}}
     plain = make_config(kind, name="plain", gradient_checkpointing=False, **train_options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.tiny_models import make_model
-from tests.conftest import LONG
+from tests.forms import long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import lines, train
 from tests.trainer.setup.test_quantize import NAMES, adapted, step
@@ -67,13 +67,13 @@ def settle(model: Any, blocks_per_group: int, prefetch: bool = False) -> GroupSc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [None, *NAMES])
+@pytest.mark.parametrize("name", [name if name in (None, "nf4-bnb") else long(name) for name in (None, *NAMES)])
 def test_loss_prediction_and_gradients_are_those_without_offload(make, name) -> None:
     for adapter in ADAPTERS:
         if adapter == "dora" and name == "int8-quanto":
             continue
         expected = step(KIND, make(name, adapter))
-        for blocks_per_group in (1, 2, 5) if adapter == "lora" and (LONG or name in (None, "nf4-bnb")) else (2,):
+        for blocks_per_group in (1, 2, 5) if adapter == "lora" else (2,):
             model = make(name, adapter)
             scheduler = settle(model, blocks_per_group, prefetch=blocks_per_group == 2)
             for one, other in zip(step(KIND, model), expected, strict=True):

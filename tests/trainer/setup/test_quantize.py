@@ -10,7 +10,7 @@ import torch
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
-from tests.conftest import LONG
+from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
 from trainer.run import run_state
@@ -87,9 +87,8 @@ def unquantised(wide):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WIDE)
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantised, kind, name):
+@pytest.mark.parametrize(("kind", "name"), in_turn(WIDE, NAMES))
+def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantised, is_long, kind, name):
     """Under each adapter, in float32 and in bfloat16, whose own error comes on top; LoRA with gradient checkpointing
     too."""
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
@@ -105,7 +104,7 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
         for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
             assert own <= bound + 2 * base
-        if adapter != {"type": "lora"} and not LONG:
+        if adapter != {"type": "lora"} and not is_long:
             continue
         checkpointed = adapted(kind, wide(kind), name, torch.float32, **adapter).train()
         checkpointed.enable_gradient_checkpointing()
@@ -173,7 +172,7 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES if LONG else ["int8-torchao", "nf4-bnb"])
+@pytest.mark.parametrize("name", [name if name in ("int8-torchao", "nf4-bnb") else long(name) for name in NAMES])
 def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
     """Each block's feed-forward: with gradients a whole block takes a minute to compile."""
     kind = "kandinsky5-image-t2i"
@@ -266,7 +265,7 @@ def test_a_quantised_run_goes_on_exactly_and_with_its_own_precision_only(make_co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8-quanto", *LONG * ["int8-torchao"], "nf4-bnb"])
+@pytest.mark.parametrize("name", ["int8-quanto", long("int8-torchao"), "nf4-bnb"])
 def test_two_processes_train_a_quantised_model_as_one(make_config, make_set, wide, tmp_path, name):
     """By DDP, with gradients sent in bfloat16 in the last case, and by FSDP2 in tests/trainer/setup/test_shard.py."""
     found, half = [], {"parallel": {"gradient_compression": "bfloat16"}} if name == "nf4-bnb" else {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.tiny_models import make_model
-from tests.conftest import LONG
+from tests.forms import long
 from tests.processes import in_child
 from tests.trainer.pipelines import KINDS
 from tests.trainer.setup.test_quantize import NAMES
@@ -31,8 +31,11 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     return folder, sum(parameter.numel() for parameter in model.parameters())
 
 
+SHORT = ("full rank", "int8-torchao", "nf4-bnb")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full rank", "bf16", *NAMES] if LONG else ["full rank", "int8-torchao", "nf4-bnb"])
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ("full rank", "bf16", *NAMES)])
 def test_the_host_never_holds_two_copies(make_config, large, name):
     """Memory of the process while a float32 checkpoint is loaded, quantised and its weights are set up."""
     folder, weights = large
@@ -46,12 +49,12 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
     assert estimate_memory(on_gpu, shape, ["64x64"], 8).host >= LIBRARIES + size
 
     def load() -> None:
-        if config.train.quantised:
+        if config.train.quantized:
             QUANTISERS[name](torch.nn.Linear(64, 64, dtype=torch.bfloat16))  # imports its library
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would be used again, and not be counted
         with PeakMemory() as memory:
             model, _ = load_transformer(config, family, torch.device("cpu"))
-            if config.train.quantised:
+            if config.train.quantized:
                 quantize_base(model, family, name, "cpu", torch.device("cpu"))
             make_trainable(model, family, config.train.adapter)
             if full:

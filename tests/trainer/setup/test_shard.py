@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from schemas.config.training import Parallel
 from schemas.errors import OK, USAGE
-from tests.conftest import LONG
+from tests.forms import long
 from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
 from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train
@@ -177,19 +177,19 @@ def test_what_sharded_models_can_not_do_is_refused(make_config, other, reason) -
         make_config(**{"parallel": FSDP, **other})
 
 
+FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2})
+
+
 @pytest.mark.parametrize(
-    ("kind", "adapter", "settings"),
-    [
-        ("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}),
-        ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2}),
-    ],
-    ids=["ddp", "fsdp2"],
+    ("kind", "adapter", "settings", "last"),
+    [("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}, 4), (*FULL, 2), long(*FULL, 4)],
+    ids=["ddp", "fsdp2", "fsdp2 on four"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
-    make_config, make_set, tmp_path, kind, adapter, settings
+    make_config, make_set, tmp_path, kind, adapter, settings, last
 ) -> None:
     """2, 1 and 4 (of those that share a model 2, in the long form 4), with the samples and noise of one process."""
-    plan = [2, 1, 2 if settings.get("parallel") == FSDP and not LONG else 4]
+    plan = [2, 1, last]
     path = tmp_path / "pipeline.yaml"
     common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}
     alone = make_config(kind, name="alone", accumulate=4, steps=2 * len(plan), **common)

@@ -1,7 +1,7 @@
 """Rows of a family made for the tests: clips that go on from two given frames."""
 
 from schemas.cleaning import Cleaner
-from schemas.family import Condition, Family, Flavour, Normalisation, Template
+from schemas.family import Condition, Family, Flavour, Normalization, Template
 
 
 def loud(text: str) -> str:
@@ -41,7 +41,7 @@ FAMILIES = {
         steps=2,
         templates={"i2v": Template("example", "Clip: {}", crop=1, max_length=16, cleaner=Cleaner(loud), layers=(1, 2))},
         conditions={"i2v": Condition("first-frame", frames=2)},
-        normalisation=Normalisation(scale=None, mean="latents_mean", deviation="latents_std"),
+        normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
         text_attention="eager",
     ),
 }

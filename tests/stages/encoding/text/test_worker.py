@@ -206,7 +206,7 @@ def test_a_text_is_encoded_once_for_all_datasets_and_resolutions_that_share_it(p
     home.settings["datasets"] = [
         photos,
         photos | {"id": "large", "resolution": 96},
-        photos | {"id": "others", "instance_data_dir": "others", "is_regularisation_data": True},
+        photos | {"id": "others", "instance_data_dir": "others", "is_regularization_data": True},
     ]
     captions = ["a cat", "a dog", "a cat"]
     for number, caption in enumerate(captions):

@@ -1,0 +1,160 @@
+"""A training set whose shards are made while it is trained on. Its index is made from the plan alone, so that its rows
+and their order are those of the same set with a full cache, where nothing is set aside.
+
+A member that its stage sets aside is known only once its unit is encoded, and later than that the order may not change.
+So it stays in the set: wherever its turn comes, it is left out. Rows count as in the plan; a shard without some of its
+members has fewer, and is looked into for its rows' ids.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.order.schedule import Ints
+from cache.order.set_columns import IntColumn, ListColumn
+from cache.sets.set_files import PLANNED
+from cache.sets.trainset import Location, SetError, TrainSet
+from cache.shards.shard import RejectedMember, ShardRow
+from cache.shards.shard_supply import ShardSupply
+from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.store import Store
+from schemas.errors import INCOMPLETE
+
+MISSING_STEP = (
+    "Put it back (mount the disk, or correct media_root) and run the same command again; or, to train without it: "
+    "`latentpress discover`, `bucket` and `index`."
+)
+
+
+class MissingMedia(SetError):
+    """A sample can't be trained on, as its file was not there when it was encoded."""
+
+    exit_code = INCOMPLETE
+
+
+class ShardMembers:
+    """Of a shard that lacks some members. rows: row in the plan -> row in the shard. aside: row in the plan -> the
+    member that was set aside."""
+
+    def __init__(self, planned: dict[int, str], ids: list[str], set_aside: list[RejectedMember]) -> None:
+        places, members = {id: row for row, id in enumerate(ids)}, {member.id: member for member in set_aside}
+        self.rows = {row: places[id] for row, id in planned.items() if id in places}
+        self.aside = {row: members[id] for row, id in planned.items() if id in members}
+
+
+class PlannedSet(TrainSet):
+    """sets/<id> of a store, of which set.json has {"tensors": those that samples have, "bytes": the most of each shard}
+    as PLANNED."""
+
+    def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
+        super().__init__(store, set_id, meta)
+        self._members: dict[int, ShardMembers | None] = {}
+        self._members_lock, self._aside = threading.Lock(), dict[str, RejectedMember]()
+        self.report: Callable[[str, RejectedMember], object] = lambda program, member: None
+
+    def use_supply(self, supply: ShardSupply) -> None:
+        super().use_supply(supply)
+        supply.on_removal(self._forget)
+
+    def _forget(self, number: int) -> None:
+        self._members.pop(number, None)
+
+    def has_tensor(self, name: str) -> bool:
+        return self.regularisation > 0 if name == "regularisation" else name in self.meta[PLANNED]["tensors"]
+
+    def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
+        """As of any set, without those that were set aside. SetError where none is left."""
+        rows, what = super().choose_eval_rows(count)
+        chosen = np.array(rows, np.int64)
+        absent = self.find_set_aside(chosen, np.zeros_like(chosen), np.zeros(len(chosen), bool)) if rows else None
+        if absent is not None:
+            rows = chosen[~absent].tolist()
+            if not rows:
+                step = "Set validation.eval_samples to 0 or to more, or correct the files that rejects/ lists."
+                raise SetError(f"every one of the {count} {what} of the eval loss was set aside", step)
+        return rows, what
+
+    def members(self, number: int) -> ShardMembers | None:
+        """Of shard `number`, for which this waits; None where it has all of its members."""
+        if number not in self._members:
+            with self.supply.open(number) as reader:
+                meta = reader.meta
+            found = None
+            if meta.set_aside:
+                found = ShardMembers(self._planned_ids(number), meta.ids, meta.set_aside)
+            with self._members_lock:
+                self._members[number] = found
+                new = [member for member in (found.aside.values() if found else ()) if member.id not in self._aside]
+                self._aside |= {member.id: member for member in new}
+            for member in new:
+                self.report(ENCODE_PROGRAMS[meta.kind], member)
+        return self._members[number]
+
+    def list_set_aside(self) -> list[dict[str, Any]]:
+        """Of the members that were found to be set aside, rows of a report."""
+        return [
+            {"item": member.id, "path": "", "reason": member.reason, "message": member.message}
+            for member in self._aside.values()
+        ]
+
+    def _planned_ids(self, number: int) -> dict[int, str]:
+        """Row in the plan -> id, of the members of a shard that the set has."""
+        found: dict[int, str] = {}
+        index, texts = self.tables["index"], self.tables["texts"]
+        prefixes = ["", *(f"{kind}_" for kind in self.kinds)]
+        columns = [(index, f"{prefix}shard", f"{prefix}row", "sample_id") for prefix in prefixes]
+        for table, shard, row, id in (*columns, (texts, "shard", "row", "text_id")):
+            own = table.filter(pc.equal(table.column(shard), number))
+            found |= dict(zip(own.column(row).to_pylist(), own.column(id).to_pylist(), strict=True))
+        return found
+
+    def read_row(self, location: Location) -> ShardRow:
+        """As of any set. SetError for a member that was set aside."""
+        members = self.members(location.shard)
+        if members is None:
+            return super().read_row(location)
+        if (member := members.aside.get(location.row)) is not None:
+            raise _set_aside_error(location, member)
+        return super().read_row(location._replace(row=members.rows.get(location.row, location.row)))
+
+    @cached_property
+    def _places(self) -> tuple[list[tuple[IntColumn, IntColumn]], ListColumn, IntColumn, tuple[IntColumn, IntColumn]]:
+        index, texts = self.tables["index"], self.tables["texts"]
+        prefixes = ["", *(f"{kind}_" for kind in self.kinds)]
+        samples = [(IntColumn(index[f"{each}shard"]), IntColumn(index[f"{each}row"])) for each in prefixes]
+        places = IntColumn(texts["shard"]), IntColumn(texts["row"])
+        return samples, ListColumn(index["texts"]), IntColumn(index["null_text"]), places
+
+    def find_set_aside(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+        """(B,) whether a part of each sample was set aside; None where all their shards have all their members.
+        Arguments as of `RowReader.find`. MissingMedia where a file was not there."""
+        samples, texts, null_texts, text_places = self._places
+        absent, lacking = np.zeros(len(rows), bool), False
+        for number, (row, caption, drop) in enumerate(
+            zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True)
+        ):
+            places = [(shard.number(row), at.number(row)) for shard, at in samples]
+            text = texts.get(row, caption)
+            if drop:
+                own = null_texts.get(row)
+                text = self.meta["null_text"] if own is None else own
+            places.append((text_places[0].number(text), text_places[1].number(text)))
+            for shard, at in places:
+                if (members := self.members(shard)) is None:
+                    continue
+                lacking = True
+                if (member := members.aside.get(at)) is not None:
+                    if member.reason == "missing":
+                        raise MissingMedia(f"set {self.id}: {member.message}", MISSING_STEP)
+                    absent[number] = True
+        return absent if lacking else None
+
+
+def _set_aside_error(location: Location, member: RejectedMember) -> SetError:
+    what = f"{member.id}, which every run needs, could not be encoded: {member.message}"
+    return SetError(what, "Correct it, or run `latentpress discover`, `bucket` and `index` without it.")

@@ -1,0 +1,217 @@
+"""Files written from the sections of the configuration: the JSON Schema, the options' tables in docs/, pipeline.yaml.
+
+`python -m schemas.config.generated` (`make generated`) writes them in the source tree. Each keeps what people write in
+it: pipeline.yaml its values in force and its remarks between the options, a document everything around its tables. A
+table stands between `<!-- options: KEY -->` and `<!-- end -->`, and has the options of a section from KEY on, as far as
+the next table of that section; columns other than option, default and what keep their cells.
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from schemas.config.error_messages import is_section
+from schemas.config.loading import json_schema
+from schemas.config.pipeline import Config
+from schemas.config.section import Section
+from schemas.config.yaml_reader import YamlError, parse_yaml
+
+WIDTH = 120
+COMMENT_COLUMN = 28  # after the indentation
+_TABLE = re.compile(r"(<!-- options: (\S+) -->\n)\n(.*?)\n(<!-- end -->)", re.DOTALL)
+_OPTION = re.compile(r"( *)(?:# )?(?:- )?([a-z][\w-]*):( |$)")
+Path_ = tuple[str, ...]  # keys, without the numbers of lists
+
+
+def write_all(root: Path) -> list[Path]:
+    """Write what differs below `root`, the source tree; returns these files."""
+    texts = {root / "schemas" / "pipeline.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"}
+    texts[root / "pipeline.yaml"] = commented_example((root / "pipeline.yaml").read_text())
+    documents = {path: path.read_text() for path in sorted((root / "docs").glob("*.md"))}
+    starts = [match[2] for text in documents.values() for match in _TABLE.finditer(text)]
+    texts |= {path: with_tables(text, starts) for path, text in documents.items()}
+    changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    for path in changed:
+        path.write_text(texts[path])
+    return changed
+
+
+# -- options
+
+
+def options(section: type[Section]) -> Iterator[tuple[str, FieldInfo, type[Section] | None]]:
+    """Each key as written in YAML, its field, and the section that its value is, or that the items of its list are."""
+    for name, info in section.model_fields.items():
+        inner = [kind for kind in (info.annotation, *get_args(info.annotation)) if is_section(kind)]
+        yield info.alias or name, info, inner[0] if inner else None
+
+
+def description(info: FieldInfo) -> str:
+    """What the option is, after its choices where neither the words nor the default name each of them."""
+    kinds = (info.annotation, *get_args(info.annotation))
+    choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    words = info.description or ""
+    named = info.default if isinstance(info.default, tuple) else re.findall(r"[\w-]+", words)
+    if {*choices} <= {*named}:
+        return words
+    return f"{' | '.join(choices)}{'; ' if re.match('[^;]*: ', words) else ': '}{words}"
+
+
+def flow(value: Any, inside: str = "[{}]") -> str:
+    """A value in YAML, on one line. inside: what stands around a text, which may need quotes there."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{flow(key)}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, Section):
+        return flow(value.model_dump(by_alias=True))
+    if not isinstance(value, str):
+        return json.dumps(value)
+    try:
+        plain = parse_yaml(inside.format(value)).value in (value, [value])
+    except YamlError:
+        plain = False
+    return value if plain else json.dumps(value, ensure_ascii=False)
+
+
+def shape(section: type[Section]) -> str:
+    """The keys of a section with their defaults: {match: ..., lr: null}."""
+    parts = []
+    for key, info, inner in options(section):
+        required = f"[{shape(inner)}]" if inner else "..."
+        parts.append(f"{key}: {required if info.is_required() else flow(info.default)}")
+    return "{" + ", ".join(parts) + "}"
+
+
+# -- pipeline.yaml
+
+
+def commented_example(text: str) -> str:
+    """The example with every option once: with the value that it has in `text`, or commented out with its default."""
+    before = _remarks(text)
+    lines = list(before.pop((), []))
+    lines += _section_lines(Config, None, parse_yaml(text).value, (), "", before, set())
+    return "\n".join(lines) + "\n"
+
+
+def _remarks(text: str) -> dict[Path_, list[str]]:
+    """Path of an option -> the lines before it that are blank, or comments of more than that option; () has the header,
+    which ends with the first blank line."""
+    header, _, rest = text.partition("\n\n")
+    remarks: dict[Path_, list[str]] = {(): [*header.splitlines(), ""]}
+    above, kept = list[tuple[int, str]](), list[str]()
+    for line in rest.splitlines():
+        match = _OPTION.match(line)
+        indent = line.index(match[2]) - 2 * ("# " in line[: line.index(match[2])]) if match else 0
+        path = (*(key for column, key in above if column < indent), match[2]) if match else ()
+        if match and _is_option(path):
+            above = [(column, key) for column, key in above if column < indent] + [(indent, match[2])]
+            if kept:
+                remarks.setdefault(path, kept)
+            kept = []
+        elif not line.strip() or re.match(r" *# {0,2}\S", line):
+            kept.append(line)
+    return remarks
+
+
+def _is_option(path: Path_) -> bool:
+    section: type[Section] | None = Config
+    for key in path:
+        inner = {name: kind for name, _, kind in options(section)} if section else {}
+        if key not in inner:
+            return False
+        section = inner[key]
+    return True
+
+
+def _section_lines(
+    section: type[Section],
+    defaults: Section | None,
+    given: Any,
+    above: Path_,
+    indent: str,
+    remarks: dict[Path_, list[str]],
+    seen: set[Any],
+) -> Iterator[str]:
+    known = {key: value for (key, _, _), (_, value) in zip(options(section), defaults or (), strict=False)}
+    for key, info, inner in options(section):
+        path, words = (*above, key), description(info)
+        yield from remarks.get(path, ())
+        value = given.get(key) if isinstance(given, dict) else None
+        there = isinstance(given, dict) and key in given
+        default = known.get(key, info.default)
+        if inner and isinstance(value, list):
+            yield from _commented(f"{indent}{key}:", indent, words)
+            for number, item in enumerate(value):
+                lines = list(_section_lines(inner, None, item, path, f"{indent}    ", {} if number else remarks, seen))
+                if number:
+                    lines = [line for line in lines if not line.lstrip().startswith("#")]
+                first = next(i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#"))
+                lines[first] = f"{indent}  - {lines[first].lstrip()}"
+                yield from lines
+        elif inner and (isinstance(default, Section) or value) and (inner not in seen or there):
+            seen.add(inner)
+            yield from _commented(f"{indent}{'' if there else '# '}{key}:", indent, words)
+            below = default if isinstance(default, Section) else None
+            yield from _section_lines(inner, below, value, path, f"{indent}  ", remarks, seen)
+        else:
+            if inner and not isinstance(default, Section):
+                words += f"; or {f'[{shape(inner)}]' if default == () else shape(inner)}"
+            shown = f"{indent}{key}: {flow(value, '{} #')}" if there else f"{indent}# {key}: {flow(default, '{} #')}"
+            yield from _commented(shown, indent, words)
+
+
+def _commented(line: str, indent: str, words: str) -> Iterator[str]:
+    """The line with the words as a comment behind it, and below where they are long."""
+    column = len(indent) + COMMENT_COLUMN
+    room = WIDTH - column - 2
+    if not words:
+        yield line
+    elif len(line) < column or len(line) + len(words) + 4 <= WIDTH:
+        first, *more = textwrap.wrap(words, max(room, len(words) if len(line) >= column else 0), break_on_hyphens=False)
+        yield f"{line.ljust(column - 1)} # {first}" if len(line) < column else f"{line}  # {first}"
+        yield from (f"{indent}#{' ' * (column - len(indent) + 1)}{part}" for part in more)
+    else:
+        yield line
+        parts = textwrap.wrap(words, room, break_on_hyphens=False)
+        yield from (f"{indent}#{' ' * (column - len(indent) + 1)}{part}" for part in parts)
+
+
+# -- tables in documents
+
+
+def with_tables(text: str, starts: list[str]) -> str:
+    """The document with its tables written anew. starts: the first options of all tables."""
+    return _TABLE.sub(lambda match: f"{match[1]}\n{_table(match[2], match[3], starts)}\n{match[4]}", text)
+
+
+def _table(start: str, old: str, starts: list[str]) -> str:
+    *above, first = start.split(".")
+    section: type[Section] = Config
+    for step in above:
+        section = next(inner for key, _, inner in options(section) if key == step and inner)
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in old.strip().splitlines()]
+    header, cells = rows[0], {row[0].strip("`"): dict(zip(rows[0], row, strict=True)) for row in rows[2:]}
+    keys = [key for key, _, _ in options(section)]
+    others = {keys.index(other.rpartition(".")[2]) for other in starts if other.rpartition(".")[0] == ".".join(above)}
+    begin = keys.index(first)
+    end = min((place for place in others if place > begin), default=len(keys))
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for key, info, inner in list(options(section))[begin:end]:
+        if inner and isinstance(info.default, Section):
+            continue  # it has a table of its own
+        default = "required" if info.is_required() else f"`{flow(info.default)}`"
+        what = description(info).replace(" | ", ", ").replace("|", r"\|").replace("<", "&lt;")
+        written = {"option": f"`{key}`", "default": default, "what": what}
+        lines.append("| " + " | ".join({**cells.get(key, {}), **written}.get(name, "") for name in header) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    for path in write_all(Path(__file__).resolve().parents[2]):
+        print(path)

@@ -1,0 +1,198 @@
+"""Small pictures and clips within a number of bytes, of pixels and of files; those of files are kept in memory.
+
+`report --watch` makes its page again and again. What it made before is found by a file's path, time and size, so a file
+that was decoded again is read again.
+"""
+
+import base64
+import io
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from stages.media.errors import MediaError, unreadable_error
+from stages.media.files import MediaPath
+
+IMAGE_BOX, FRAME_BOX, THUMBNAIL_BOX = (384, 320), (208, 160), (256, 256)  # pixels
+QUALITY_STEPS = ((82, 1.0), (70, 1.0), (55, 1.0), (45, 0.75), (40, 0.5), (35, 0.35))  # quality, scale
+MAX_CLIP_FRAMES = 241  # decoded of a clip
+#: Longest side in pixels and H.264's constant rate factor, until a clip is small enough.
+CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
+CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
+MAX_KEPT_BYTES = 32 << 20  # several times those of a page
+ENTRY_BYTES = 500  # of an entry besides its picture
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture (WebP, JPEG), or a clip (H.264 in MP4), and its size in pixels."""
+
+    data: bytes
+    width: int
+    height: int
+    mime: str = "image/webp"
+
+    @property
+    def uri(self) -> str:
+        return f"data:{self.mime};base64,{base64.b64encode(self.data).decode()}"
+
+    @property
+    def is_clip(self) -> bool:
+        return self.mime == "video/mp4"
+
+
+def encode_picture(
+    pixels_HWC: np.ndarray,
+    box: tuple[int, int],
+    max_bytes: float = math.inf,
+    steps: Sequence[tuple[int, float]] = QUALITY_STEPS,
+    codec: str = "WEBP",
+) -> Picture:
+    """uint8 pixels, scaled down to fit into `box` (never up), by the first of `steps` (quality, scale) with at most
+    `max_bytes`, else by the last."""
+    from PIL import Image
+
+    full: Image.Image = Image.fromarray(pixels_HWC)
+    for quality, scale in steps:
+        image, buffer = full.copy(), io.BytesIO()
+        width, height = (max(1, round(side * scale)) for side in box)
+        image.thumbnail((width, height), Image.Resampling.LANCZOS)
+        image.save(buffer, codec, quality=quality)
+        if buffer.tell() <= max_bytes:
+            break
+    return Picture(buffer.getvalue(), image.width, image.height, f"image/{codec.lower()}")
+
+
+def shrink_file(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture | None:
+    """An image, or the frame of a clip at `at` seconds, by default the middle one, as WebP of at most `max_bytes`; None
+    where it can't be so small. Raises MediaError."""
+    try:
+        picture = encode_picture(read_pixels(path, at), box, max_bytes)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    return picture if len(picture.data) <= max_bytes else None
+
+
+def read_pixels(path: MediaPath, at: float | None = None) -> np.ndarray:
+    """(H, W, 3) uint8 of an image, or of a clip at `at` seconds, by default in its middle. Raises MediaError."""
+    from stages.media.image import load_image
+    from stages.media.video import probe_video, read_frames
+
+    try:
+        return np.asarray(load_image(path))
+    except MediaError:
+        if not str(path).lower().endswith(CLIP_SUFFIXES):
+            raise
+    return next(iter(read_frames(path, [probe_video(path).duration / 2 if at is None else at])))
+
+
+def shrink_clip(path: Path, max_bytes: int) -> Picture | None:
+    """A clip of at most `max_bytes`: the file itself where it is small enough, else smaller frames of lower quality, at
+    last fewer of them; None where a single one is too large. Raises MediaError."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            if path.stat().st_size <= max_bytes:
+                return Picture(path.read_bytes(), stream.width, stream.height, "video/mp4")
+            rate = stream.average_rate or Fraction(24)
+            frames = [frame for _, frame in zip(range(MAX_CLIP_FRAMES), container.decode(stream), strict=False)]
+    except (av.error.FFmpegError, IndexError, OSError) as error:
+        raise MediaError("unreadable", path, f"can't be read as a clip ({error})", "decode it again") from error
+    stride = 1
+    while stride < 2 * len(frames):
+        for edge, quality in CLIP_STEPS if stride == 1 else CLIP_STEPS[-1:]:
+            clip = _encode_clip(frames[::stride], rate / stride, edge, quality)
+            if len(clip.data) <= max_bytes:
+                return clip
+        stride *= 2
+    return None
+
+
+def _encode_clip(frames: list, rate: Fraction, edge: int, quality: int) -> Picture:
+    """Frames scaled down (never up) to even sides of at most `edge` pixels; colors are tagged as they were."""
+    import av
+
+    first = frames[0]
+    scale = min(1.0, edge / max(first.width, first.height))
+    width, height = (max(2, round(side * scale / 2) * 2) for side in (first.width, first.height))
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        options = {"crf": str(quality), "preset": "fast"}
+        stream = container.add_stream("libx264", rate=rate.limit_denominator(1001), options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        context = stream.codec_context
+        context.colorspace, context.color_range = first.colorspace, first.color_range
+        for number, frame in enumerate(frames):
+            small = frame.reformat(width, height, "yuv420p")
+            small.pts, small.time_base = number, 1 / rate
+            container.mux(stream.encode(small))
+        container.mux(stream.encode())
+    return Picture(buffer.getvalue(), width, height, "video/mp4")
+
+
+def picture_key(path: os.PathLike[str] | str, kind: Hashable) -> Hashable:
+    """Identifies the file as it is now, so it is taken before the file is read. kind: what is made of it, such as the
+    box that the picture fits into. None for what is no local file, of which nothing is kept."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return os.fspath(path), status.st_mtime_ns, status.st_size, kind
+
+
+@dataclass(frozen=True)
+class KeptPicture:
+    """max_bytes: what the picture was to have at most. picture: None where it can't be so small."""
+
+    max_bytes: int
+    picture: Picture | None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.picture is None else len(self.picture.data)
+
+
+class KeptPictures:
+    """The pictures that were used last, of at most `max_bytes` together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._entries: OrderedDict[Hashable, KeptPicture] = OrderedDict()
+
+    def get(self, key: Hashable, max_bytes: int, make: Callable[[], Picture | None]) -> Picture | None:
+        """Return what `make` made before, or makes now."""
+        entry = self.find(key, max_bytes)
+        return self.add(key, max_bytes, make()) if entry is None else entry.picture
+
+    def find(self, key: Hashable, max_bytes: int) -> KeptPicture | None:
+        """Return None where it has to be made. The first of ever smaller versions that is small enough is taken, so
+        what was made for a larger limit is the same wherever it is small enough."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.size <= max_bytes <= entry.max_bytes:
+            return None
+        self._entries.move_to_end(key)
+        return entry
+
+    def add(self, key: Hashable, max_bytes: int, picture: Picture | None) -> Picture | None:
+        """Keep the picture, which is returned."""
+        if key is not None:
+            self._drop(self._entries.pop(key, None))
+            self._entries[key] = entry = KeptPicture(max_bytes, picture)
+            self._bytes += entry.size + ENTRY_BYTES
+            while self._bytes > self._max_bytes:
+                self._drop(self._entries.popitem(last=False)[1])
+        return picture
+
+    def _drop(self, entry: KeptPicture | None) -> None:
+        self._bytes -= 0 if entry is None else entry.size + ENTRY_BYTES
+
+
+kept_pictures = KeptPictures(MAX_KEPT_BYTES)

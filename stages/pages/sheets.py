@@ -1,0 +1,238 @@
+"""PNG contact sheets, to view without a browser: of encoded samples beside their originals, and of validation samples.
+
+Those of encoded samples are drawn from the page's small pictures, on sheets of at most WIDTH x HEIGHT pixels: a sheet
+of noise takes 5 MB, one of photographs a third of that.
+"""
+
+import io
+import unicodedata
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from cache.runs.training_run import spread
+from cache.store.files import replacing
+from schemas.config.pipeline import Config
+from schemas.config.validation_samples import validation_samples
+from schemas.text_format import escape_unprintable
+from stages.media.preview_mark import is_preview
+from stages.media.video import probe_video, read_frames
+from stages.pages.clip_comparison import MAX_COMPARED_FRAMES, format_decibels
+from stages.pages.pictures import Picture
+from stages.pages.result_page import SampleResult
+
+TableRow = dict[str, Any]
+WIDTH, HEIGHT, MARGIN, GAP = 1200, 1300, 16, 8  # pixels
+CELL_WIDTH = (WIDTH - 2 * MARGIN - 2 * 2 * GAP) // 3  # original and reconstruction of an image
+PICTURE_SIDE = (CELL_WIDTH - GAP) // 2  # of an image, at most
+FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_COMPARED_FRAMES - 1) * GAP) // MAX_COMPARED_FRAMES  # of a frame, at most
+LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
+MAX_CAPTIONS = 2  # of a sample
+MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then
+SAMPLE_SIDE, MIN_CELL, MIN_HEIGHT, PADDING = 256, 160, 32, 4  # pixels
+CLIP_FRAMES, FRAME_GAP = 4, 4  # of a clip, in two rows
+PROMPT_LINES = 3
+FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
+ELLIPSIS = "…"
+TEXT_COLOR, MUTED_COLOR, PROBLEM_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#b42318", "#ffffff"
+
+
+@dataclass
+class SheetBlock:
+    """Something to draw, with coordinates from its top left corner. pictures: (x, y, image). lines: (x, y, text,
+    color). keep: pixels below it that must be on the same sheet."""
+
+    width: int
+    height: int = 0
+    pictures: list[tuple[int, int, Image.Image]] = field(default_factory=list)
+    lines: list[tuple[int, int, str, str]] = field(default_factory=list)
+    keep: int = 0
+
+    def write(self, text: str, color: str = TEXT_COLOR, most: int = 1) -> None:
+        """Add at most `most` lines below."""
+        for line in wrap(text, self.width, most):
+            self.lines.append((0, self.height, line, color))
+            self.height += LINE_HEIGHT
+
+    def show(self, pictures: Sequence[Picture | None], side: int) -> None:
+        """Add a row of pictures below, each at most `side` pixels wide and high; None leaves a gap."""
+        bottom = self.height
+        for i, picture in enumerate(pictures):
+            if picture:
+                image = _fit(Image.open(io.BytesIO(picture.data)), side)
+                self.pictures.append((i * (side + GAP), self.height, image))
+                bottom = max(bottom, self.height + image.height)
+        self.height = bottom + GAP // 2
+
+
+def draw_sheets(results: Sequence[SampleResult], rows: Sequence[TableRow]) -> Iterator[bytes]:
+    """PNG files, as many as needed. rows: of `result_page.bucket_rows`."""
+    blocks = []
+    for row in rows:
+        in_bucket = [result for result in results if result.bucket == row["bucket"]]
+        if in_bucket:
+            heading = SheetBlock(WIDTH - 2 * MARGIN, keep=PICTURE_SIDE + 4 * LINE_HEIGHT)
+            shown = f"{row['shown']} of {row['encoded']} encoded samples, mean PSNR {row['mean_psnr_db']:.2f} dB"
+            heading.write(f"{row['bucket']}: {shown}; original, then reconstruction")
+            blocks += [heading, *map(_result_block, in_bucket)]
+    for placed, height in _layout_blocks(blocks):
+        buffer = io.BytesIO()
+        _draw(placed, WIDTH, height).save(buffer, "PNG")
+        yield buffer.getvalue()
+
+
+def _draw(placed: Sequence[tuple[int, int, SheetBlock]], width: int, height: int) -> Image.Image:
+    """A sheet with blocks at their positions."""
+    sheet = Image.new("RGB", (width, height), BACKGROUND)
+    pen = ImageDraw.Draw(sheet)
+    for x, y, block in placed:
+        for left, top, image in block.pictures:
+            sheet.paste(image, (x + left, y + top))
+        for left, top, text, color in block.lines:
+            pen.text((x + left, y + top), text, fill=color, font=font_for(text))
+    return sheet
+
+
+def _layout_blocks(blocks: Sequence[SheetBlock]) -> Iterator[tuple[list[tuple[int, int, SheetBlock]], int]]:
+    """Place blocks left to right, then down; yields each sheet (blocks with their positions, height)."""
+    placed: list[tuple[int, int, SheetBlock]] = []
+    x, y, bottom = MARGIN, MARGIN, MARGIN
+    for block in blocks:
+        if x + block.width > WIDTH - MARGIN:
+            x, y = MARGIN, bottom + 2 * GAP
+        if placed and y + block.height + block.keep > HEIGHT - MARGIN:
+            yield placed, bottom + MARGIN
+            placed, x, y, bottom = [], MARGIN, MARGIN, MARGIN
+        placed.append((x, y, block))
+        x, bottom = x + block.width + 2 * GAP, max(bottom, y + block.height)
+    if placed:
+        yield placed, bottom + MARGIN
+
+
+def _result_block(result: SampleResult) -> SheetBlock:
+    """Original and reconstruction of an image side by side; the frames of a clip in two rows, the original above."""
+    frames = result.comparison.frames if result.comparison else ()
+    is_clip = bool(frames) and frames[0].time is not None
+    block = SheetBlock(WIDTH - 2 * MARGIN if is_clip else CELL_WIDTH)
+    if is_clip:
+        block.show([frame.original for frame in frames], FRAME_SIDE)
+        block.show([frame.reconstruction for frame in frames], FRAME_SIDE)
+    else:
+        condition = result.comparison.condition if result.comparison else None
+        for frame in (*frames, *filter(None, [condition])):
+            block.show([frame.original, frame.reconstruction], PICTURE_SIDE)
+    block.write(result.name if result.psnr is None else f"{result.name}   {format_decibels(result.psnr)}")
+    if result.unreadable:
+        block.write(f"no original to compare with: {result.unreadable.reason}", PROBLEM_COLOR)
+    if result.damage:
+        block.write(f"can't be decoded: {result.damage.message}", PROBLEM_COLOR)
+    for caption in result.captions[:MAX_CAPTIONS]:
+        block.write(f"({caption.token_summary}) {caption.text}", MUTED_COLOR if caption.complete else PROBLEM_COLOR)
+    return block
+
+
+def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path]], path: Path) -> None:
+    """Write a PNG of validation samples: a row for each with its prompt, a column for each step.
+
+    pictures: (step's folder, sample's name, its picture or video), those that are missing included. At most MAX_ROWS in
+    the order of the configuration and MAX_STEPS, spread evenly.
+    """
+    samples = {sample.name: sample for sample in validation_samples(config.validation, config.model.family_spec)}
+    prompts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
+    order = {name: number for number, name in enumerate(samples)}
+    steps = spread(sorted({step for step, _, _ in pictures}), MAX_STEPS)
+    names = sorted({name for _, name, _ in pictures}, key=lambda name: (order.get(name, len(order)), name))[:MAX_ROWS]
+    files = {(step, name): file for step, name, file in pictures if step in steps and name in names}
+    images = {key: _thumbnail(file) for key, file in files.items() if file.exists()}
+    cell = max([MIN_CELL, *(image.width + 2 * PADDING for image in images.values())])
+    placed, y = [], 0
+    for name in names:
+        block = SheetBlock(len(steps) * cell - 2 * PADDING)
+        block.write(f"{name}: {prompts[samples[name].prompt]}" if name in samples else name, most=PROMPT_LINES)
+        below, tallest = block.height + LINE_HEIGHT + PADDING, MIN_HEIGHT
+        for column, step in enumerate(steps):
+            file, image = files.get((step, name)), images.get((step, name))
+            mark = ", preview" if file is not None and file.suffix == ".png" and is_preview(file) else ""
+            block.lines.append((column * cell, block.height, f"{step}{mark}", MUTED_COLOR))
+            if image:
+                block.pictures.append((column * cell + (cell - image.width) // 2 - PADDING, below, image))
+                tallest = max(tallest, image.height)
+        placed.append((PADDING, y + PADDING, block))
+        y += below + tallest + 2 * PADDING
+    with replacing(path) as temporary:
+        _draw(placed, len(steps) * cell, y).save(temporary, format="PNG")
+
+
+def _thumbnail(file: Path) -> Image.Image:
+    """A small picture; of a clip CLIP_FRAMES frames from its first to its last."""
+    if file.suffix == ".png":
+        return _fit(Image.open(file), SAMPLE_SIDE)
+    clip = probe_video(file)
+    last = clip.duration - 0.5 * clip.duration / max(1, clip.frames)  # the middle of the last frame's time
+    times = [last * number / (CLIP_FRAMES - 1) for number in range(CLIP_FRAMES)]
+    frames = [_fit(Image.fromarray(frame), (SAMPLE_SIDE - FRAME_GAP) // 2) for frame in read_frames(file, times)]
+    width, height = frames[0].size
+    joined = Image.new("RGB", (2 * width + FRAME_GAP, 2 * height + FRAME_GAP), BACKGROUND)
+    for number, frame in enumerate(frames):
+        joined.paste(frame, (number % 2 * (width + FRAME_GAP), number // 2 * (height + FRAME_GAP)))
+    return joined
+
+
+def _fit(image: Image.Image, side: int) -> Image.Image:
+    """Scaled down to at most `side` pixels in width and height."""
+    image = image.convert("RGB")
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return image
+
+
+def wrap(text: str, width: int, most: int = PROMPT_LINES) -> list[str]:
+    """Divide a text into at most `most` lines of at most `width` pixels; the last one ends with an ellipsis where more
+    is left out. A word that is too long is divided."""
+    text, lines = drawable(text), list[str]()
+    measure = font_for(text).getlength
+    while text and len(lines) < most:
+        end = bisect(range(1, len(text) + 1), width, key=lambda count: measure(text[:count]))
+        if end < len(text) and (space := text.rfind(" ", 0, end + 1)) > 0:
+            end = space
+        lines.append(text[: max(1, end)])
+        text = text[max(1, end) :].lstrip(" ")
+    if text:
+        last = lines[-1]
+        while last and measure(last + ELLIPSIS) > width:
+            last = last[:-1]
+        lines[-1] = last + ELLIPSIS
+    return lines or [""]
+
+
+@cache
+def _default_font() -> Any:
+    return ImageFont.load_default(FONT_SIZE)
+
+
+@cache
+def _installed_font() -> Any:
+    """The first of FONTS that is installed, which has the letters of most European languages; None where none is."""
+    for name in FONTS:
+        with suppress(OSError):
+            return ImageFont.truetype(name, FONT_SIZE)
+    return None
+
+
+def font_for(text: str) -> Any:
+    """Pillow's own font, which has little but ASCII, or for other text an installed one. What it lacks is a box."""
+    is_plain = text.replace(ELLIPSIS, "").isascii()
+    return _default_font() if is_plain else _installed_font() or _default_font()
+
+
+def drawable(text: str) -> str:
+    """Printable, and without accents where no font has them: e for é."""
+    text = escape_unprintable(text)
+    if text.isascii() or _installed_font():
+        return text
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
