@@ -10,7 +10,6 @@ import resource
 import threading
 import time
 from array import array
-from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -18,24 +17,12 @@ from cache.shards.row_layouts import RowLayout, TensorSpan, layouts_of
 from cache.shards.shard import BaseShardReader
 from cache.shards.shard_supply import ShardSupply
 from cache.store.damage import DamageError
+from cache.store.files import FileIdentity
 
 MAX_CODES = 1 << 16  # of layouts, as a row's code has 16 bits
 MAX_MAPS, FEWEST_MAPS = 1024, 32  # 1,024 shards of their usual size are 128 GiB
 TAR_WEIGHT = 16  # a mapped tar keeps its sidecar, about 1 KiB a row
 CHECK_NS = 1_000_000  # nanoseconds after which a file is looked at again before it is read
-
-
-class FileIdentity(NamedTuple):
-    """While it is the same, no program wrote to the file."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, about: os.stat_result) -> "FileIdentity":
-        return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 class MappedShard:

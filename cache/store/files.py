@@ -108,9 +108,17 @@ class Entry(NamedTuple):
     version: str = ""
 
 
-def file_signature(about: os.stat_result) -> tuple[int, ...]:
-    """While it is the same, nobody wrote to the file."""
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+class FileIdentity(NamedTuple):
+    """While it is the same, no program wrote to the file."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, about: os.stat_result) -> "FileIdentity":
+        return cls(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:

@@ -168,7 +168,7 @@ class Store:
             file, version = self._open_remote_table(rel)
         else:
             file = self.open(rel)
-            version = files.file_signature(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
+            version = files.FileIdentity.of(os.fstat(file.fileno())) if isinstance(file, pa.MemoryMappedFile) else None
         with file, explained(path):
             with as_damage(path, "it is not as it was written"):
                 table = arrow_ipc.read_table(file)
@@ -197,7 +197,7 @@ class Store:
     def _version(self, rel: str) -> Any:
         with self._explained(rel):
             if self.root is not None:
-                return files.file_signature(os.stat(self.key(rel)))
+                return files.FileIdentity.of(os.stat(self.key(rel)))
             return object_store.object_version(object_store.object_info(self.fs, self.key(rel)))
 
     @asked_again

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from cache.shards.mapped_shards import FileIdentity
 from cache.shards.shard import ARROW_SUFFIX, SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
 from cache.shards.shard_io import open_reader, verify
 from cache.store.damage import DamageError
-from cache.store.files import temporary
+from cache.store.files import FileIdentity, temporary
 from cache.store.object_store import copy_object
 from cache.store.store import Store
 from cache.supply.limited_folder import DESCRIPTION, LimitedFolder

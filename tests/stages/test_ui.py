@@ -148,7 +148,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(
 def test_a_record_of_another_age_is_none(server: UiServer, home: Project) -> None:
     path = home.folder / "output/.ui/starts/discover.json"
     path.parent.mkdir(parents=True)
-    record = {"job": "discover", "process": 1, "process_start": "a", "host": "elsewhere", "log": "a.log"}
+    record = {"program": "discover", "process": 1, "process_start": "a", "host": "elsewhere", "log": "a.log"}
     for began, found in ((1.0, True), (1e308, False), (-1e308, False)):
         path.write_text(json.dumps(record | {"began": began}))
         assert (server.site.programs.last_start("discover") is not None) == found
@@ -184,7 +184,7 @@ def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, hom
     assert not is_due("preview", "preview"), "nothing is encoded"
     FakeRun(home).metrics(step_line(1))
     assert is_due("report", "report")
-    record = {"job": "report", "process": 1, "process_start": "a", "host": socket.gethostname(), "log": "a.log"}
+    record = {"program": "report", "process": 1, "process_start": "a", "host": socket.gethostname(), "log": "a.log"}
     path = home.folder / "output/.ui/starts/report.json"
     for code in (1, None):
         path.parent.mkdir(parents=True, exist_ok=True)
