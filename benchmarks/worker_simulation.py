@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.store.object_store import PART_BYTES
 from schemas.cli.options import Partition
-from stages.encoding.stealing import LISTING_FACTOR, LISTING_S, Claims
+from stages.encoding.stealing import LISTING_FACTOR, Claims
 
 START_REQUESTS = 18  # of a program, beside its listings
 UNIT_REQUESTS = 3  # beside the upload
@@ -178,7 +178,7 @@ class Simulation:
                 pages = 1 + self._shards // PAGE
                 self.result.ask(at, pages)
                 delay = pages * PAGE_S
-                part.next_listing = at + max(LISTING_S, LISTING_FACTOR * delay)
+                part.next_listing = at + LISTING_FACTOR * delay
                 self._claims.add_finished([number])
                 found = self._claims.choose(np.flatnonzero(~self._done), number).tolist()
                 part.chosen = deque(unit for unit in found if unit not in part.begun)

@@ -171,9 +171,10 @@ class EncodingStage:
                 config, plan.name, state.fingerprint, resources, 0, probed, self.name, frozenset(state.retry_units)
             )
             shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
-            taken = stealing.take_units(remaining, state.units, options.partition, resources.worker_count, shards)
-            given = taken if steal else iter(remaining)
-            queue = TimedUnits(given, resources.worker_count, stop_handler.seconds_left, stop_handler.check)
+            workers, part = resources.worker_count, options.partition
+            queue = TimedUnits(iter(remaining), workers, stop_handler.seconds_left, stop_handler.check)
+            if steal:
+                queue.units = stealing.take_units(remaining, state.units, part, workers, shards, queue)
 
             def stopped_by() -> str:
                 return stop_handler.reason or queue.reason
@@ -181,8 +182,8 @@ class EncodingStage:
             about = JobReport(
                 program=self.name,
                 engine=config.stages.engine,
-                workers=resources.worker_count,
-                shard=str(options.partition),
+                workers=workers,
+                shard=str(part),
                 members=count_members(remaining),
                 units=len(remaining),
             )
@@ -300,8 +301,7 @@ class EncodingStage:
                 progress.total = max(progress.total or 0, progress.done)  # units of other parts come on top
 
             with closing(engine.run_units(load, job, units, advance, console.warn)) as results:
-                for result in results:
-                    units.finish_unit()
+                for result in units.finish(results):
                     if followed is not None:
                         followed.finish(result)
                     reporter.add(result)

@@ -9,7 +9,7 @@ many, and other ways to choose.
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,10 @@ from cache.shards.shard import SUFFIXES, find_done_units
 from cache.store.store import Store
 from schemas.cli.options import Partition
 from schemas.randomness import mix_bits
+from stages.encoding.timed_units import TimedUnits
 
-LISTING_S = 60.0  # between two listings of the shards by one process, at least
-LISTING_FACTOR = 20  # and this times what a listing takes: of a million shards, a minute
+LISTING_FACTOR = 20  # times what a listing of the shards takes, until the next one: of a million shards, a minute
+MAX_STOLEN_UNITS = 3  # that a worker has at a time: one is written, one encoded, one read
 
 
 class Claims:
@@ -75,19 +76,28 @@ def take_units(
     partition: Partition,
     leave: int,
     shards: Shards,
-    listing_s: float = LISTING_S,
-) -> Iterator[Unit]:
-    """The units of this part, `own`, without those that another process did meanwhile; then, one by one, units of other
-    parts, as long as this part has a share in what remains. units: all of the plan. leave: see Claims. A unit that
+    queue: TimedUnits,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Unit | None]:
+    """The units of this part, `own`, but for those that another process did meanwhile; then, once they are done, one by
+    one, units of other parts, as long as this part has a share in what remains. None while there is enough in work:
+    what is taken long before it is encoded was chosen by a listing that has grown old. units: all of the plan. leave:
+    see Claims; there are as many workers. queue: gives these units out, and knows how many are in work. A unit that
     failed here is not tried again here."""
     begun = {unit.unit_id for unit in own}
     for unit in own:
-        if not shards.has(unit):
+        if shards.has(unit):
+            queue.pass_over(unit)
+        else:
             yield unit
+    while queue.in_work:
+        yield None
     claims, chosen, next_listing = None, deque[int](), -np.inf
     while True:
-        if not chosen or time.monotonic() > next_listing:
-            begin = time.monotonic()
+        while queue.in_work >= MAX_STOLEN_UNITS * leave:
+            yield None
+        if not chosen or clock() >= next_listing:
+            begin = clock()
             done = find_done_units(shards.store, shards.folder, [unit.unit_id for unit in units])
             remaining = np.array([n for n, unit in enumerate(units) if unit.unit_id not in done], np.int64)
             claims = claims or Claims(remaining, partition.total, leave)
@@ -97,7 +107,7 @@ def take_units(
             chosen = deque(n for n in numbers if units[n].unit_id not in begun)
             if not chosen:
                 return
-            next_listing = begin + max(listing_s, LISTING_FACTOR * (time.monotonic() - begin))
+            next_listing = begin + LISTING_FACTOR * (clock() - begin)
         unit = units[chosen.popleft()]
         if not shards.has(unit):
             begun.add(unit.unit_id)

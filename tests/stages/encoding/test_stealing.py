@@ -1,6 +1,6 @@
 """`--steal`: which units a part takes of others, and how little is done twice."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from cache.store.store import Store
 from schemas.cli.options import Partition
 from schemas.randomness import mix_bits
 from stages.encoding.stealing import Claims, Shards, take_units
+from stages.encoding.timed_units import TimedUnits
+from stages.engines.jobs import UnitResult
 
 
 def rank(unit: int, part: int, total: int) -> int:
@@ -51,6 +53,34 @@ def test_a_part_that_is_done_later_takes_units_over_and_moves_no_others() -> Non
     assert again.choose(np.array(remaining), 3).tolist() == after[3]
 
 
+class Part:
+    """A worker that reads ahead all that it is given, and asks for the shard right before it encodes a unit."""
+
+    def __init__(self, own: list[Unit], units: list[Unit], part: Partition, shards: Shards) -> None:
+        self.queue = TimedUnits(iter(()), 1, lambda: float("inf"))
+        self.queue.units = take_units(own, units, part, 1, shards, self.queue, clock=lambda: 0.0)
+        self.shards, self.ahead = shards, deque[Unit]()
+
+    def finish(self, unit: Unit, elsewhere: bool = False) -> None:
+        list(self.queue.finish([UnitResult(unit.unit_id, "", elsewhere=elsewhere)]))
+
+    def next_unit(self) -> Unit | None:
+        while True:
+            while (unit := next(self.queue, None)) is not None:
+                self.ahead.append(unit)
+            if not self.ahead:
+                return None
+            unit = self.ahead.popleft()
+            if not self.shards.has(unit):
+                return unit
+            self.finish(unit, elsewhere=True)
+
+    def __iter__(self) -> Iterator[Unit]:
+        while (unit := self.next_unit()) is not None:
+            yield unit
+            self.finish(unit)
+
+
 class Cluster:
     """Parts with a store in common. A shard appears when its unit ends, `pace` steps after it began."""
 
@@ -59,10 +89,10 @@ class Cluster:
         self.units = [Unit(f"u{number:03d}", "latents", "8x8@1", ("a",), 1) for number in range(units)]
         self.format = format
 
-    def work_of(self, number: int) -> Iterator[Unit]:
+    def work_of(self, number: int) -> "Part":
         part = Partition(number, len(self.pace))
         shards = Shards(self.store, "latents/f", self.format)
-        return take_units(part.select(self.units), self.units, part, 1, shards, listing_s=0.0)
+        return Part(part.select(self.units), self.units, part, shards)
 
     def end(self, unit: Unit) -> None:
         self.done[unit.unit_id] += 1
@@ -76,9 +106,10 @@ class Cluster:
             for number, (unit, begun) in list(busy.items()):
                 if step - begun == self.pace[number]:
                     self.end(unit)
+                    work[number].finish(unit)
                     del busy[number]
             for number in [number for number in work if number not in busy]:
-                unit = next(work[number], None)
+                unit = work[number].next_unit()
                 if unit is None:
                     del work[number]
                 else:
@@ -104,6 +135,16 @@ def test_parts_of_one_pace_do_their_own(tmp_path: Path) -> None:
     assert cluster.done.total() == 40
 
 
+@pytest.mark.parametrize("pace", [[1, 1, 9], [1, 9, 1, 1], [1, 1, 1, 1, 40]])
+def test_parts_that_end_at_once_do_not_encode_the_same(tmp_path: Path, pace: list[int]) -> None:
+    """Each helps the slow one, of whose units each does at most one that another is at. What a part has read ahead
+    before its own units were done would be all that the others have left, in the same order for each."""
+    cluster = Cluster(tmp_path, 90, pace)
+    cluster.run()
+    assert set(cluster.done) == {unit.unit_id for unit in cluster.units}
+    assert cluster.done.total() - 90 <= len(pace)
+
+
 def test_the_unit_that_a_lost_part_was_at_stays(tmp_path: Path) -> None:
     """Others do the rest of its part. Started again it does that one."""
     cluster = Cluster(tmp_path, 12, [1, 1, 1])
@@ -123,4 +164,4 @@ def test_what_is_encoded_again_is_its_owners(tmp_path: Path) -> None:
         part = Partition(number, 2)
         own = [unit for unit in part.select(cluster.units) if unit.unit_id == "u002"]
         shards = Shards(cluster.store, "latents/f", "arrow", again={"u002"})
-        assert [unit.unit_id for unit in take_units(own, cluster.units, part, 1, shards)] == expected
+        assert [unit.unit_id for unit in Part(own, cluster.units, part, shards)] == expected

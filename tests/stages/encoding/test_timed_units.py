@@ -8,10 +8,16 @@ from cache.sets.plans import Unit
 from stages import bucket, discover, encode_latents
 from stages.encoding import timed_units
 from stages.encoding.timed_units import TimedUnits
+from stages.engines.jobs import UnitResult
 
 
 def units(count: int, members: int = 4) -> list[Unit]:
     return [Unit(f"u{number}", "latents", "8x8@1", tuple("abcdefgh"[:members]), 1) for number in range(count)]
+
+
+def finish(queue: TimedUnits) -> list[UnitResult]:
+    """One of the units that were given."""
+    return list(queue.finish([UnitResult("u", "shard")]))
 
 
 class Work:
@@ -25,7 +31,7 @@ class Work:
         for _ in unit.members:
             self.now += seconds
             self.queue.advance(1)
-        self.queue.finish_unit()
+        finish(self.queue)
 
 
 def test_no_unit_is_begun_that_would_not_be_finished() -> None:
@@ -52,8 +58,8 @@ def test_units_that_wait_for_their_turn_and_other_workers_count() -> None:
     work.now = 1.0
     work.queue.advance(1)  # 1 member a second, 6 of 8 left
     assert work.queue.expected_seconds(units(1)[0]) == pytest.approx(6 + 2 * 4)
-    work.queue.finish_unit()
-    work.queue.finish_unit()
+    finish(work.queue)
+    finish(work.queue)
     work.queue.advance(6)
     work.now = 7.0
     # Of two workers one is idle: Ray has no room for it. The rate, 7 members in 7 s, is that of one.
@@ -61,6 +67,15 @@ def test_units_that_wait_for_their_turn_and_other_workers_count() -> None:
     work.queue.advance(-4)  # a unit is done again
     assert work.queue.expected_seconds(units(1)[0]) == pytest.approx((4 + 4) / (3 / 7))
     assert first != second
+
+
+def test_units_that_others_did_are_among_the_results() -> None:
+    queue = TimedUnits(iter(units(2)), 1, lambda: float("inf"))
+    next(queue)
+    assert queue.in_work == 1
+    queue.pass_over(units(9)[8])
+    assert [(result.unit_id, result.elsewhere) for result in finish(queue)] == [("u", False), ("u8", True)]
+    assert queue.in_work == 0 and not list(queue.finish([]))
 
 
 @pytest.mark.slow
