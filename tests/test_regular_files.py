@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from cache.models.weights import WeightsError, hash_file, read_object
+from cache.store.files import StoreError
+from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.prompt_library import PromptLibraryError, read_prompts
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
+from stages.maintenance.shard_checks import UnmappedStore
 from stages.media.errors import MediaError
 from stages.media.files import open_media
 from stages.media.probe import probe_media
@@ -65,9 +68,17 @@ def checkpoint(path: Path) -> None:
     read_checkpoint(path.parent, verify=True)
 
 
+def from_store(method: str, kind: type[Store] = Store) -> Callable[[Path], object]:
+    return lambda path: getattr(kind(str(path.parent)), method)(path.name)
+
+
 @pytest.mark.parametrize(
     ("name", "read", "error"),
     [
+        ("set.json", from_store("read_json"), StoreError),
+        ("provenance.json", from_store("read_bytes"), StoreError),
+        ("index.arrow", from_store("read_table"), StoreError),
+        ("index.arrow", from_store("read_table", UnmappedStore), StoreError),
         ("pipeline.yaml", load_config, ConfigError),
         ("prompts.json", lambda path: read_prompts(path, {}), PromptLibraryError),
         ("prompts.yaml", lambda path: read_prompts(path, {}), PromptLibraryError),

@@ -23,6 +23,7 @@ from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temp
 from cache.store.layout import is_project_file
 from cache.store.store_errors import explained_object
 from schemas.cli.progress import activity
+from schemas.regular_files import open_regular
 
 OPEN_TRIES = 5
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
@@ -136,7 +137,10 @@ class Store:
     def read_bytes(self, rel: str) -> bytes:
         with self._explained(rel):
             local = self.local(rel)
-            return local.read_bytes() if local is not None else object_store.read_object(self.fs, self.key(rel))
+            if local is None:
+                return object_store.read_object(self.fs, self.key(rel))
+            with open_regular(local) as file:
+                return file.read()
 
     def open(self, rel: str) -> pa.NativeFile:
         """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
@@ -145,7 +149,7 @@ class Store:
             local = self.local(rel)
             if local is None:
                 return object_store.open_object(self.fs, self.key(rel))
-            if not local.stat().st_size:  # an empty file can't be mapped
+            if not files.file_size(local):  # an empty file can't be mapped
                 return pa.BufferReader(b"")
             return pa.memory_map(str(local), "r")
 

@@ -22,7 +22,7 @@ from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensor_checks import find_shape_problem
 from cache.shards.tensors import INFINITY_BITS
 from cache.store.damage import DamageError
-from cache.store.files import StoreError, explained
+from cache.store.files import StoreError, explained, file_size
 from cache.store.json_checks import printable
 from cache.store.layout import is_project_file, is_shard
 from cache.store.store import Store
@@ -42,7 +42,10 @@ class UnmappedStore(Store):
     def open(self, rel: str) -> pa.NativeFile:
         with explained(self.path(rel)):
             local = self.local(rel)
-            return self.open_whole(rel) if local is None else pa.OSFile(str(local))
+            if local is None:
+                return self.open_whole(rel)
+            file_size(local)  # refuses a pipe, which would be waited on
+            return pa.OSFile(str(local))
 
 
 @dataclass(frozen=True)
