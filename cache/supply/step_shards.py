@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cache.order.schedule import Ints
-from cache.sets.draws import make_schedule
 from cache.sets.trainset import TrainSet
 from cache.store.json_checks import check_count
 from cache.supply.shard_needs import needed_shards
@@ -58,7 +57,7 @@ class StepShards:
             accumulate=order.accumulate,
             shuffle_shards=order.shuffle_shards,
         )
-        self._schedule = make_schedule(data, settings)
+        self._schedule = data.make_schedule(settings)
         self._block = max(1, min(PLANNED_DRAWS // self._schedule.global_batch, order.steps))
         self._blocks: dict[int, list[Ints]] = {}
 

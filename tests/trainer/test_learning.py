@@ -21,6 +21,7 @@ from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer import train as loop
 from trainer import validation
+from trainer.reading import BatchReader
 
 GRID = {"eval_samples": 8, "eval_sigmas": [0.2, 0.4, 0.6, 0.8], "every": 100_000}
 SEEDS = range(3 if os.environ.get("TORTURE") == "long" else 1)
@@ -81,7 +82,7 @@ def learn(make_config, make_set, made):
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
         swapped = validation.compute_eval_loss(
-            trained.denoiser, opened(other), config.validation, 4, torch.device("cpu"), trained.skip_frames
+            trained.denoiser, BatchReader(opened(other)), config.validation, 4, torch.device("cpu"), trained.skip_frames
         )
         return {"before": result["first"], "after": result["last"], "swapped": swapped["eval_loss"]}
 

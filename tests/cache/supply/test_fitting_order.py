@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.order.shard_order import ShardOrder
-from cache.sets.draws import make_schedule
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from cache.supply import local_cache
@@ -128,7 +127,7 @@ def test_what_is_named_fits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def sections(data: TrainSet, settings: Train, world: int, steps: range) -> list[set[int]]:
     """The shards that each section needs, and those that the steps between two epochs' sections need: looked up in
     another way than the code does."""
-    schedule, found = make_schedule(data, settings, world), list[set[int]]()
+    schedule, found = data.make_schedule(settings, world), list[set[int]]()
     assert isinstance(schedule.order, ShardOrder)
     needs = needed_shards(data, schedule, settings.caption_dropout, steps.start, steps.stop)
     previous = None
@@ -155,7 +154,7 @@ def check(monkeypatch, data: TrainSet, sizes: list[int], limit: int, settings: T
     copies = SimpleNamespace(shards=shards, folder=SimpleNamespace(limit=limit, close=lambda: None))
     monkeypatch.setattr(local_cache, "open_copies", lambda *_: copies)
     warnings = list[str]()
-    supply_from_copies(settings, data, make_schedule(data, settings, ranks.world), steps, ranks, warnings.append)
+    supply_from_copies(settings, data, data.make_schedule(settings, ranks.world), steps, ranks, warnings.append)
     return warnings
 
 
