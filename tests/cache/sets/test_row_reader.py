@@ -47,12 +47,9 @@ def make_set(store: Store, form: str, shards: int = 2, rows: int = 3) -> TrainSe
 def read(reader: RowReader, rows, captions=None, dropped=None, wait: float = 0.002):
     """Name -> bytes of each sample, copied as `trainer.reading` does. Files are looked at once a millisecond."""
     time.sleep(wait)
-    rows, captions, dropped = (
-        np.array(rows),
-        np.array(captions or [0] * len(rows)),
-        np.array(dropped or [0] * len(rows)),
-    )
-    parts = reader.find(rows, reader.data.row_texts.choose(rows, captions, dropped > 0), "32x32")
+    none = [0] * len(rows)
+    rows, captions, dropped = np.array(rows), np.array(captions or none), np.array(dropped or none) > 0
+    parts = reader.find(rows, reader.data.row_texts.choose(rows, captions, dropped), "32x32")
     samples = [(id, dict[str, bytes]()) for id in reader.sample_ids(rows)]
     for part in parts:
         for row, (_, tensors) in zip(part, samples, strict=True):
