@@ -33,7 +33,6 @@ import pyarrow as pa
 
 from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.order.schedule import BatchSchedule
-from cache.sets.draws import make_schedule
 from cache.sets.exporter import publish_set
 from cache.sets.set_lookup import open_set
 from cache.store.store import Store
@@ -125,9 +124,9 @@ def measure(root: str, shuffle_shards: int | None = None) -> dict[str, float]:
     def start() -> tuple[Any, BatchSchedule]:
         data = open_set(Store(root), "current", FAMILY, TASK)
         settings = Train(batch_size=BATCH_SIZE, accumulate=GLOBAL_BATCH // BATCH_SIZE, shuffle_shards=shuffle_shards)
-        schedule = make_schedule(data, settings)
+        schedule = data.make_schedule(settings)
         rows = schedule.step(0)[0].rows
-        data.caption_counts(rows)
+        data.row_texts.first(rows)
         for row in rows.tolist():
             data.part_locations(row)
         return data, schedule

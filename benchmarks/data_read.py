@@ -28,9 +28,7 @@ import xxhash
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
 from benchmarks.tensor_formats import SHARDS, Samples, make_samples
-from cache.sets.row_reader import RowReader
-from trainer.reading import Chosen, read_batches
-from trainer.run.host_memory import HostMemory
+from trainer.reading import BatchReader
 
 CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
 BARE_COPY, BARE_HASH = "bare copy", "bare copy + xxh3"
@@ -93,19 +91,17 @@ STEPS_AHEAD = 4  # two that are read ahead, the one that is trained on, and the 
 MAPS: dict[str, list[np.ndarray]] = {}
 
 
-def read_ours(samples: Samples, threads: int, order: Sequence[int], reader: RowReader, memory: HostMemory) -> float:
+def read_ours(samples: Samples, threads: int, order: Sequence[int], reader: BatchReader) -> float:
     """Steps, each thread its share, of which it keeps the last ones as reading ahead does."""
     size, starts = samples.batch, range(0, len(order) - STEP + 1, STEP)
-    rows, captions, dropped = np.array(order), np.zeros(size, np.int64), np.zeros(size, np.bool_)
+    rows = np.array(order)
+    texts = samples.data.row_texts.first(rows)
 
     def read(numbers: Sequence[int]) -> None:
         ahead = deque[object](maxlen=max(1, STEPS_AHEAD // threads - 1))  # and the one that is read
         for number in numbers:
-            firsts = range(number, number + STEP, size)
-            chosen = [Chosen(rows[first : first + size], captions, dropped, samples.bucket) for first in firsts]
-            batches = read_batches(reader, memory, chosen)
-            assert None not in batches
-            ahead.append(batches)
+            shares = [slice(first, first + size) for first in range(number, number + STEP, size)]
+            ahead.append([reader.read(rows[share], texts[share], samples.bucket) for share in shares])
 
     return in_threads(threads, divide(starts, threads), read)
 
@@ -178,8 +174,8 @@ def open_datasets(samples: Samples) -> tuple[Any, Any]:
 def make_ways(samples: Samples, threads: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Name -> a call that returns GB/s."""
     order = samples.order
-    memory, few = HostMemory(), list(range(min(16, len(samples))))
-    readers = {"always": RowReader(samples.data, "always"), "first": RowReader(samples.data, "first")}
+    few = list(range(min(16, len(samples))))
+    readers = {"always": BatchReader(samples.data, "always"), "first": BatchReader(samples.data, "first")}
     opened = open_datasets(samples)
 
     def rate(read: Callable[..., float], *options: Any, numbers: Sequence[int] = order) -> Callable[[], float]:
@@ -189,9 +185,9 @@ def make_ways(samples: Samples, threads: int) -> Iterator[tuple[str, Callable[[]
     yield BARE_COPY, rate(bare_loop, False, False)
     yield BARE_HASH, rate(bare_loop, True, False)
     yield BARE_HASH + ", mapped anew", rate(bare_loop, True, True)
-    yield FIRST_PASS, lambda: rate(read_ours, RowReader(samples.data, "first"), memory)()
-    yield ALWAYS, rate(read_ours, readers["always"], memory)
-    yield FIRST, rate(read_ours, readers["first"], memory)
+    yield FIRST_PASS, lambda: rate(read_ours, BatchReader(samples.data, "first"))()
+    yield ALWAYS, rate(read_ours, readers["always"])
+    yield FIRST, rate(read_ours, readers["first"])
     yield "webdataset, tars", rate(read_webdataset)
     yield "safetensors, a file each", rate(read_single, False)
     yield "torch.save + gzip, a file each", rate(read_single, True, numbers=few)

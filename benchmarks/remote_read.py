@@ -33,7 +33,6 @@ from xml.sax.saxutils import escape
 import pyarrow as pa
 
 from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_header, print_row, write_shard
-from cache.sets.draws import make_schedule
 from cache.sets.set_lookup import open_set
 from cache.shards.shard import ShardMeta
 from cache.store.store import Store
@@ -206,7 +205,7 @@ def train(case: Case, folder: Path, limit: int, shuffle_shards: int | None, step
         {"batch_size": case.samples, "steps": steps, "shuffle_shards": shuffle_shards, "local_cache": cache}
     )
     data = open_set(Store("s3://bucket/"), "s", FAMILY, TASK)
-    schedule = make_schedule(data, settings)
+    schedule = data.make_schedule(settings)
     cpu, held = cpu_seconds(), 0
     supply_from_copies(settings, data, schedule, range(steps), Ranks(), print)
     loader = BatchLoader(data, schedule, 0.0, draw_noise=False)

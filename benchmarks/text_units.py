@@ -113,7 +113,7 @@ def main() -> None:
         order = order_by_shards(IntColumn(pa.chunked_array([pa.array(own, pa.int32())])), options.shuffle_shards)
         schedule = BatchSchedule(spans, 0, BATCH_SIZE, GLOBAL_BATCH, order)
         steps = int(schedule.steps_per_epoch)
-        rows = schedule.plan(0, steps).rows.reshape(steps, -1)
+        rows = schedule.plan(0, steps)[3].reshape(steps, -1)
         section = max(2, options.shuffle_shards // 2 * len(own) // (own.max() + 1) // GLOBAL_BATCH)
         padding, cost = measure_padding(table, tokens)
         windows = [

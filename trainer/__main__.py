@@ -9,7 +9,6 @@ from typing import Any
 from cache.models import compatibility
 from cache.order.schedule import BatchSchedule, small_bucket_advice
 from cache.runs.process_record import noting_failure
-from cache.sets.draws import make_schedule
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
 from cache.store.damage import DamageError, rebuild_advice
@@ -81,7 +80,7 @@ def run(
         require_initial_adapter(config)
         check_base_precision(config)
         check_parallel(config.train.parallel, world)
-        schedule = make_schedule(data, config.train, world)
+        schedule = data.make_schedule(config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule) if main else None
         schedule.first_step = first_step(state["data changes"]) if state else 0

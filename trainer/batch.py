@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
-ABSENT = {"mask": 1.0, "regularisation": False}
+ABSENT = {"mask": 1.0}
 
 
 @dataclass
 class Batch:
-    """Samples of one bucket, latents in model space (normalised).
+    """Samples of one bucket, latents in model space (normalized).
 
     latents_BCTHW: images have T = 1. condition_BCTHW: the first frames encoded alone (i2v), or the source image (i2i).
     From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
     (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>"; "regularisation" (B,),
-    bool, where some sample of the batch is regularisation data.
+    bool, where some sample of the batch is regularization data.
     """
 
     latents_BCTHW: torch.Tensor
@@ -62,20 +62,30 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
+def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:
+    """tensors: name -> (B, ...), those of texts as "text.<name>". lengths: of the texts."""
+    latent, condition = tensors.pop("latent"), tensors.pop("condition", None)
+    text, pooled = tensors.pop("text.embeds"), tensors.pop("text.pooled", None)
+    return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors)
+
+
 def stack(ids: Sequence[str], samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """name -> (B, ...). ValueError where shapes differ, or a sample lacks a tensor that is not in ABSENT."""
+    """name -> (B, ...) of tensors (1, ...) of single samples; texts are padded. ValueError where other shapes differ,
+    or a sample lacks a tensor that is not in ABSENT."""
     stacked = {}
     for name in sorted({name for tensors in samples for name in tensors}):
         first = next(tensors[name] for tensors in samples if name in tensors)
         lacking = [id for id, tensors in zip(ids, samples, strict=True) if name not in tensors]
         if lacking and name not in ABSENT:
             raise ValueError(f"sample {lacking[0]} has no {name}, and others of its batch have one")
-        rows = [tensors[name] if name in tensors else torch.full_like(first, ABSENT[name]) for tensors in samples]
-        shape = tuple(first.shape)
-        if others := {tuple(row.shape) for row in rows} - {shape}:
-            raise ValueError(f"{name} is of shape {shape} in one sample of a batch and {min(others)} in another")
+        rows = [tensors[name][0] if name in tensors else torch.full_like(first[0], ABSENT[name]) for tensors in samples]
+        if name == "text.embeds":
+            stacked[name], _ = pad_text(rows)
+            continue
         if len({row.dtype for row in rows}) > 1:
             rows = [row.float() for row in rows]
+        if others := {tuple(row.shape) for row in rows} - {shape := tuple(first.shape[1:])}:
+            raise ValueError(f"{name} is of shape {shape} in one sample of a batch and {min(others)} in another")
         stacked[name] = torch.stack(rows)
     return stacked
 
@@ -84,16 +94,14 @@ def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     """Texts (L_i, D) of unequal length -> (B, max L, D) zero-padded on the right, (B, max L) bool mask."""
     if not texts_LD:
         raise ValueError("no texts to pad; a batch has at least one sample")
-    lengths = [text.shape[0] for text in texts_LD]
-    if min(lengths) == 0:
-        raise ValueError(f"text {lengths.index(0)} of the batch has no tokens; even an empty prompt has some")
+    mask_BL = text_mask([text.shape[0] for text in texts_LD])
     if len({text.dtype for text in texts_LD}) > 1:
         texts_LD = [text.float() for text in texts_LD]
-    return torch.nn.utils.rnn.pad_sequence(list(texts_LD), batch_first=True), text_mask(lengths)
+    return torch.nn.utils.rnn.pad_sequence(list(texts_LD), batch_first=True), mask_BL
 
 
 def text_mask(lengths: Sequence[int]) -> torch.Tensor:
-    """(B, max L) bool: True for the tokens that texts of these lengths have."""
-    longest = max(lengths)
-    marks = bytearray().join(b"\1" * length + bytes(longest - length) for length in lengths)  # a third of torch's time
-    return torch.frombuffer(marks, dtype=torch.bool).view(len(lengths), longest)
+    """(B, max L) bool: True for the tokens that texts of these lengths have. ValueError where one is 0."""
+    if 0 in lengths:
+        raise ValueError(f"text {lengths.index(0)} of the batch has no tokens; even an empty prompt has some")
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]

@@ -1,35 +1,28 @@
-"""From shards to tensors: the only place where numpy becomes torch.
+"""The steps of one rank as batches, read ahead.
 
 Noise, the choice of sigma and the draw from a stored posterior are functions of (seed, step, position in the global
 batch), so a resumed run, or one on another number of ranks, gets the same. On a CPU the thread that reads ahead draws
 them, on other devices the step does, so that nothing of them is copied and no thread computes them.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
-from cache.sets.draws import choose_captions, draw_caption_dropout
-from cache.sets.row_reader import RowReader
-from cache.sets.trainset import Sample, SetError, TrainSet
-from cache.shards.tensors import Array
-from cache.store.damage import DamageError
+from cache.sets.trainset import SetError, TrainSet
 from cache.supply.shard_needs import needed_shards
 from schemas.catalogue import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
-from trainer.batch import Batch, pad_text, stack
+from trainer.batch import Batch
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
-from trainer.reading import Chosen, read_batches
-from trainer.run.host_memory import HostMemory
+from trainer.reading import BatchReader
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
@@ -74,40 +67,6 @@ class StepBatches:
     micro_batches: list[MicroBatch]
 
 
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """What is read of a micro-batch. whole: whether all rows of its shards are where the set expects them. counts: as
-    of MicroBatch."""
-
-    drawn: MicroBatchRows
-    chosen: Chosen
-    whole: bool
-    counts: bool = True
-
-
-def to_tensor(array: Array) -> torch.Tensor:
-    """A writable torch tensor of the same dtype: one copy out of the memory map."""
-    copied = torch.from_numpy(np.array(array.numpy()))
-    return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
-
-
-def collate(samples: Sequence[Sample], bucket: str) -> Batch:
-    """Samples of one bucket as a batch on the CPU as they are stored, moments too (`draw_latents`); text is padded with
-    zeros to the longest. `trainer.reading.read_batches` makes the same batch with one copy."""
-    columns = []
-    for sample in samples:
-        tensors = {name: to_tensor(array) for name, array in sample.tensors.items()}
-        if sample.regularisation:
-            tensors["regularisation"] = torch.tensor(True)
-        tensors |= {f"text.{name}": to_tensor(array) for name, array in sample.text.items() if name != "embeds"}
-        columns.append(tensors)
-    ids = [sample.id for sample in samples]
-    text, mask = pad_text([to_tensor(sample.text["embeds"]) for sample in samples])
-    extras = stack(ids, columns)
-    latent, condition, pooled = extras.pop("latent"), extras.pop("condition", None), extras.pop("text.pooled", None)
-    return Batch(latent, condition, text, mask, pooled, ids, bucket, extras)
-
-
 @dataclass
 class BatchLoader:
     """Reads the steps of one rank.
@@ -132,37 +91,30 @@ class BatchLoader:
         return FAMILIES[self.data.meta["family"]]
 
     def __post_init__(self) -> None:
-        self._reader = RowReader(self.data, self.reading.verify)
-        self._memory = HostMemory(self.pinned)
+        self.reader = BatchReader(self.data, self.reading.verify, self.pinned)
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
-        rows = self.schedule.step(number, self.rank, self.world)
-        found = [self._choose(number, each) for each in rows]
-        batches: Sequence[Batch | None] = [None] * len(found)
-        with suppress(DamageError):  # the careful way has damaged bytes replaced, or says the same
-            if all(each.whole for each in found):
-                batches = read_batches(self._reader, self._memory, [each.chosen for each in found])
-        micro_batches = [
-            self._complete(number, of, collate(self._read_samples(of.chosen), of.drawn.bucket) if it is None else it)
-            for of, it in zip(found, batches, strict=True)
-        ]
-        return StepBatches(number, rows[0].epoch, self.schedule.step_buckets(number), micro_batches)
+        drawn = self.schedule.step(number, self.rank, self.world)
+        micro_batches = [self._read(number, rows) for rows in drawn]
+        return StepBatches(number, drawn[0].epoch, self.schedule.step_buckets(number), micro_batches)
 
-    def _complete(self, step: int, of: MicroBatchPlan, batch: Batch) -> MicroBatch:
-        seed, drawn = self.schedule.seed, of.drawn
-        identities = [f"{seed}/{step}/{int(position)}" for position in drawn.positions]
-        uniform = seeded_uniform(identities, "sigma")
+    def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
+        chosen, texts, counts = self._choose(step, drawn)
+        seed, batch = self.schedule.seed, self.reader.read(chosen.rows, texts, chosen.bucket)
+        identities = [f"{seed}/{step}/{position}" for position in chosen.positions.tolist()]
+        uniform_B = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
-            uniform = spread_uniform(seed, step, drawn.positions, self.schedule.global_batch)
-        read = MicroBatch(batch, identities, uniform, counts=of.counts)
-        return read.draw("cpu", self.family) if self.draw_noise else read
+            uniform_B = spread_uniform(seed, step, chosen.positions, self.schedule.global_batch)
+        micro_batch = MicroBatch(batch, identities, uniform_B, counts=counts)
+        return micro_batch.draw("cpu", self.family) if self.draw_noise else micro_batch
 
-    def _choose(self, step: int, drawn: MicroBatchRows) -> MicroBatchPlan:
-        """What is read of a micro-batch; of one of which everything was set aside, the next one's instead."""
-        found = self._leave_out(step, drawn)
+    def _choose(self, step: int, drawn: MicroBatchRows) -> tuple[MicroBatchRows, Ints, bool]:
+        """The draws of a micro-batch that are read, their texts, and True; where everything was set aside, those of the
+        next one, and False."""
+        chosen, texts = self._leave_out(step, drawn)
         later = step
-        while not len(found.drawn.rows):
+        while not len(chosen.rows):
             later += 1
             if later > step + 1 + self.schedule.steps_per_epoch:
                 raise SetError(
@@ -170,35 +122,26 @@ class BatchLoader:
                     "See why: `latentpress status --rejects`. Correct them, and run `latentpress run` again.",
                 )
             for other in self.schedule.step(later, self.rank, self.world):
-                if len(found.drawn.rows) == 0:
-                    found = replace(self._leave_out(later, other), counts=False)
-        return found
+                if not len(chosen.rows):
+                    chosen, texts = self._leave_out(later, other)
+        return chosen, texts, later == step
 
-    def _leave_out(self, step: int, drawn: MicroBatchRows) -> MicroBatchPlan:
-        """Without the samples that were set aside."""
-        captions, dropped = self._choose_texts(step, drawn)
-        aside = self.data.find_set_aside(drawn.rows, captions, dropped)
-        if aside is not None and aside.any():
-            own = {name: getattr(drawn, name)[~aside] for name in ("positions", "rows", "passes")}
-            drawn, captions, dropped = replace(drawn, **own), captions[~aside], dropped[~aside]
-        return MicroBatchPlan(drawn, Chosen(drawn.rows, captions, dropped, drawn.bucket), aside is None)
-
-    def _choose_texts(self, step: int, drawn: MicroBatchRows) -> tuple[Ints, NDArray[np.bool_]]:
-        """Of each sample the number of its caption, and whether it has the null prompt instead."""
-        counts = self._reader.caption_counts(drawn.rows)
-        captions = choose_captions(self.schedule.seed, drawn.rows, drawn.passes, counts)
-        return captions, draw_caption_dropout(self.schedule.seed, step, drawn.positions, self.caption_dropout)
-
-    def _read_samples(self, chosen: Chosen) -> list[Sample]:
-        """The samples of a micro-batch, every one of their numbers checked."""
-        rows = zip(chosen.rows.tolist(), chosen.captions.tolist(), chosen.dropped.tolist(), strict=True)
-        return [self.data.sample(*each) for each in rows]
+    def _leave_out(self, step: int, drawn: MicroBatchRows) -> tuple[MicroBatchRows, Ints]:
+        """A micro-batch without the samples that were set aside, and the texts of the others."""
+        draws = drawn.positions, drawn.rows, drawn.passes
+        texts = self.data.row_texts.draw(self.schedule.seed, self.caption_dropout, step, *draws)
+        aside = self.data.find_set_aside(drawn.rows, texts)
+        if aside is None or not aside.any():
+            return drawn, texts
+        positions, rows, passes = (column[~aside] for column in draws)
+        return replace(drawn, positions=positions, rows=rows, passes=passes), texts[~aside]
 
     def check_step(self, number: int) -> None:
         """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
         step looks for such numbers on the device, where that costs nothing, and asks here which row has one."""
         for drawn in self.schedule.step(number, self.rank, self.world):
-            self._read_samples(self._choose(number, drawn).chosen)
+            chosen, texts, _ = self._choose(number, drawn)
+            self.reader.explain(chosen.rows, texts)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads. Their shards' supply knows which ones come."""

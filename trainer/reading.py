@@ -3,185 +3,111 @@
 Copies and checksums run without Python's lock, so several threads read at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import memmove, memset
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cache.order.schedule import Ints
-from cache.sets.row_reader import TEXT, FoundSample, RowCheck, RowReader
-from cache.shards.mapped_shards import MappedShard
-from cache.shards.row_layouts import RowLayout
-from cache.shards.tensors import NUMPY_DTYPES
-from trainer.batch import Batch, text_mask
+from cache.sets.row_reader import TEXT, RowReader, StoredRow
+from cache.sets.trainset import TrainSet
+from cache.shards.tensors import NUMPY_DTYPES, Array
+from cache.store.damage import DamageError
+from schemas.config.training import VerifyRows
+from trainer.batch import Batch, make_batch, stack
 from trainer.run.host_memory import ALIGNMENT, HostBlock, HostMemory
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 
 
-#: Address to copy to, address to copy from, bytes; address and bytes of the padding; of a row that is to be verified,
-#: what updates its hash, what precedes the tensor in it, and the copied tensor.
-Move = tuple[int, int, int, int, int, Callable[[bytes | memoryview], object] | None, bytes, memoryview]
+class BatchReader:
+    """Reads micro-batches of a set. verify: as of `RowReader`. pinned: to page-locked memory. Threads may share it."""
+
+    def __init__(self, data: TrainSet, verify: VerifyRows = "always", pinned: bool = False) -> None:
+        self.data, self.rows, self.memory = data, RowReader(data, verify), HostMemory(pinned)
+
+    def read(self, rows: Ints, texts: Ints, bucket: str) -> Batch:
+        """The samples of these rows in their stored dtypes, moments too (`trainer.noise.draw_latents`), with one text
+        each (`cache.sets.draws.RowTexts.draw`), padded with zeros to the longest.
+
+        DamageError, SetError and StoreError as of `RowReader.find`; ValueError where samples can't be stacked.
+        """
+        try:
+            return self._read(rows, texts, bucket)
+        except DamageError:
+            self.explain(rows, texts)  # nothing is wrong any more where damaged bytes were replaced
+            return self._read(rows, texts, bucket)
+
+    def explain(self, rows: Ints, texts: Ints) -> None:
+        """Read the rows once more, every one of their numbers checked: DamageError says what is wrong with which."""
+        for row, text in zip(rows.tolist(), texts.tolist(), strict=True):
+            self.data.sample(row, self.data.row_texts.part(row, text))
+
+    def _read(self, rows: Ints, texts: Ints, bucket: str) -> Batch:
+        ids, parts = self.rows.sample_ids(rows), self.rows.find(rows, texts, bucket)
+        if all(map(is_alike, parts)):
+            tensors = self._copy(parts)
+        else:
+            tensors = stack(ids, [self._copy([[part[number]] for part in parts]) for number in range(len(rows))])
+        if any(marks := self.rows.regularization_marks(rows)):
+            tensors["regularisation"] = torch.tensor(marks)
+        lengths = [span.shape[0] for row in parts[-1] for span in row.layout.tensors if span.name == "embeds"]
+        return make_batch(ids, bucket, tensors, lengths)
+
+    def _copy(self, parts: Sequence[Sequence[StoredRow]]) -> dict[str, torch.Tensor]:
+        """name -> (B, ...) of rows that are alike; tensors of texts as "text.<name>"."""
+        columns, size = [], 0  # part, number of its tensor, tensor of the batch, first byte
+        for part in parts:
+            longest = max(part, key=lambda row: sum(span.size for span in row.layout.tensors))
+            for number, span in enumerate(longest.layout.tensors):
+                columns.append((part, number, span, size))
+                size += len(part) * span.size
+                size += -size % ALIGNMENT
+        block, tensors = self.memory.block(size), {}
+        for part in parts:
+            for row in part:
+                self.rows.check_unchanged(row)
+        for part, number, span, start in columns:
+            name, shape = f"text.{span.name}" if part[0].part == TEXT else span.name, (len(part), *span.shape)
+            if not span.size:
+                tensors[name] = torch.empty(shape, dtype=TORCH_DTYPES[span.dtype])
+                continue
+            tensors[name] = block.tensor(start, shape, TORCH_DTYPES[span.dtype], len(part) * span.size)
+            copy_rows(part, number, block, start, span.size)
+        for part in parts:
+            for row in part:
+                self.rows.check_copy(row)
+        return tensors
 
 
-class Column(NamedTuple):
-    """A tensor of the batch. row_bytes: of each sample. start, size: bytes of its part of the batch's memory."""
+def is_alike(part: Sequence[StoredRow]) -> bool:
+    """Whether rows have tensors of the same names, dtypes and shapes, but for the lengths of texts."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    row_bytes: int
-    start: int
-    size: int
+    def describe(row: StoredRow) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [
+            (span.name, span.dtype, span.shape[1:] if row.part == TEXT and span.name == "embeds" else span.shape)
+            for span in row.layout.tensors
+        ]
 
-
-class Chosen(NamedTuple):
-    """The samples of one micro-batch, all of one bucket; as of `RowReader.find`."""
-
-    rows: Ints
-    captions: Ints
-    dropped: NDArray[np.bool_]
-    bucket: str
+    return all(describe(row) == describe(part[0]) for row in part[1:])
 
 
-def read_batches(reader: RowReader, memory: HostMemory, chosen: Sequence[Chosen]) -> list[Batch | None]:
-    """The micro-batches of a step in their stored dtypes, text padded with zeros.
-
-    None for one of which the samples differ in more than the lengths of their texts, or of which a file was written to
-    meanwhile: `trainer.data.collate` converts and completes what the careful way reads, or says what is wrong.
-    DamageError and the like as of `RowReader.find`.
-
-    All is prepared before the first copy: what runs between copies, which fill the processor's caches, takes twice as
-    long as it does before them.
-    """
-    prepared = [prepare_batch(reader, memory, each) for each in chosen]
-    return [None if each is None else each.read(reader) for each in prepared]
-
-
-@dataclass
-class PreparedBatch:
-    """A batch of which the memory is not filled yet. samples: hold what is copied from. codes: of each shard, as they
-    were when its rows were found."""
-
-    batch: Batch
-    samples: Sequence[FoundSample]
-    moves: Sequence[Move]
-    checks: Sequence[RowCheck]
-    codes: Mapping[MappedShard, Any]
-
-    def read(self, reader: RowReader) -> Batch | None:
-        """The batch, of which the rows are what was written, or DamageError. None where a file was written to since
-        its rows were found."""
-        for shard, codes in self.codes.items():
-            shard.check()
-            if shard.codes is not codes:
-                return None
-        for to, source, size, end, padding, update, head, copy in self.moves:
-            memmove(to, source, size)
-            if padding:
-                memset(end, 0, padding)
-            if update is not None:
-                update(head)
-                update(copy)
-        for check in self.checks:
-            reader.finish_check(check)
-        return self.batch
+def copy_rows(part: Sequence[StoredRow], number: int, block: HostBlock, start: int, room: int) -> None:
+    """Copy tensor `number` of each row to the block, from `start` on in steps of `room` bytes, the rest of which is
+    cleared; update the rows' hashes."""
+    for row in part:
+        span, end = row.layout.tensors[number], start + row.layout.tensors[number].size
+        memmove(block.address + start, row.base + span.start, span.size)
+        if end < start + room:
+            memset(block.address + end, 0, start + room - end)
+        if row.hash is not None:
+            row.hash.update(row.layout.heads[number])
+            row.hash.update(block.bytes[start:end])
+        start += room
 
 
-def prepare_batch(reader: RowReader, memory: HostMemory, chosen: Chosen) -> PreparedBatch | None:
-    """None and errors as of `read_batches`."""
-    samples = reader.find(*chosen)
-    planned, size = list[Sequence[Column]](), 0
-    for place, found in enumerate(samples[0].parts):
-        columns = plan_columns([sample.parts[place].layout for sample in samples], found.part == TEXT, size)
-        if columns is None:
-            return None
-        planned.append(columns)
-        size = columns[-1].start + columns[-1].size
-        size += -size % ALIGNMENT
-    block = memory.block(size)
-    tensors = {one.name: block.tensor(one.start, one.shape, one.dtype, one.size) for each in planned for one in each}
-    if not {"latent", "text.embeds"} <= tensors.keys():
-        return None
-    batch = make_batch(samples, tensors, chosen.bucket)
-    return PreparedBatch(batch, samples, *plan_moves(samples, planned, block, reader))
-
-
-def plan_moves(
-    samples: Sequence[FoundSample], planned: Sequence[Sequence[Column]], block: HostBlock, reader: RowReader
-) -> tuple[Sequence[Move], Sequence[RowCheck], Mapping[MappedShard, Any]]:
-    """What `PreparedBatch.read` does."""
-    moves, checks, codes = list[Move](), list[RowCheck](), dict[MappedShard, Any]()
-    address, memory = block.address, block.bytes
-    for place, columns in enumerate(planned):
-        for number, sample in enumerate(samples):
-            found = sample.parts[place]
-            layout, base, update = found.layout, found.base, None
-            if found.shard is not None:
-                codes[found.shard] = found.codes
-            if not found.verified:
-                check = reader.start_check(found)
-                checks.append(check)
-                update = check.state.update
-            for (_, _, _, start, size), head, (_, _, _, room, begin, _) in zip(
-                layout.tensors, layout.next_heads, columns, strict=True
-            ):
-                begin += number * room
-                end = address + begin + size
-                moves.append(
-                    (end - size, base + start, size, end, room - size, update, head, memory[begin : begin + size])
-                )
-    return moves, checks, codes
-
-
-def plan_columns(layouts: Sequence[RowLayout], text: bool, start: int) -> Sequence[Column] | None:
-    """The batch's tensors of one part of its samples, in the order of the layouts, from `start` in its memory. None
-    where names, dtypes or shapes differ, beyond the length of a text."""
-    first = longest = layouts[0]
-    for layout in layouts:
-        if layout is first:
-            continue
-        if text:
-            if layout.text_kind != first.text_kind or not layout.text_length:
-                return None
-            if layout.text_length > longest.text_length:
-                longest = layout
-        elif layout.kinds != first.kinds or layout.shapes != first.shapes:
-            return None
-    return make_columns(longest, len(layouts), text, start)
-
-
-@lru_cache(maxsize=4096)
-def make_columns(layout: RowLayout, samples: int, text: bool, start: int) -> Sequence[Column] | None:
-    """Those of samples that all have this layout; None where it has no tensors, an empty one, or is no text's."""
-    columns = []
-    for name, dtype, shape, _, size in layout.tensors:
-        if not size or (text and name == "embeds" and len(shape) != 2):
-            return None
-        name = f"text.{name}" if text else name
-        columns.append(Column(name, (samples, *shape), TORCH_DTYPES[dtype], size, start, samples * size))
-        start += samples * size
-        start += -start % ALIGNMENT
-    return columns or None
-
-
-def make_batch(samples: Sequence[FoundSample], tensors: dict[str, torch.Tensor], bucket: str) -> Batch:
-    """tensors: name -> (B, ...); those of the text as "text.<name>"."""
-    lengths = [span.shape[0] for each in samples for span in each.parts[-1].layout.tensors if span.name == "embeds"]
-    if any([sample.regularisation for sample in samples]):
-        tensors["regularisation"] = torch.tensor([sample.regularisation for sample in samples])
-    return Batch(
-        tensors.pop("latent"),
-        tensors.pop("condition", None),
-        tensors.pop("text.embeds"),
-        text_mask(lengths),
-        tensors.pop("text.pooled", None),
-        [sample.id for sample in samples],
-        bucket,
-        tensors,
-    )
+def to_tensor(array: Array) -> torch.Tensor:
+    """A writable torch tensor of the same dtype: one copy out of the memory map."""
+    copied = torch.from_numpy(np.array(array.numpy()))
+    return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied

@@ -260,17 +260,17 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 
 def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, weights: str) -> None:
     """`validate` with the weights that the model has; `weights` says which they are."""
-    predict, data = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.data
+    predict, reader = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.reader
     settings, batch_size, device = run.config.validation, run.loader.schedule.batch_size, run.accelerator.device
     folder = run.folder / "validation" / f"step-{done:06d}"
     if settings.eval_samples and settings.eval_sigmas:
-        count = min(settings.eval_samples, len(data.choose_eval_rows(settings.eval_samples)[0]))
+        count = min(settings.eval_samples, len(reader.data.choose_eval_rows(settings.eval_samples)[0]))
         with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
             found = validation.compute_eval_loss(
-                predict, data, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
+                predict, reader, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
             )
         record({"step": done, **found, "eval_weights": weights})
-    config, prompts = run.updates.check(run.files) if run.updates else (run.config, data)
+    config, prompts = run.updates.check(run.files) if run.updates else (run.config, reader.data)
     if prompts.meta["validation"]:
         samples, share = validation.list_samples(config, prompts), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))

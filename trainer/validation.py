@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cache.sets.trainset import Sample, TrainSet, ValidationPrompt
-from cache.shards.tensors import Array
+from cache.sets.trainset import TrainSet, ValidationPrompt
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -24,10 +23,10 @@ from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
 from trainer.attention import validation_backend
-from trainer.batch import Batch
-from trainer.data import collate
+from trainer.batch import Batch, make_batch
 from trainer.families.base import FamilyModule
 from trainer.noise import draw_latents, seeded_noise
+from trainer.reading import BatchReader, to_tensor
 from trainer.run.new_data import Change
 from trainer.sampling import denoise, load_scheduler
 from trainer.tensor_files import write_tensors
@@ -39,7 +38,7 @@ PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 @torch.no_grad()
 def compute_eval_loss(
     predict: PredictVelocity,
-    data: TrainSet,
+    reader: BatchReader,
     settings: Validation,
     batch_size: int,
     device: torch.device,
@@ -53,22 +52,26 @@ def compute_eval_loss(
     compared.
 
     Noise and draws from stored posteriors depend only on (seed, sample id), so checkpoints and runs of one set can be
-    compared. The loss of training samples shows fitting, not generalising. advance: called after each sample.
+    compared. The loss of training samples shows fitting, not generalizing. advance: called after each sample.
     data_changes: of the run, with the last of which losses that can be compared begin.
     """
     losses: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
     by_bucket: dict[str, list[float]] = {}
     ids: list[str] = []
+    data, seed = reader.data, listed(settings.seed)[0]
     rows, on = data.choose_eval_rows(settings.eval_samples)
-    family, seed = FAMILIES[data.meta["family"]], listed(settings.seed)[0]
+    family = FAMILIES[data.meta["family"]]
     for row in rows:
-        sample = data.sample(row)
-        ids.append(sample.id)
+        stored = reader.read(np.array([row]), data.row_texts.first(np.array([row])), data.bucket(row))
+        if not stored.is_finite():
+            data.sample(row)  # says which number is not
+        (id,) = stored.ids
+        ids.append(id)
         for first in range(0, len(settings.eval_sigmas), batch_size):
             sigmas = settings.eval_sigmas[first : first + batch_size]
-            draws = [f"{seed}/{sample.id}/eval"] * len(sigmas)
-            batch = draw_latents(collate([sample] * len(sigmas), "").to(device, torch.float32), family, draws)
-            noise = seeded_noise([f"{seed}/{sample.id}"], "eval", batch.latents_BCTHW.shape[1:], device)
+            batch = stored.select(torch.zeros(len(sigmas), dtype=torch.long)).to(device, torch.float32)
+            batch = draw_latents(batch, family, [f"{seed}/{id}/eval"] * len(sigmas))
+            noise = seeded_noise([f"{seed}/{id}"], "eval", batch.latents_BCTHW.shape[1:], device)
             noise_BCTHW = noise.expand_as(batch.latents_BCTHW)
             sigma_B = torch.tensor(sigmas, device=device)
             noisy = flow.interpolate(batch.latents_BCTHW, noise_BCTHW, sigma_B)
@@ -80,9 +83,9 @@ def compute_eval_loss(
         advance()
     compared = hash_json([ids, seed, settings.eval_sigmas, *data_changes])
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
-    found: dict[str, Any] = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma}
-    found["eval_by_bucket"] = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
-    return found | {"eval_on": on, "eval_id": compared}
+    bucket_means = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
+    means = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_by_bucket": bucket_means}
+    return {**means, "eval_on": on, "eval_id": compared}
 
 
 def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
@@ -150,16 +153,15 @@ def draw_inputs(
     spec = config.model.family_spec
     grid_THW = Bucket.parse(prompt.bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
     shape = (spec.latent_channels, *grid_THW)
-    tensors = {"latent": Array.from_numpy(np.zeros(shape, np.float32))}
-    tensors |= {} if prompt.condition is None else {"condition": prompt.condition}
-    batch, negative = (
-        draw_latents(
-            collate([Sample(prompt.name, tensors, text)], prompt.bucket).to(device, torch.float32),
-            spec,
-            [f"{sample.draw}/validation"],
-        )
-        for text in (prompt.text, prompt.negative)
-    )
+    batches = []
+    for text in (prompt.text, prompt.negative):
+        tensors = {f"text.{name}": to_tensor(array)[None] for name, array in text.items()}
+        tensors["latent"] = torch.zeros(1, *shape)
+        if prompt.condition is not None:
+            tensors["condition"] = to_tensor(prompt.condition)[None]
+        batch = make_batch([prompt.name], prompt.bucket, tensors, [text["embeds"].shape[0]])
+        batches.append(draw_latents(batch.to(device, torch.float32), spec, [f"{sample.draw}/validation"]))
+    batch, negative = batches
     return batch, negative, seeded_noise([sample.draw], "validation", shape, device)
 
 

@@ -83,21 +83,6 @@ class MicroBatchRows:
 
 
 @dataclass(frozen=True)
-class PlannedRows:
-    """M micro-batches of consecutive steps, in the order of training.
-
-    epochs, buckets: (M,) the epoch of each and the number of its bucket in `BatchSchedule.buckets`. places: (M,) in the
-    list of its step. rows, passes: (M, B), as of MicroBatchRows.
-    """
-
-    epochs: Ints
-    buckets: Ints
-    places: Ints
-    rows: Ints
-    passes: Ints
-
-
-@dataclass(frozen=True)
 class BucketDraws:
     """The draws of one bucket in an epoch. distinct: how many of its samples are drawn. fill: extra draws that fill its
     last micro-batch."""
@@ -195,7 +180,7 @@ class BatchSchedule:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
         tables = [DrawTable(name, members) for name, members in grouped.items()]
         self._draws = EpochDraws(seed, batch_size, global_batch // batch_size, tables)
-        self._planned: tuple[tuple[int, int, int], PlannedRows] | None = None
+        self._planned: tuple[tuple[int, int, int], tuple[Ints, ...]] | None = None
         self.order = (order or WholeOrder)(self._draws)
 
     @property
@@ -235,22 +220,16 @@ class BatchSchedule:
         planned = self._planned  # read once: another thread may replace it
         if planned is None or planned[0] != key:
             planned = self._planned = key, self.plan(first, first + steps, rank, world)
-        found, count = planned[1], len(range(rank, self.micro_batches_per_step, world))
-        within = np.arange(self.batch_size)
-        return [
-            MicroBatchRows(
-                int(found.epochs[number]),
-                self._draws.tables[found.buckets[number]].bucket,
-                found.places[number] * self.batch_size + within,
-                found.rows[number],
-                found.passes[number],
-            )
-            for number in range(step % steps * count, (step % steps + 1) * count)
-        ]
+        count = len(range(rank, self.micro_batches_per_step, world))
+        own = slice(step % steps * count, (step % steps + 1) * count)
+        epochs, buckets, *draws = (column[own] for column in planned[1])
+        names = [self._draws.tables[bucket].bucket for bucket in buckets]
+        return [MicroBatchRows(*drawn) for drawn in zip(epochs.tolist(), names, *draws, strict=True)]
 
-    def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> PlannedRows:
-        """The micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, as arrays:
-        a million draws take a few tenths of a second."""
+    def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """The micro-batches of the steps from `first` to below `last` that rank `rank` of `world` computes, in order:
+        (M,) their epochs and the numbers of their buckets in `buckets`; (M, B) positions, rows and passes, as of
+        MicroBatchRows. A million draws take a few tenths of a second."""
         size = self.micro_batches_per_step
         numbers = np.arange((first - self.first_step) * size, (last - self.first_step) * size)
         places = numbers % size
@@ -264,9 +243,10 @@ class BatchSchedule:
         for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
             epoch, bucket = int(epochs[members[0]]), int(buckets[members[0]])
             rows[members], passes[members] = self.order.draw(epoch, bucket, within[members])
-        for array in (rows, passes):
+        positions = places[:, None] * self.batch_size + np.arange(self.batch_size)
+        for array in (positions, rows, passes):
             array.flags.writeable = False  # `step` gives views of them several times
-        return PlannedRows(epochs, buckets, places, rows, passes)
+        return epochs, buckets, positions, rows, passes
 
     def step_buckets(self, step: int) -> dict[str, int]:
         """Bucket -> its micro-batches in a step, of all ranks together."""

@@ -6,7 +6,7 @@ index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing p
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -50,22 +50,12 @@ class _Column(ABC, Generic[View]):
 class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
     """Of int32, with or without nulls."""
 
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        super().__init__(column)
-        self.number: Callable[[int], int] = self._number
-        if len(self._views) == 1:
-            self.number = self._views[0][0].__getitem__
-
     def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview | None, int]:
         valid, _ = chunk.buffers()
         return _numbers(chunk), (_view(valid) if chunk.null_count else None), chunk.offset
 
-    def get(self, row: int) -> int | None:
-        (values, valid, offset), row = self._find(row)
-        return values[row] if valid is None or _bit(valid, row + offset) else None
-
-    def _number(self, row: int) -> int:
-        """As `get`, of a column without nulls."""
+    def get(self, row: int) -> int:
+        """The number of a row, of a column without nulls."""
         (values, _, _), row = self._find(row)
         return values[row]
 
@@ -79,7 +69,7 @@ class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
         return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def take(self, rows: Ints, null: int = -1) -> Ints:
-        """(n,) as `get` of each row, and `null` for null."""
+        """(n,) the number of each row, and `null` for null."""
         found = np.empty(len(rows), np.int64)
         for (values, valid, offset), own, at in self._split(rows):
             numbers = np.frombuffer(values, np.int32)[at]
@@ -107,19 +97,12 @@ class ListColumn(_Column[tuple[memoryview, memoryview]]):
     def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview]:
         return _view(chunk.buffers()[1]).cast("i")[chunk.offset :], _numbers(chunk.values)
 
-    def length(self, row: int) -> int:
-        (ends, _), row = self._find(row)
-        return ends[row + 1] - ends[row]
-
-    def get(self, row: int, place: int) -> int:
-        """The number at a place of the row's list; IndexError where it is shorter."""
+    def get(self, row: int) -> list[int]:
         (ends, values), row = self._find(row)
-        if not 0 <= place < ends[row + 1] - ends[row]:
-            raise IndexError(f"place {place} of a list of {ends[row + 1] - ends[row]}")
-        return values[ends[row] + place]
+        return values[ends[row] : ends[row + 1]].tolist()
 
     def lengths(self, rows: Ints) -> Ints:
-        """(n,) as `length` of each row."""
+        """(n,) the length of each row's list."""
         found = np.empty(len(rows), np.int64)
         for (ends, _), own, at in self._split(rows):
             all_ends = np.frombuffer(ends, np.int32)
@@ -127,7 +110,7 @@ class ListColumn(_Column[tuple[memoryview, memoryview]]):
         return found
 
     def take(self, rows: Ints, places: Ints) -> Ints:
-        """(n,) as `get` of each row and place, which must be within the row's list."""
+        """(n,) the number at a place of each row's list, which must have it."""
         found = np.empty(len(rows), np.int64)
         for (ends, values), own, at in self._split(rows):
             found[own] = np.frombuffer(values, np.int32)[np.frombuffer(ends, np.int32)[at] + places[own]]

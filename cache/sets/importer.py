@@ -70,17 +70,14 @@ class Importer:
         shards, known = list[ImportShard](), set[int]()
         for start, stop in zip(starts, [*starts[1:], len(of_row)], strict=True):
             texts: dict[int, list[tuple[int, str]]] = {}
-            part = self.index.slice(start, stop - start)
-            for row, entry in enumerate(part.select(["texts", "null_text"]).to_pylist(), start):
-                null = self.data.meta["null_text"] if entry["null_text"] is None else entry["null_text"]
-                parts = {} if null is None else {null: "null"}
-                # Of a text that is there twice, the first place.
-                parts |= {number: f"text{at}" for at, number in reversed([*enumerate(entry["texts"])])}
+            for row in range(start, stop):
+                # Of a text that a row has twice, the first part.
+                parts = {text: part for part, text in reversed(self.data.row_texts.parts(row).items())}
                 if new := sorted(parts.keys() - known):
                     texts[row] = [(number, parts[number]) for number in new]
                 known.update(new)
             samples = [row for row in range(start, stop) if self._first[row] == row]
-            unit, bucket = self._unit(f"{len(shards):06d}"), part["bucket"][0].as_py()
+            unit, bucket = self._unit(f"{len(shards):06d}"), self.data.bucket(start)
             shards.append(ImportShard(unit, bucket, range(start, stop), samples, texts))
         return shards
 

@@ -16,10 +16,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.order.schedule import Ints
-from cache.order.set_columns import IntColumn, ListColumn
+from cache.order.set_columns import IntColumn
+from cache.sets.draws import NO_TEXT
 from cache.sets.set_files import PLANNED
-from cache.sets.trainset import Location, SetError, TrainSet
-from cache.shards.shard import RejectedMember, ShardRow
+from cache.sets.trainset import SetError, TrainSet
+from cache.shards.shard import RejectedMember
 from cache.shards.shard_supply import ShardSupply
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.store import Store
@@ -71,7 +72,7 @@ class PlannedSet(TrainSet):
         """As of any set, without those that were set aside. SetError where none is left."""
         rows, what = super().choose_eval_rows(count)
         chosen = np.array(rows, np.int64)
-        absent = self.find_set_aside(chosen, np.zeros_like(chosen), np.zeros(len(chosen), bool)) if rows else None
+        absent = self.find_set_aside(chosen, self.row_texts.first(chosen)) if rows else None
         if absent is not None:
             rows = chosen[~absent].tolist()
             if not rows:
@@ -113,48 +114,38 @@ class PlannedSet(TrainSet):
             found |= dict(zip(own.column(row).to_pylist(), own.column(id).to_pylist(), strict=True))
         return found
 
-    def read_row(self, location: Location) -> ShardRow:
+    def stored_row(self, shard: int, row: int) -> int:
         """As of any set. SetError for a member that was set aside."""
-        members = self.members(location.shard)
+        members = self.members(shard)
         if members is None:
-            return super().read_row(location)
-        if (member := members.aside.get(location.row)) is not None:
-            raise _set_aside_error(location, member)
-        return super().read_row(location._replace(row=members.rows.get(location.row, location.row)))
+            return row
+        if (member := members.aside.get(row)) is not None:
+            what = f"{member.id}, which every run needs, could not be encoded: {member.message}"
+            raise SetError(what, "Correct it, or run `latentpress discover`, `bucket` and `index` without it.")
+        return members.rows.get(row, row)
 
     @cached_property
-    def _places(self) -> tuple[list[tuple[IntColumn, IntColumn]], ListColumn, IntColumn, tuple[IntColumn, IntColumn]]:
+    def _places(self) -> tuple[list[tuple[IntColumn, IntColumn]], tuple[IntColumn, IntColumn]]:
+        """The columns of shards and rows: of each part of samples, and of texts."""
         index, texts = self.tables["index"], self.tables["texts"]
         prefixes = ["", *(f"{kind}_" for kind in self.kinds)]
-        samples = [(IntColumn(index[f"{each}shard"]), IntColumn(index[f"{each}row"])) for each in prefixes]
-        places = IntColumn(texts["shard"]), IntColumn(texts["row"])
-        return samples, ListColumn(index["texts"]), IntColumn(index["null_text"]), places
+        samples = [(IntColumn(index[f"{prefix}shard"]), IntColumn(index[f"{prefix}row"])) for prefix in prefixes]
+        return samples, (IntColumn(texts["shard"]), IntColumn(texts["row"]))
 
-    def find_set_aside(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """(B,) whether a part of each sample was set aside; None where all their shards have all their members.
+    def find_set_aside(self, rows: Ints, texts: Ints) -> NDArray[np.bool_] | None:
+        """(B,) whether a part of each draw was set aside; None where all their shards have all their members.
         Arguments as of `RowReader.find`. MissingMedia where a file was not there."""
-        samples, texts, null_texts, text_places = self._places
+        samples, (text_shards, text_rows) = self._places
         absent, lacking = np.zeros(len(rows), bool), False
-        for number, (row, caption, drop) in enumerate(
-            zip(rows.tolist(), captions.tolist(), dropped.tolist(), strict=True)
-        ):
-            places = [(shard.number(row), at.number(row)) for shard, at in samples]
-            text = texts.get(row, caption)
-            if drop:
-                own = null_texts.get(row)
-                text = self.meta["null_text"] if own is None else own
-            places.append((text_places[0].number(text), text_places[1].number(text)))
-            for shard, at in places:
+        for number, (row, text) in enumerate(zip(rows.tolist(), texts.tolist(), strict=True)):
+            places = [(shards.get(row), numbers.get(row)) for shards, numbers in samples]
+            places += [(text_shards.get(text), text_rows.get(text))] if text != NO_TEXT else []
+            for shard, place in places:
                 if (members := self.members(shard)) is None:
                     continue
                 lacking = True
-                if (member := members.aside.get(at)) is not None:
+                if (member := members.aside.get(place)) is not None:
                     if member.reason == "missing":
                         raise MissingMedia(f"set {self.id}: {member.message}", MISSING_STEP)
                     absent[number] = True
         return absent if lacking else None
-
-
-def _set_aside_error(location: Location, member: RejectedMember) -> SetError:
-    what = f"{member.id}, which every run needs, could not be encoded: {member.message}"
-    return SetError(what, "Correct it, or run `latentpress discover`, `bucket` and `index` without it.")

@@ -1,8 +1,9 @@
 """A training set as the trainer reads it: an index that joins the rows of text, latents and other shards.
 
 Tables are memory-mapped, and at most MAX_OPEN_SHARDS shards are open at a time, so memory does not grow with the number
-of samples. Every row read is compared with its checksum and with the id that the index expects. Training reads through
-`cache.sets.row_reader`, which does the same for a micro-batch at once.
+of samples. Every row read is compared with its checksum and with the id that the index expects. Batches are read
+through `cache.sets.row_reader`, which does the same for a micro-batch at once; where it finds damage, `TrainSet.sample`
+says what is wrong.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,8 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.order.schedule import Ints, Span
+from cache.order.schedule import BatchSchedule, Ints, Span
+from cache.order.set_columns import IntColumn
+from cache.order.shard_order import order_by_shards
 from cache.sets import plans
+from cache.sets.draws import RowTexts
 from cache.sets.set_files import check_set_json, read_set_table
 from cache.sets.table_checks import SET_ROLES, check_set_references
 from cache.sets.table_runs import find_runs
@@ -29,6 +33,7 @@ from cache.shards.tensor_checks import SAMPLE, find_tensor_problem
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError, as_damage
 from cache.store.store import Store
+from schemas.config.training import Train
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError
 from schemas.tables import further_kinds
 
@@ -103,6 +108,7 @@ class TrainSet:
         self._index, self._texts, self._shards = self.tables.values()
         self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
         self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
+        self.row_texts = RowTexts(self._index, meta["null_text"])
         self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
         self.supply: ShardSupply = StoredShards(store, self.shard_path)
 
@@ -125,6 +131,14 @@ class TrainSet:
             raise SetError(f"the index of set {self.id} is not sorted by {', '.join(keys)}", "Run `latentpress index`.")
         train = [run for run in runs if run[0][0] == "train"]
         return [Span(bucket, start, stop - start, *rest) for (_, bucket, _, *rest), start, stop in train]
+
+    def make_schedule(self, settings: Train, world: int = 1) -> BatchSchedule:
+        """The order in which a run of `world` processes trains on the set."""
+        order = None
+        if settings.shuffle_shards is not None:
+            order = order_by_shards(IntColumn(self._index["shard"]), settings.shuffle_shards)
+        global_batch = settings.batch_size * settings.accumulate * world
+        return BatchSchedule(self.spans, settings.seed, settings.batch_size, global_batch, order)
 
     @property
     def eval_rows(self) -> range:
@@ -163,32 +177,32 @@ class TrainSet:
         """The bucket, "WxH@F", of row `row`."""
         return self._index.column("bucket")[row].as_py()
 
-    def caption_counts(self, rows: Ints) -> Ints:
-        """(n,) the number of captions of each of `rows`."""
-        return np.array([len(self._index.column("texts")[int(row)]) for row in rows], dtype=np.int64)
-
     @cached_property
     def kinds(self) -> list[str]:
         """Kinds of shards, beside latents, that have a row for each sample, such as "vision"."""
         return further_kinds(self._index.column_names)
 
-    def sample(self, row: int, caption: int = 0, dropped: bool = False) -> Sample:
-        """Row `row` with its caption number `caption`, or with the null prompt where the caption is `dropped`."""
-        text, locations = "null" if dropped else f"text{caption}", self.part_locations(row)
-        if dropped and text not in locations:
+    def sample(self, row: int, text: str = "text0") -> Sample:
+        """Row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Everything is checked."""
+        locations = self.part_locations(row)
+        if text == "null" and text not in locations:
             raise missing_null_prompt(self.id, str(locations[SAMPLE].id))
         parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
         self._check_parts(parts, self.bucket(row), locations)
-        own = {kind: parts[kind].tensors for kind in (SAMPLE, *self.kinds)}
-        check_distinct_names(own, parts[SAMPLE].id)
-        tensors = {name: array for each in own.values() for name, array in each.items()}
+        tensors = {kind: parts[kind].tensors for kind in (SAMPLE, *self.kinds)}
+        check_distinct_names(tensors, parts[SAMPLE].id)
+        joined = {name: array for arrays in tensors.values() for name, array in arrays.items()}
         regularisation = self._index.column("regularisation")[row].as_py()
-        return Sample(parts[SAMPLE].id, tensors, parts[text].tensors, regularisation)
+        return Sample(parts[SAMPLE].id, joined, parts[text].tensors, regularisation)
 
-    def find_set_aside(self, rows: Ints, captions: Ints, dropped: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """(B,) whether a part of each sample was set aside after the set was made; None where none can have been.
+    def find_set_aside(self, rows: Ints, texts: Ints) -> NDArray[np.bool_] | None:
+        """(B,) whether a part of each draw was set aside after the set was made; None where none can have been.
         Arguments as of `cache.sets.row_reader.RowReader.find`."""
         return None
+
+    def stored_row(self, shard: int, row: int) -> int:
+        """The number that a row has in its shard's file, which may lack rows that the set has."""
+        return row
 
     def has_tensor(self, name: str) -> bool:
         """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
@@ -220,14 +234,11 @@ class TrainSet:
         """Part -> its location, of all parts of row `row`: "sample", further kinds, "text0", "text1", ... and, where
         there is a null prompt, "null"."""
         entry = {name: self._index.column(name)[row].as_py() for name in self._index.column_names}
-        id, null = entry["sample_id"], entry["null_text"]
-        found = {SAMPLE: Location(entry["shard"], entry["row"], id)}
-        found |= {
-            kind: Location(entry.get(f"{kind}_shard", -1), entry.get(f"{kind}_row", -1), id) for kind in self.kinds
-        }
-        found |= {f"text{i}": self._text_location(number) for i, number in enumerate(entry["texts"])}
-        null = self.meta["null_text"] if null is None else null
-        return found if null is None else found | {"null": self._text_location(null)}
+        id = entry["sample_id"]
+        locations = {SAMPLE: Location(entry["shard"], entry["row"], id)}
+        for kind in self.kinds:
+            locations[kind] = Location(entry.get(f"{kind}_shard", -1), entry.get(f"{kind}_row", -1), id)
+        return locations | {part: self._text_location(text) for part, text in self.row_texts.parts(row).items()}
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
         """As `part_locations`, of validation prompt `number`: "text", "negative" and perhaps "condition"."""
@@ -277,12 +288,13 @@ class TrainSet:
         """The row at a location, checksum verified; once more where its shard's supply replaces damaged bytes. SetError
         where it has another id than the set expects."""
         path, open = self.shard_path(location.shard), partial(self.supply.open, location.shard)
+        row = self.stored_row(location.shard, location.row)
         try:
-            stored = self._readers.read(path, location.row, open=open)
+            stored = self._readers.read(path, row, open=open)
         except DamageError:
             if not self.supply.damaged(location.shard):
                 raise
-            stored = self._readers.read(path, location.row, open=open)
+            stored = self._readers.read(path, row, open=open)
         self.check_id(stored, location)
         return stored
 

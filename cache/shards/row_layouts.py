@@ -8,7 +8,7 @@ its info, its checksum and the tensors' numbers, which the checksum covers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -37,11 +37,10 @@ class TensorSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """Positions count from the row's start. tensors: sorted by name; kinds: their names and dtypes; shapes: theirs.
+    """The positions of a row's parts, counted from its start. tensors: sorted by name.
 
-    heads: of each tensor what its row's checksum covers before its bytes; next_heads: the same but of the first. id,
-    info, checksum: (0, 0) where they are not in the row's own bytes. end: after the last. text_length: tokens of its
-    embeddings; text_kind: equal where texts differ in nothing else.
+    heads: what the row's checksum covers before the bytes of each tensor. id, info, checksum: (0, 0) where they are not
+    in the row's own bytes. end: after the last part.
     """
 
     tensors: tuple[TensorSpan, ...]
@@ -50,28 +49,10 @@ class RowLayout:
     info: BytesSpan = (0, 0)
     checksum: BytesSpan = (0, 0)
     end: int = 0
-    kinds: tuple[tuple[str, str], ...] = field(init=False)
-    shapes: tuple[tuple[int, ...], ...] = field(init=False)
-    text_length: int = field(init=False)
-    text_kind: tuple[object, ...] = field(init=False)
-    next_heads: tuple[bytes, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        def keep(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        embeds = next((one.shape for one in self.tensors if one.name == "embeds"), ())
-        keep("kinds", tuple((one.name, one.dtype) for one in self.tensors))
-        keep("shapes", tuple(one.shape for one in self.tensors))
-        keep("text_length", embeds[0] if embeds else 0)
-        others = tuple(one.shape[1:] if one.name == "embeds" else one.shape for one in self.tensors)
-        keep("text_kind", (self.kinds, others, len(embeds)))
-        keep("next_heads", (b"", *(self.heads[1:] or [b""] * (len(self.tensors) - 1))))
 
     def start_hash(self, id: bytes, info: bytes) -> xxhash.xxh3_128:
-        """Of `cache.shards.shard.row_checksum`, up to the bytes of the first tensor; the others' follow their
-        `heads`."""
-        return xxhash.xxh3_128(b"".join((pack_length(len(id)), id, pack_length(len(info)), info, self.heads[0])))
+        """Begin `cache.shards.shard.row_checksum`; each tensor's head and bytes follow, in order."""
+        return xxhash.xxh3_128(b"".join((pack_length(len(id)), id, pack_length(len(info)), info)))
 
 
 class RowLayouts:

@@ -14,7 +14,6 @@ from itertools import repeat
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
 from cache.order.schedule import Ints
-from cache.sets.draws import make_schedule
 from cache.sets.planned_set import PlannedSet
 from cache.sets.set_files import PLANNED
 from cache.sets.trainset import TrainSet
@@ -54,7 +53,7 @@ class ReadingOrder(BaseModel, frozen=True):
 
     def needs(self, data: TrainSet, first: int = 0, last: int | None = None) -> Iterator[Ints]:
         """The shards of each step from `first` to below `last`, or to the end, of all ranks together."""
-        schedule = make_schedule(data, Train(**self.model_dump(exclude={"steps"})))
+        schedule = data.make_schedule(Train(**self.model_dump(exclude={"steps"})))
         last = self.steps if last is None else min(last, self.steps)
         return needed_shards(data, schedule, self.caption_dropout, first, last)
 

@@ -8,7 +8,6 @@ from itertools import count, islice, repeat
 
 from cache.order.schedule import BatchSchedule
 from cache.order.shard_order import ShardOrder
-from cache.sets.draws import make_schedule
 from cache.sets.trainset import TrainSet
 from cache.supply.shard_needs import needed_shards
 from schemas.config.training import Train
@@ -91,7 +90,7 @@ class FittingOrder:
 
     def _needed_bytes(self, value: int, sections: int) -> Iterator[int]:
         """Of each step that is looked at: the bytes of the shards of so many sections up to it."""
-        schedule = make_schedule(self._data, self._settings.model_copy(update={"shuffle_shards": value}), self._world)
+        schedule = self._data.make_schedule(self._settings.model_copy(update={"shuffle_shards": value}), self._world)
         first, size = self._steps.start, schedule.global_batch
         later = (step for step in section_starts(schedule, first) if step > first)
         last = next(islice(later, CHECKED_SECTIONS - 1, None))

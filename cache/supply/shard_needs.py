@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from cache.order.schedule import BatchSchedule, Ints
-from cache.order.set_columns import IntColumn, ListColumn
-from cache.sets.draws import choose_captions, draw_caption_dropout
+from cache.order.set_columns import IntColumn
+from cache.sets.draws import NO_TEXT
 from cache.sets.trainset import TrainSet
 
 PLANNED_DRAWS = 1 << 14  # of the steps that are looked at together: a hundredth of a second
@@ -28,29 +28,19 @@ def needed_shards(
     index, texts = data.tables["index"], data.tables["texts"]
     prefixes = [""] + ([] if data.packed else [f"{kind}_" for kind in data.kinds])
     parts = [IntColumn(index[f"{prefix}shard"]) for prefix in prefixes]
-    lists, null_texts, text_shards = (
-        ListColumn(index["texts"]),
-        IntColumn(index["null_text"]),
-        IntColumn(texts["shard"]),
-    )
-    null = data.meta["null_text"]
+    text_shards = IntColumn(texts["shard"])
     together = max(1, min(PLANNED_DRAWS // schedule.global_batch, int(schedule.steps_per_epoch)))
-    own = len(range(rank, schedule.micro_batches_per_step, world)) * schedule.batch_size  # draws of a step
+    micro_batches = len(range(rank, schedule.micro_batches_per_step, world))  # of a step
     while last is None or first < last:
         stop = first + together if last is None else min(last, first + together)
-        planned = schedule.plan(first, stop, rank, world)
-        rows, steps = planned.rows.ravel(), np.arange(stop - first).repeat(own)
-        found = [part.take(rows) for part in parts]
+        _, _, positions, rows, passes = schedule.plan(first, stop, rank, world)
+        steps = np.arange(first, stop).repeat(micro_batches)
+        found = [part.take(rows.ravel()) for part in parts]
         if not data.packed:
-            captions = choose_captions(schedule.seed, rows, planned.passes.ravel(), lists.lengths(rows))
-            numbers = lists.take(rows, captions)
-            positions = (planned.places[:, None] * schedule.batch_size + np.arange(schedule.batch_size)).reshape(
-                -1, own
-            )
-            without = draw_caption_dropout(schedule.seed, range(first, stop), positions, caption_dropout).ravel()
-            numbers[without] = null_texts.take(rows[without], -1 if null is None else null)
-            found.append(np.full(len(rows), -1))  # a missing null prompt is for the reader to report
-            found[-1][numbers >= 0] = text_shards.take(numbers[numbers >= 0])
+            drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
+            found.append(np.full(len(drawn), -1))  # a missing null prompt is for the reader to report
+            found[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
+        steps = (steps - first).repeat(schedule.batch_size)
         yield from _distinct(np.tile(steps, len(found)), np.concatenate(found), stop - first)
         first = stop
 

@@ -354,7 +354,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
     data = open_set(store, "current", config.model.family, config.model.task)
     assert report.details["set"] == f"sets/{data.id}"
     assert data.spans == [Span("64x64", 0, 1), Span("64x64", 1, 1, 0, 2.0)] and data.eval_rows == range(2, 3)
-    read = [(data.sample(row), data.sample(row, caption)) for row, caption in ((0, 1), (1, 0), (2, 0))]
+    read = [(data.sample(row), data.sample(row, f"text{caption}")) for row, caption in ((0, 1), (1, 0), (2, 0))]
     assert [
         (a.tensors["latent"].numpy()[0], a.text["embeds"].numpy()[0], b.text["embeds"].numpy()[0]) for a, b in read
     ] == [
@@ -362,7 +362,7 @@ def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:
         (2, 2, 2),
         (3, 1, 1),
     ]
-    assert data.sample(0, dropped=True).text["embeds"].numpy()[0] == 0
+    assert data.sample(0, "null").text["embeds"].numpy()[0] == 0
     assert data.meta["counts"] == {"samples": 2, "eval": 1, "texts": 3}
     again = work.run(index.run)
     assert (again.done, again.skipped, again.details) == (0, 3, report.details)

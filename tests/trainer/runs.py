@@ -14,13 +14,15 @@ from accelerate.test_utils.testing import AccelerateTestCase
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.draws import make_schedule
 from cache.sets.set_lookup import open_set
+from cache.sets.trainset import Sample
 from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
 from tests.processes import prepare_fork
 from trainer import train as loop
 from trainer.__main__ import run as program_run
+from trainer.batch import Batch, make_batch, stack
+from trainer.reading import to_tensor
 from trainer.run import metrics
 
 LOADS = "loading the transformer"  # what the program says before it does
@@ -37,13 +39,23 @@ def train(config) -> dict:
 
 def plan_batches(config, data) -> BatchSchedule:
     """Of one process."""
-    return make_schedule(data, config.train)
+    return data.make_schedule(config.train)
 
 
 def prepared(config) -> loop.TrainState:
     """A run of one process, its model loaded."""
     data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
     return loop.prepare_training(config, data, plan_batches(config, data), quiet(), config.train.device)
+
+
+def plain_batch(samples: Sequence[Sample], bucket: str = "") -> Batch:
+    """The batch of samples that were read one by one."""
+    tensors = []
+    for sample in samples:
+        arrays = sample.tensors | {f"text.{name}": array for name, array in sample.text.items()}
+        tensors.append({name: to_tensor(array)[None] for name, array in arrays.items()})
+    ids, lengths = [sample.id for sample in samples], [sample.text["embeds"].shape[0] for sample in samples]
+    return make_batch(ids, bucket, stack(ids, tensors), lengths)
 
 
 def move_adapter(run: loop.TrainState) -> None:

@@ -19,7 +19,8 @@ from cache.shards.tensors import Array
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from trainer import data as trainer_data
-from trainer.data import BatchLoader, prefetch, to_tensor
+from trainer.data import BatchLoader, prefetch
+from trainer.reading import to_tensor
 
 
 def opened(config) -> TrainSet:

@@ -18,9 +18,10 @@ from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.geometry import Bucket
+from tests.trainer.runs import plain_batch
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.data import BatchLoader, collate
+from trainer.data import BatchLoader
 from trainer.families import kandinsky5, sana
 from trainer.noise import seeded_noise
 from trainer.run import metrics
@@ -102,7 +103,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
         for row in (len(data) // 4, 3 * len(data) // 4):
-            batch = collate([data.sample(row)], "")
+            batch = plain_batch([data.sample(row)])
             noise = seeded_noise([f"3/{batch.ids[0]}"], "eval", batch.latents_BCTHW.shape[1:])
             losses.append(defined_loss(config, batch, noise, torch.tensor([sigma])))
             by_bucket.setdefault(data.bucket(row), []).append(losses[-1])
@@ -191,7 +192,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
         sample = data.sample(0)
         given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
         batch, negative = (
-            collate([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
+            plain_batch([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
         )
         wanted = sampled(config, pipe, batch, negative, noise, steps, size)[0]
         assert (load_file(run / "validation" / "step-000000" / name)["latent"] - latent).abs().max() > 1e-3

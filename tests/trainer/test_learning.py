@@ -22,6 +22,7 @@ from schemas.config.pipeline import Config
 from tests.forms import long
 from trainer import train as loop
 from trainer import validation
+from trainer.reading import BatchReader
 
 GRID = {"eval_samples": 8, "eval_sigmas": [0.2, 0.4, 0.6, 0.8], "every": 100_000}
 SEEDS = (0, long(1), long(2))
@@ -82,7 +83,7 @@ def learn(make_config, make_set, made):
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
         swapped = validation.compute_eval_loss(
-            trained.denoiser, opened(other), config.validation, 4, torch.device("cpu"), trained.skip_frames
+            trained.denoiser, BatchReader(opened(other)), config.validation, 4, torch.device("cpu"), trained.skip_frames
         )
         return {"before": result["first"], "after": result["last"], "swapped": swapped["eval_loss"]}
 

@@ -1,4 +1,4 @@
-"""One copy gives the batches that the careful way gives; memory is used again only when nothing refers to it."""
+"""One copy gives the batches of samples read one by one; memory is used again only when nothing refers to it."""
 
 import gc
 import threading
@@ -16,10 +16,10 @@ from cache.sets.set_lookup import open_set
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.training import Reading
-from trainer import data as data_module
+from tests.trainer.runs import plain_batch
 from trainer.batch import Batch
-from trainer.data import BatchLoader, collate, prefetch
-from trainer.reading import Chosen, read_batches
+from trainer.data import BatchLoader, prefetch
+from trainer.reading import BatchReader
 from trainer.run.host_memory import HostMemory
 
 
@@ -44,28 +44,27 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("t2i", "float32"), ("i2i", "bfloat16"), ("i2v", "float32"), ("sana", "bfloat16")]
 )
-def test_batches_are_those_of_the_careful_way(make_config, make_set, made, kind, dtype, form) -> None:
+def test_batches_are_those_of_samples_read_one_by_one(make_config, make_set, made, kind, dtype, form) -> None:
     """Over memory that held other batches before, so padding is cleared."""
     config = make_config(kind)
     items, null, prompts = made.mixed_items(config)
     make_set(config, items, null, prompts, form=form, dtype=dtype)
-    data, memory = opened(config), HostMemory()
-    readers = [RowReader(data, verify) for verify in ("always", "first")]
+    data = opened(config)
+    readers = [BatchReader(data, verify) for verify in ("always", "first")]
     schedule, rng = BatchSchedule(data.spans, 0, 3, 3), np.random.default_rng(0)
     for step in range(12):
         (drawn,) = schedule.step(step)
-        captions, dropped = np.zeros(3, np.int64), rng.random(3) < 0.3
-        wanted = collate(
-            [data.sample(int(row), 0, bool(drop)) for row, drop in zip(drawn.rows, dropped, strict=True)], drawn.bucket
-        )
+        names = ["null" if drop else "text0" for drop in rng.random(3) < 0.3]
+        samples = [data.sample(row, name) for row, name in zip(drawn.rows.tolist(), names, strict=True)]
+        texts = [data.row_texts.parts(row)[name] for row, name in zip(drawn.rows.tolist(), names, strict=True)]
         for reader in readers:
-            (found,) = read_batches(reader, memory, [Chosen(drawn.rows, captions, dropped, drawn.bucket)])
-            assert found is not None and same(found, wanted)
+            found = reader.read(drawn.rows, np.array(texts), drawn.bucket)
+            assert same(found, plain_batch(samples, drawn.bucket))
         if kind == "t2i" and found.pooled_BD is not None:
             found.text_BLD.fill_(7)  # its memory comes back like this
 
 
-def test_samples_that_do_not_stack_are_left_to_the_careful_way(make_config, make_set, made) -> None:
+def test_samples_that_differ_are_converted_and_completed(make_config, make_set, made) -> None:
     config = make_config("t2i")
     items, null, prompts = made.mixed_items(config)
     mask = np.zeros(items[0].latent.shape[1:], np.float32)
@@ -75,8 +74,6 @@ def test_samples_that_do_not_stack_are_left_to_the_careful_way(make_config, make
     ]
     make_set(config, items, null, prompts)
     data = opened(config)
-    reader, rows, none = RowReader(data), np.arange(4), np.zeros(4, np.int64)
-    assert read_batches(reader, HostMemory(), [Chosen(rows, none, none > 0, "64x64")]) == [None]
     found = BatchLoader(data, BatchSchedule(data.spans, 0, 4, 4), 0.0).step(0).micro_batches[0].batch
     assert found.extras["mask"].sum((1, 2, 3)).unique().tolist() == [0.0, float(mask.size)]
 
@@ -225,5 +222,5 @@ def test_a_batch_outlives_the_set_and_its_reader(make_config, make_set) -> None:
     loader.data.close()
     del loader
     gc.collect()
-    data_module.HostMemory().block(1 << 20)
+    HostMemory().block(1 << 20)
     assert all(torch.equal(batch.latents_BCTHW, one) for batch, one in zip(batches, kept, strict=True))

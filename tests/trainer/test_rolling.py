@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.draws import make_schedule
 from cache.sets.planned_set import MissingMedia, PlannedSet
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError
@@ -195,7 +194,7 @@ def watched(home: Home) -> Iterator[list[int]]:
 
 
 def schedule_of(data) -> BatchSchedule:
-    return make_schedule(data, SETTINGS)
+    return data.make_schedule(SETTINGS)
 
 
 def batches(data, first: int = 0, last: int = STEPS) -> list:
@@ -271,14 +270,14 @@ def test_the_limit_asked_for_is_that_of_two_steps_in_a_row(home: Home) -> None:
     """Computed anew from what the loader reads; with exactly that much, training does not stand still."""
     data, needs, sizes = home.open(), [], home.open().meta["rolling"]["bytes"]
     schedule = schedule_of(data)
-    loader = BatchLoader(open_set(home.full, "s1", FAMILY, TASK), schedule, SETTINGS.caption_dropout)
     for step in range(STEPS):
         own = set()
         for drawn in schedule.step(step):
-            captions, dropped = loader._choose_texts(step, drawn)
-            for row, caption, drop in zip(drawn.rows, captions, dropped, strict=True):
-                places = data.part_locations(int(row))
-                own |= {places["sample"].shard, places["null" if drop else f"text{caption}"].shard}
+            draws = drawn.positions, drawn.rows, drawn.passes
+            texts = data.row_texts.draw(schedule.seed, SETTINGS.caption_dropout, step, *draws)
+            for row, text in zip(drawn.rows.tolist(), texts.tolist(), strict=True):
+                places = data.part_locations(row)
+                own |= {places["sample"].shard, places[data.row_texts.part(row, text)].shard}
         needs.append(own)
     pinned = {0, UNITS}  # of the null prompt, the first sample and its caption
     assert set(pinned_shards(data, 0)) == pinned

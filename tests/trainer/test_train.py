@@ -33,6 +33,7 @@ from tests.trainer.runs import (
 from trainer import flow, validation
 from trainer import train as loop
 from trainer.__main__ import run as program_run
+from trainer.reading import BatchReader
 from trainer.run import metrics
 from trainer.setup.optim import DivergedError
 
@@ -290,9 +291,11 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     assert f"eval loss on {held_out or 5} {where}" in heard.getvalue()
     rows = data.eval_rows if held_out else range(12)
     read: list[int] = []
-    data.sample = lambda row, real=data.sample: (read.append(row), real(row))[1]  # type: ignore[method-assign]
+    reader = BatchReader(data)
+    real = reader.read
+    reader.read = lambda rows, *rest: (read.extend(rows.tolist()), real(rows, *rest))[1]  # type: ignore[method-assign]
     settings = Validation(eval_samples=5, eval_sigmas=(0.5,))
-    validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, data, settings, 1, torch.device("cpu"))
+    validation.compute_eval_loss(lambda noisy, sigma, batch: noisy, reader, settings, 1, torch.device("cpu"))
     assert len(read) == (held_out or 5) and set(read) <= set(rows)
 
 

@@ -81,7 +81,7 @@ def test_an_order_may_begin_with_a_later_step(members: list[Span], begun: int, s
     for one, other in zip(moved.step(begun + step, 1, 2), plan.step(step, 1, 2), strict=True):
         assert all(np.array_equal(getattr(one, name), getattr(other, name)) for name in vars(one))
     ranges = moved.plan(begun + step, begun + step + 3), plan.plan(step, step + 3)
-    assert all(np.array_equal(getattr(ranges[0], name), getattr(ranges[1], name)) for name in vars(ranges[0]))
+    assert all(map(np.array_equal, *ranges))
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1))

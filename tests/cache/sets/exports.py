@@ -159,8 +159,8 @@ def content(store: Store) -> list[Any]:
     )
     samples = []
     for row, entry in enumerate(index):
-        samples += [data.sample(row, caption) for caption in range(len(entry["texts"]))]
-        samples.append(data.sample(row, dropped=True))
+        samples += [data.sample(row, f"text{caption}") for caption in range(len(entry["texts"]))]
+        samples.append(data.sample(row, "null"))
     parts = [data.part_rows(row) for row in range(len(index))]
     parts += [data.prompt_rows(number) for number in range(2)]
     sums = [

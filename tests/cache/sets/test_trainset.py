@@ -109,14 +109,14 @@ def test_rows_captions_and_null_prompts(store: Store) -> None:
         (("train", "32x32"), 0, 2),
         (("train", "64x32"), 2, 3),
     ]
-    assert data.caption_counts(np.array([2, 0])).tolist() == [1, 2]
-    sample = data.sample(0, 1)
+    assert [[*data.row_texts.parts(row)] for row in (2, 0)] == [["text0", "null"], ["text0", "text1", "null"]]
+    sample = data.sample(0, "text1")
     assert sample.id == "a" and sample.tensors["latent"].numpy()[0, 0, 0, 0] == 1 and "condition" not in sample.tensors
     assert set(sample.text) == {"embeds", "pooled"} and sample.text["embeds"].shape == (2, 4)
-    read = [data.sample(*args).text["embeds"].numpy()[0, 0] for args in ((0, 0), (0, 1), (1,), (2,))]
+    read = [data.sample(*args).text["embeds"].numpy()[0, 0] for args in ((0,), (0, "text1"), (1,), (2,))]
     assert read == [1, 3, 2, 3]
-    assert data.sample(0, 0, True).text["pooled"].numpy()[0] == 0, "the set's null prompt"
-    assert data.sample(2, 0, True).text["pooled"].numpy()[0] == 2, "the sample's own null prompt"
+    assert data.sample(0, "null").text["pooled"].numpy()[0] == 0, "the set's null prompt"
+    assert data.sample(2, "null").text["pooled"].numpy()[0] == 2, "the sample's own null prompt"
 
 
 def test_spans_feed_the_plan(store: Store) -> None:
@@ -321,7 +321,7 @@ def work(root):
     plan = BatchSchedule(data.spans, 0, 64, 64)
     for step in range(64):
         rows = plan.step(step)[0].rows
-        data.caption_counts(rows)
+        data.row_texts.first(rows)
         data.part_locations(int(rows[0]))
     return data, plan
 

@@ -103,7 +103,7 @@ def test_a_layout_is_where_arrow_has_the_values(tmp_path: Path) -> None:
     assert [bytes(wanted.tensors[one.name].raw()) for one in layout.tensors] == parts
     checksum = row_checksum(wanted.id, b'{"tokens":5}', wanted.tensors).encode()
     state = layout.start_hash(b"row0001", b'{"tokens":5}')
-    for head, part in zip(layout.next_heads, parts, strict=True):
+    for head, part in zip(layout.heads, parts, strict=True):
         state.update(head)
         state.update(part)
     assert state.hexdigest().encode() == checksum == data[slice(*layout.checksum)]

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.order.shard_order import ShardOrder
-from cache.sets.draws import make_schedule
 from cache.sets.trainset import TrainSet
 from cache.shards.shard_supply import StoredShards
 from cache.store.store import Store
@@ -129,7 +128,7 @@ def test_what_is_named_fits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def sections(data: TrainSet, settings: Train, world: int, steps: range) -> list[set[int]]:
     """The shards that each section needs, and those that the steps between two epochs' sections need: looked up in
     another way than the code does."""
-    schedule, found = make_schedule(data, settings, world), list[set[int]]()
+    schedule, found = data.make_schedule(settings, world), list[set[int]]()
     assert isinstance(schedule.order, ShardOrder)
     needs = needed_shards(data, schedule, settings.caption_dropout, steps.start, steps.stop)
     previous = None
@@ -157,7 +156,7 @@ def check(monkeypatch, data: TrainSet, sizes: list[int], limit: int, settings: T
     monkeypatch.setattr(local_cache, "open_copies", lambda *_: copies)
     monkeypatch.setattr(local_cache, "FetchedShards", lambda *_: StoredShards(data.store, data.shard_path))
     warnings = list[str]()
-    supply_from_copies(settings, data, make_schedule(data, settings, ranks.world), steps, ranks, warnings.append)
+    supply_from_copies(settings, data, data.make_schedule(settings, ranks.world), steps, ranks, warnings.append)
     return warnings
 
 

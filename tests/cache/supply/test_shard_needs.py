@@ -9,7 +9,6 @@ import pytest
 from cache.order.schedule import BatchSchedule
 from cache.order.set_columns import IntColumn
 from cache.order.shard_order import order_by_shards
-from cache.sets.draws import choose_captions, draw_caption_dropout, make_schedule
 from cache.sets.row_reader import RowReader
 from cache.sets.trainset import TrainSet
 from cache.shards.shard_supply import StoredShards
@@ -35,9 +34,8 @@ def opened_by_reading(data: TrainSet, schedule: BatchSchedule, step: int, rank: 
     data.use_supply(recorder := Recorder(data))
     reader = RowReader(data)
     for each in schedule.step(step, rank, world):
-        captions = choose_captions(schedule.seed, each.rows, each.passes, reader.caption_counts(each.rows))
-        dropped = draw_caption_dropout(schedule.seed, step, each.positions, DROPOUT)
-        reader.find(each.rows, captions, dropped, each.bucket)
+        texts = data.row_texts.draw(schedule.seed, DROPOUT, step, each.positions, each.rows, each.passes)
+        reader.find(each.rows, texts, each.bucket)
     reader.close()
     return recorder.opened
 
@@ -69,6 +67,6 @@ def test_needs_are_what_reading_opens(tmp_path: Path, form: str, exported: bool)
 def test_the_order_is_chosen_by_the_settings(tmp_path: Path) -> None:
     data = opened(make_source(Store(tmp_path), "arrow"))
     settings = Train(seed=2, batch_size=1, accumulate=2)
-    assert make_schedule(data, settings).order.digest is None
-    found = make_schedule(data, settings.model_copy(update={"shuffle_shards": 2}), world=2)
+    assert data.make_schedule(settings).order.digest is None
+    found = data.make_schedule(settings.model_copy(update={"shuffle_shards": 2}), world=2)
     assert found.order.digest and (found.batch_size, found.global_batch, found.seed) == (1, 4, 2)

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.common import run_silently
 from benchmarks.index import write_shards
 from benchmarks.planning import make_project
-from cache.sets.draws import make_schedule
 from cache.sets.set_lookup import open_configured_set
 from cache.supply.shard_needs import needed_shards
 from schemas.config.loading import load_config
@@ -36,7 +35,7 @@ def test_steps_in_a_row_read_few_shards_of_latents_and_of_texts(tmp_path: Path, 
     by_kind, total = dict[tuple[str, int | None], int](), {kind: kinds.count(kind) for kind in ("latents", "text")}
     for shuffle in (SHUFFLE, None):
         settings = Train(batch_size=4, accumulate=3, shuffle_shards=shuffle)
-        schedule = make_schedule(data, settings)
+        schedule = data.make_schedule(settings)
         steps = int(schedule.steps_per_epoch)
         needs = [set(each.tolist()) for each in needed_shards(data, schedule, 0.1, 0, steps)]
         assert set.union(*needs) == set(range(len(kinds)))
