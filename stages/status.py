@@ -58,7 +58,7 @@ def run(
     console: Console,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh, with rates, until all is done and no run goes on; Ctrl-C quits.")
+        bool, typer.Option("--watch", help="Refresh, with rates, until all is done, training too; Ctrl-C quits.")
     ] = False,
     every: Annotated[
         float, typer.Option(min=0.1, max=86_400, metavar="SECONDS", help="Between two refreshes of --watch.")
@@ -277,8 +277,8 @@ def _mib(entries: Sequence[Entry]) -> float:
 
 
 def refresh_until_done(build_report: Callable[[], Report], console: Console, every: float) -> Report:
-    """Show a new report every `every` seconds until nothing remains and no `run` or training goes on, less often where
-    building one takes long. Ctrl-C ends with exit code 0."""
+    """Show a new report every `every` seconds until nothing remains, training is finished and no `run` goes on, less
+    often where building one takes long. Ctrl-C ends with exit code 0."""
     report = Report(program="status")
     try:
         with console.live_display() as show:
@@ -304,7 +304,7 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                 ):
                     lines[NOTHING_RUNS] = NOTHING_RUNS
                 show(lines, report.summary())
-                if not report.remaining and not running:
+                if not report.remaining and not running and all(row["state"] == "finished" for row in training):
                     return report
                 took = time.monotonic() - started
                 time.sleep(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))
