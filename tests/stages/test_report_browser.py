@@ -14,6 +14,8 @@ from tests.stages.report_run import FakeRun, eval_line, step_line
 
 pytestmark = pytest.mark.slow
 
+CUT_OFF = """[...document.querySelectorAll('.wide')].filter((table) => table.scrollWidth > table.clientWidth)
+    .map((table) => table.innerText)"""
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 POINTS = """() => Object.fromEntries(Bokeh.documents.map((document) => {
   const figure = document.roots()[0];
@@ -84,6 +86,7 @@ def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> N
         shown = page.evaluate("Bokeh.documents[0].roots()[0].renderers.map((line) => line.visible)")
         assert shown.count(False) == 1, "a curve is hidden by a key"
         if size == "phone":
+            assert page.evaluate(CUT_OFF) == []
             finger_scrolls(context, page)
 
         video = page.locator("video").first
