@@ -1,6 +1,7 @@
 """README, CONTRIBUTING and docs/ name only files, names, options and keys that exist."""
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -79,3 +80,23 @@ def test_options_exist(document: Path) -> None:
         for option in sorted(given - LAUNCHERS)
         if option.replace("-", "_") not in known and f"--{option}" not in sources()
     ] == []
+
+
+def test_the_diagram_of_imports_is_that_of_the_contracts() -> None:
+    """It names every folder, from those that import to those that are imported, as the contracts have them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = {it["containers"][0]: it["layers"] for it in contracts if it["type"] == "layers" and "containers" in it}
+    text = (ROOT / "docs/architecture.md").read_text()
+    for package in ("stages", "trainer", "cache"):
+        (line,) = re.findall(rf"^{package}: (.*)$", text, re.MULTILINE)
+        floors = [floor.split(", ") for floor in line.split(" -> ")]
+        level = {name: number for number, layer in enumerate(layers[package]) for name in layer.split(" : ")}
+        level["programs"] = 0
+        assert [level[name] for floor in floors for name in floor] == sorted(
+            level[name] for floor in floors for name in floor
+        )
+        assert all(len({level[name] for name in floor}) == 1 for floor in floors)
+        folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert folders <= {name for floor in floors for name in floor}
+    packages = next(it["layers"] for it in contracts if it["type"] == "layers" and "containers" not in it)
+    assert f"packages: {' -> '.join(packages).replace(' | ', ', ')}\n" in text
