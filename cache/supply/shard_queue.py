@@ -5,9 +5,9 @@
   is needed sooner.
 - Shards that are there, and those that are begun at their largest possible size, never take more than the limit: others
   are removed first, the one needed last before all (Belady 1966), where what no step in sight needs counts as last.
-- A shard of the first step takes the place of any that is needed later. One of a later step takes that of those only
-  that are needed twice as far from now: something better may become free. Where processes follow one plan, the first
-  step is that of the hindmost, and the next one counts as first, too.
+- A shard takes the place of any that is needed later. Of copies, one that the first step does not need takes that of
+  those only that are needed twice as far from now: something better may become free. Encoding beside training does not
+  wait for that: where the two take turns, each turn would be shorter, and loads the models again.
 
 Counting, removing and beginning are one step under the folder's lock, and nothing but the files is a record of them.
 Several processes that follow one plan get the same answer; those with plans of their own have equal parts of the limit.
@@ -73,7 +73,7 @@ class ShardQueue:
                 return None
             if number not in mine or name in disk.begun or (name in disk.sizes and self.folder.names is not None):
                 continue
-            last = step + max(0, step - first - int(self.folder.names is not None))
+            last = step + max(0, step - first) if self.folder.names is None else step
             if not self._keep_to_share(order, size, last):
                 return None
             if name in disk.sizes:
