@@ -62,11 +62,12 @@ def compute_eval_loss(
     rows, on = data.choose_eval_rows(settings.eval_samples)
     family = FAMILIES[data.meta["family"]]
     for row in rows:
-        stored = reader.read(np.array([row]), data.row_texts.first(np.array([row])), data.bucket(row))
+        texts = data.row_texts.first(np.array([row]))
+        stored = reader.read(np.array([row]), texts, data.bucket(row))
         if not stored.is_finite():
             data.sample(row)  # says which number is not
         (id,) = stored.ids
-        ids.append(id)
+        ids += [id, data.text_id(int(texts[0]))]
         for first in range(0, len(settings.eval_sigmas), batch_size):
             sigmas = settings.eval_sigmas[first : first + batch_size]
             batch = stored.select(torch.zeros(len(sigmas), dtype=torch.long)).to(device, torch.float32)

@@ -66,8 +66,8 @@ def check_new_data(found: Checkpoint, data: TrainSet, changes: Sequence[Change])
         made, now = source_fingerprints(before), source_fingerprints(data)
         if different := sorted(kind for kind in made.keys() & now.keys() if made[kind] != now[kind]):
             raise ResumeError(
-                f"{found.path} can't be continued on set {data.id}: its {' and '.join(different)} were encoded by "
-                f"other models, or with other settings, than those of set {before.id}",
+                f"{found.path} can't be continued on set {data.id}: its shards of {' and '.join(different)} were made "
+                f"by other models, or with other settings, than those of set {before.id}",
                 f"Set the model and the sections text and latents back. {NEW_RUN_HINT}",
             )
         trained.append(before.tables["index"].column("sample_id").slice(0, len(before)).combine_chunks())
