@@ -30,7 +30,9 @@ OptionPath = tuple[str, ...]  # keys, without the numbers of lists
 
 def write_all(root: Path) -> list[Path]:
     """Write what differs below `root`, the source tree; returns these files."""
-    texts = {root / "schemas" / "pipeline.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"}
+    schema = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    folders = (root / "schemas", root / "examples" / "recipes")  # a copy, as a folder of recipes is copied by itself
+    texts = {folder / "pipeline.schema.json": schema for folder in folders}
     texts[root / "pipeline.yaml"] = commented_example((root / "pipeline.yaml").read_text())
     documents = {path: path.read_text() for path in sorted((root / "docs").glob("*.md"))}
     starts = [match[2] for text in documents.values() for match in _TABLE.finditer(text)]

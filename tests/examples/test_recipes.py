@@ -45,11 +45,11 @@ def recipe(name: str) -> Config:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copied_recipe_finds_its_schema(tmp_path: Path, name: str) -> None:
     """Beside it, as its first lines say: a path into the checkout would lead nowhere."""
-    for file in (f"{name}.yaml", "pipeline.schema.json"):
-        shutil.copy(FOLDER / file, tmp_path)
-    first = (tmp_path / f"{name}.yaml").read_text().partition("\n")[0]
-    schema = tmp_path / first.removeprefix("# yaml-language-server: $schema=")
-    assert schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
+    copied = shutil.copytree(FOLDER, tmp_path / "copied", symlinks=True)  # as cp -r copies: a link would lead nowhere
+    first = (copied / f"{name}.yaml").read_text().partition("\n")[0]
+    schema = copied / first.removeprefix("# yaml-language-server: $schema=")
+    same = schema.read_bytes() == (ROOT / "schemas" / "pipeline.schema.json").read_bytes()
+    assert same, "run: make generated"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -61,8 +61,9 @@ def test_the_example_points_editors_at_the_schema():
 
 
 def test_the_generated_files_are_up_to_date(tmp_path):
-    for name in ("schemas/pipeline.schema.json", "pipeline.yaml", *(f"docs/{path.name}" for path in DOCUMENTS)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    schemas = ("schemas/pipeline.schema.json", "examples/recipes/pipeline.schema.json")
+    for name in (*schemas, "pipeline.yaml", *(f"docs/{path.name}" for path in DOCUMENTS)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     assert write_all(tmp_path) == [], "run: make generated"
 
