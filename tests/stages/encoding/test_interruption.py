@@ -203,6 +203,7 @@ def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(
     first = home.image("0.png")
     for number in range(1, 5000):  # it does not end before it is interrupted
         os.link(first, first.with_name(f"{number}.png"))
+        os.link(first.with_suffix(".txt"), first.with_name(f"{number}.txt"))
     home.config()
     command = [sys.executable, "-m", "stages.cli", program, "--config", str(home.folder / "pipeline.yaml")]
     started = subprocess.Popen(
