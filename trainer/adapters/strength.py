@@ -43,7 +43,7 @@ def read_configs(
         config, ranks, alphas = config_of(part)
         if not config:
             return rank, 1.0
-        said = check_count(ranks.get(module, config.get("r")), "r")
+        said = check_count(ranks.get(module, config.get("r")), f"the header's rank of {name}")
         if rank not in (None, said) or not said:
             raise ValueError(f"the header says rank {said} for {module}, and its tensors have {rank or 'another'}")
         alpha = alphas.get(module, config.get("lora_alpha", config.get("alpha")))  # the latter of a LoKr

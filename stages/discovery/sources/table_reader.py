@@ -185,8 +185,8 @@ def refuse_depth(location: str) -> None:
 def _measure_depth(text: bytes, depth: int) -> tuple[int, int]:
     """The levels of arrays and objects at the end of a line of JSON that begins in `depth` of them, and the most."""
     deepest = depth
-    for bracket in re.findall(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)):
-        depth = max(0, depth + (1 if bracket in b"[{" else -1))
+    for match in re.finditer(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)):
+        depth = max(0, depth + (1 if match[0] in b"[{" else -1))
         deepest = max(deepest, depth)
     return depth, deepest
 
