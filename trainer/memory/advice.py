@@ -13,7 +13,7 @@ from trainer.memory.estimate import MemoryEstimate
 
 #: of a card, for the CUDA context, kernels' own memory and fragments
 RESERVED = 1 << 30
-LEAST_SAVED = 1 << 26  # bytes, by an option that is named
+LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
 
 
 def find_card(device: str) -> tuple[str, int] | None:
@@ -65,7 +65,7 @@ def try_changes(
         except ValidationError:  # such as block offload of full rank
             continue
         changed = config.model_copy(update=values)
-        if changed == config or (smaller := predict(changed)) > need - LEAST_SAVED:
+        if changed == config or (smaller := predict(changed)) > need * (1 - LEAST_SAVED):
             continue
         need, config = smaller, changed
         shown.append(f"{label} ({gib(need + RESERVED)})")

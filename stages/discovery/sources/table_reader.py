@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -184,11 +185,11 @@ def refuse_depth(location: str) -> None:
 
 def _measure_depth(text: bytes, depth: int) -> tuple[int, int]:
     """The levels of arrays and objects at the end of a line of JSON that begins in `depth` of them, and the most."""
-    deepest = depth
-    for match in re.finditer(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)):
-        depth = max(0, depth + (1 if match[0] in b"[{" else -1))
-        deepest = max(deepest, depth)
-    return depth, deepest
+    marks = np.frombuffer(re.sub(rb'"(?:[^"\\]|\\.)*"|[^"\[{\]}]+', b"", text), np.uint8)
+    steps = np.isin(marks, list(b"[{")).astype(np.int32) - np.isin(marks, list(b"]}"))
+    depths = depth + np.cumsum(steps, dtype=np.int32)
+    depths -= np.minimum.accumulate(np.minimum(depths, 0))  # what is closed was opened
+    return (int(depths[-1]), max(depth, int(depths.max()))) if len(depths) else (depth, depth)
 
 
 def _read_parquet(location: str, columns: Sequence[str] | None) -> pa.Table:

@@ -17,7 +17,7 @@ from schemas.cli.console import OK, Options, run_program
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from trainer.__main__ import run as program_run
 from trainer.families.base import module_of
-from trainer.memory.advice import RESERVED, explain_fit, find_card
+from trainer.memory.advice import RESERVED, explain_fit, find_card, try_changes
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 from trainer.methods.base import Method
 from trainer.methods.selection import METHODS
@@ -277,3 +277,10 @@ def test_the_host_memory_of_a_program(make_config, make_set, made, tmp_path, set
     predicted, measured = estimate_memory(config, shape, ["512x512"], 64).host, used.ru_maxrss << 10
     print(f"{settings}: {predicted / measured:.3f} of {measured >> 20} MiB")
     assert 0.85 < predicted / measured < 1.15
+
+
+def test_what_saves_next_to_nothing_is_not_named(make_config) -> None:
+    changes = [(f"option {steps}", {"train": {"steps": steps}}) for steps in (5, 6, 7)]
+    need = {4: 1000, 5: 996, 6: 500, 7: 499}
+    shown, least = try_changes(make_config(), changes, 1000 << 20, 0, lambda config: need[config.train.steps] << 20)
+    assert shown == ["option 6 (1.5 GiB)"] and least == 500 << 20
