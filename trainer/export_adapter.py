@@ -254,7 +254,7 @@ def merge_adapter(
     layers, parts = load_layers(adapter, scale), adapter.components
     files = [path for part in parts for path in weight_files(folder / part)]
     if not report.dry_run:
-        remove_abandoned_folders(to)
+        remove_abandoned_folders(to.parent)
     check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
     if report.dry_run:
         return [to]

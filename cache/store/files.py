@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import glob
 import io
 import os
 import re
@@ -20,6 +19,7 @@ from schemas.errors import LatentpressError
 from schemas.regular_files import NOT_REGULAR, find_obstacle
 
 TEMP_SUFFIX = ".tmp"
+LOCKED_FOLDER = ".folder"  # before the random part of the names of `replacing_folder`
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
 WRITEBACK_BYTES = 8 << 20
 
@@ -184,10 +184,11 @@ def put(temp: Path, path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Write the file or folder `path` in the body under a temporary name; it is renamed, or removed on an error."""
+def replacing(path: Path, temp: Path | None = None) -> Iterator[Path]:
+    """Write the file or folder `path` in the body under a temporary name, `temp` where one is given; it is renamed, or
+    removed on an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp = temporary(path)
+    temp = temp or temporary(path)
     try:
         yield temp
         put(temp, path)
@@ -201,16 +202,17 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """`replacing`, with an empty folder to write to, which `remove_abandoned_folders` spares."""
-    with replacing(path) as temp, ExitStack() as held:
+    name = temporary(path.with_name(path.name + LOCKED_FOLDER))
+    with replacing(path, name) as temp, ExitStack() as held:
         temp.mkdir()
         with suppress(OSError):  # a file system without locks of folders
             held.enter_context(_locked_folder(temp))
         yield temp
 
 
-def remove_abandoned_folders(path: Path) -> None:
-    """Remove what killed processes left of `replacing_folder(path)`."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{TEMP_SUFFIX}"):
+def remove_abandoned_folders(place: Path) -> None:
+    """Remove what killed processes left in `place` of `replacing_folder`, whatever it was to become."""
+    for left in place.glob(f".*{LOCKED_FOLDER}.*{TEMP_SUFFIX}"):
         with suppress(OSError):  # removed meanwhile, or locked
             if is_temporary(left.name):
                 with _locked_folder(left):

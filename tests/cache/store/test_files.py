@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,15 @@ def test_a_body_that_raises_leaves_what_was_there(tmp_path, folder) -> None:
 
 def test_a_large_folder_that_a_killed_process_left_is_removed_by_the_next(tmp_path) -> None:
     path = tmp_path / "merged"
-    left, other = temporary(path), temporary(tmp_path / "other")
-    for folder in (left, other):
+    left, other = [], temporary(tmp_path / "other")
+    for name in ("merged", "merged-before"):  # where they were going to be
+        with suppress(OSError), replacing_folder(tmp_path / name) as killed:
+            left.append(killed)
+            raise OSError
+    for folder in (*left, other):
         (folder / "transformer").mkdir(parents=True)
     with replacing_folder(path) as living:
-        remove_abandoned_folders(path)
-        assert living.is_dir() and not left.exists() and other.is_dir()
+        remove_abandoned_folders(tmp_path)
+        assert living.is_dir() and not any(folder.exists() for folder in left) and other.is_dir()
         (living / "weights").touch()
     assert names(path) == ["weights"]
