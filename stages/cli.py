@@ -13,7 +13,7 @@ from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
 from schemas.cli.missing_libraries import explain_missing_libraries
-from schemas.cli.starting import print_for_reader, show_starting
+from schemas.cli.starting import begin_silently, print_for_reader, show_starting
 
 WIDTH = 100
 PROGRAMS = {
@@ -69,6 +69,7 @@ def program_module(program: str) -> str:
 def main() -> None:
     remove_working_directory()
     explain_missing_libraries()
+    begin_silently()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print_for_reader(format_usage(), sys.stdout)

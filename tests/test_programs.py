@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module, metadata
@@ -181,3 +182,15 @@ def test_an_error_is_one_json_document_on_standard_output(tmp_path: Path) -> Non
     done = python("-m", "stages.discover", "--json", cwd=tmp_path)
     assert done.returncode == 3
     assert "there is no folder" in json.loads(done.stdout)["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["stages.cli", "stages.bucket", "trainer", "trainer.export_adapter"])
+def test_interrupted_while_it_imports_a_program_ends_without_a_traceback(tmp_path: Path, module: str) -> None:
+    """By the signal, as other programs do; a library that comes first on the path interrupts it."""
+    (tmp_path / "pydantic.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-P", "-m", module, *(["bucket"] if module == "stages.cli" else [])]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

@@ -12,6 +12,15 @@ def _is_shown() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
+def begin_silently() -> None:
+    """Until a program handles Ctrl-C itself, it ends by the signal, as other programs do: Python's own handler raises in
+    the middle of an import, and prints a traceback. For after `remove_working_directory`."""
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def show_starting(program: str) -> None:
     if _is_shown():
         print(f"starting {program} ...", end="", file=sys.stderr, flush=True)
