@@ -13,8 +13,8 @@ def _is_shown() -> bool:
 
 
 def begin_silently() -> None:
-    """Until a program handles Ctrl-C itself, it ends by the signal, as other programs do: Python's own handler raises in
-    the middle of an import, and prints a traceback. For after `remove_working_directory`."""
+    """End by the signal at Ctrl-C until the program handles it itself: Python's own handler raises in the middle of an
+    import and prints a traceback. Called after `remove_working_directory`."""
     import signal
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
