@@ -47,7 +47,6 @@ from schemas.randomness import permute
 Ints = NDArray[np.int64]
 
 LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
-_PLANNED_DRAWS = 1 << 12  # of the steps that `step` plans together: alone, a step takes several times as long
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,6 @@ class BatchSchedule:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
         tables = [DrawTable(name, members) for name, members in grouped.items()]
         self._draws = EpochDraws(seed, batch_size, global_batch // batch_size, tables)
-        self._planned: tuple[tuple[int, int, int], tuple[Ints, ...]] | None = None
         self.order = (order or WholeOrder)(self._draws)
 
     @property
@@ -213,17 +211,8 @@ class BatchSchedule:
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
         """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
         rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
-        # Of a small set one step: a few micro-batches of each of many epochs take longer.
-        steps = max(1, min(_PLANNED_DRAWS // self.global_batch, int(self.steps_per_epoch) // 8))
-        step -= self.first_step
-        key, first = (step // steps, rank, world), step // steps * steps + self.first_step
-        planned = self._planned  # read once: another thread may replace it
-        if planned is None or planned[0] != key:
-            planned = self._planned = key, self.plan(first, first + steps, rank, world)
-        count = len(range(rank, self.micro_batches_per_step, world))
-        own = slice(step % steps * count, (step % steps + 1) * count)
-        epochs, buckets, *draws = (column[own] for column in planned[1])
-        names = [self._draws.tables[bucket].bucket for bucket in buckets]
+        epochs, buckets, *draws = self.plan(step, step + 1, rank, world)
+        names = [self._draws.tables[bucket].bucket for bucket in buckets.tolist()]
         return [MicroBatchRows(*drawn) for drawn in zip(epochs.tolist(), names, *draws, strict=True)]
 
     def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -243,10 +232,7 @@ class BatchSchedule:
         for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
             epoch, bucket = int(epochs[members[0]]), int(buckets[members[0]])
             rows[members], passes[members] = self.order.draw(epoch, bucket, within[members])
-        positions = places[:, None] * self.batch_size + np.arange(self.batch_size)
-        for array in (positions, rows, passes):
-            array.flags.writeable = False  # `step` gives views of them several times
-        return epochs, buckets, positions, rows, passes
+        return epochs, buckets, places[:, None] * self.batch_size + np.arange(self.batch_size), rows, passes
 
     def step_buckets(self, step: int) -> dict[str, int]:
         """Bucket -> its micro-batches in a step, of all ranks together."""

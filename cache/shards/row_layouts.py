@@ -145,7 +145,6 @@ def describe_row(
     return sorted(set(fixed)), RowLayout(tuple(tensors), heads, id, info, checksum, end)
 
 
-@lru_cache(maxsize=MAX_LAYOUTS)
 def part_layout(layout: RowLayout, part: str) -> RowLayout:
     """The tensors of one part of an export's row, under their own names (`cache.sets.exported_set`)."""
     spans = (span._replace(name=own) for span in layout.tensors if (own := part_name(span.name, part)))
