@@ -23,6 +23,7 @@ from schemas.family import Family
 from trainer.batch import Batch
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 from trainer.reading import BatchReader
+from trainer.run.host_memory import HostMemory
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
@@ -51,7 +52,9 @@ class MicroBatch:
         batch = self.batch.to(device, torch.float32)
         if self.noise_BCTHW is not None:
             return replace(self, batch=batch, noise_BCTHW=self.noise_BCTHW.to(device))
-        batch = draw_latents(batch, family, [f"{one}/{id}" for one, id in zip(self.identities, batch.ids, strict=True)])
+        batch = draw_latents(
+            batch, family, [f"{identity}/{id}" for identity, id in zip(self.identities, batch.ids, strict=True)]
+        )
         noise_BCTHW = seeded_noise(self.identities, "noise", batch.latents_BCTHW.shape[1:], device)
         return replace(self, batch=batch, noise_BCTHW=noise_BCTHW)
 
@@ -91,7 +94,7 @@ class BatchLoader:
         return FAMILIES[self.data.meta["family"]]
 
     def __post_init__(self) -> None:
-        self.reader = BatchReader(self.data, self.reading.verify, self.pinned)
+        self.reader = BatchReader(self.data, self.reading.verify, HostMemory(self.pinned))
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""

@@ -127,10 +127,10 @@ class ShardOrder:
 
     @cached_property
     def digest(self) -> str:
-        found = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         for column in (self._blocks.starts, self._blocks.first, self._blocks.last, self._blocks.count):
-            found.update(column.astype("<i8").data)
-        return found.hexdigest()
+            digest.update(column.astype("<i8").data)
+        return digest.hexdigest()
 
     def section_bounds(self, epoch: int) -> Ints:
         """The micro-batch of an epoch with which each section begins, and the first one after the last section."""
@@ -175,11 +175,11 @@ class ShardOrder:
         passes, place = np.divmod(taken, self._blocks.count[block])
         rows = self._blocks.first[block] + place
         if self._any_scattered:
-            own = np.flatnonzero(self._scattered[block])
-            scattered, which = np.unique(block[own], return_inverse=True)
-            found = [np.zeros(0, np.int64), *map(self._rows_of, scattered.tolist())]
-            starts = np.cumsum([len(each) for each in found])[:-1]
-            rows[own] = np.concatenate(found)[starts[which] + place[own]]
+            members = np.flatnonzero(self._scattered[block])
+            scattered, which = np.unique(block[members], return_inverse=True)
+            block_rows = [np.zeros(0, np.int64), *map(self._rows_of, scattered.tolist())]
+            starts = np.cumsum([len(block) for block in block_rows])[:-1]
+            rows[members] = np.concatenate(block_rows)[starts[which] + place[members]]
         passes += repetition * -(-self._blocks.draws[block] // self._blocks.rows[block])
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
@@ -225,14 +225,14 @@ class ShardOrder:
         counts = np.diff(np.append(blocks.starts, len(drawn)))[parts]
         order = np.repeat(blocks.starts[parts] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         order = order[drawn[order] > 0]
-        own = buckets[parts], neighbours[parts], np.cumsum(part_draws[parts])
-        return BlockOrder(order, np.cumsum(drawn[order]), taken[order], *own)
+        columns = buckets[parts], neighbours[parts], np.cumsum(part_draws[parts])
+        return BlockOrder(order, np.cumsum(drawn[order]), taken[order], *columns)
 
     def _find_events(self, epoch: int, head: Ints, steps: Ints, order: BlockOrder) -> Events:
         bucket, size = order.part_buckets, self._draws.batch_size
         first = np.append(True, bucket[1:] != bucket[:-1])
-        own = order.part_ends - self._bucket_starts[bucket] - head[bucket] * size
-        done = np.clip(own // (self._draws.size * size), 0, steps[bucket])
+        draws = order.part_ends - self._bucket_starts[bucket] - head[bucket] * size
+        done = np.clip(draws // (self._draws.size * size), 0, steps[bucket])
         last = np.append(first[1:], True)  # the fill of a bucket's last micro-batch may be in its last step
         done[last] = steps[bucket[last]]
         before = np.where(first, 0, np.append(0, done[:-1]))
@@ -261,9 +261,9 @@ class ShardOrder:
             first_draw(events.buckets[new], events.before[new]),
             rest[rest < self._bucket_ends],
         ]
-        found = np.unique(np.concatenate(starts))
-        sizes = np.diff(np.append(found, self._bucket_ends[-1]))
-        return Shuffle(found, sizes, self._keys(epoch, "samples", found))
+        firsts = np.unique(np.concatenate(starts))
+        sizes = np.diff(np.append(firsts, self._bucket_ends[-1]))
+        return Shuffle(firsts, sizes, self._keys(epoch, "samples", firsts))
 
     def _divide_steps(self, epoch: int, events: Events) -> tuple[Shuffle, int, Ints, Ints, Ints]:
         order = np.lexsort((events.buckets, events.section))

@@ -86,8 +86,8 @@ def unpack_row(row: ShardRow, verify: bool = False) -> dict[str, ShardRow]:
     for full, array in row.tensors.items():
         part, name = split_tensor_name(full)
         parts[part].tensors[name] = array
-    for name, one in parts.items() if verify else ():
-        if _part_checksum(one) != row.info["parts"][name]["checksum"]:
+    for name, part_row in parts.items() if verify else ():
+        if _part_checksum(part_row) != row.info["parts"][name]["checksum"]:
             raise ValueError(f"the checksum of its {name} does not match")
     return parts
 
@@ -115,7 +115,7 @@ class ExportedSet(TrainSet):
         return {name: Location(*parts[SAMPLE][:2], location.id) for name, location in parts.items()}
 
     def part_rows(self, row: int, names: Collection[str] | None = None, verify: bool = False) -> dict[str, ShardRow]:
-        """As of TrainSet. verify: check each part's checksum too."""
+        """The same as of TrainSet. verify: check each part's checksum too."""
         parts = self.part_locations(row)
         ids = {name: location.id for name, location in parts.items() if names is None or name in names}
         return self._unpack(Location(*parts[SAMPLE][:2], packed_row_id(row, str(parts[SAMPLE].id))), ids, verify)
@@ -126,7 +126,7 @@ class ExportedSet(TrainSet):
         return {name: Location(shard, number, id) for name, id in (ids | {"condition": None}).items()}
 
     def prompt_rows(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
-        """As of TrainSet. verify: check each part's checksum too."""
+        """The same as of TrainSet. verify: check each part's checksum too."""
         parts = self.prompt_locations(number)
         ids = {name: location.id for name, location in parts.items() if location.id is not None}
         return self._unpack(Location(*parts["text"][:2], prompt_id(number)), ids, verify)
@@ -149,29 +149,29 @@ def source_fingerprints(data: TrainSet) -> dict[str, str]:
     if "export" in data.meta:
         return dict(data.meta["export"]["folders"])
     shards = data.tables["shards"]
-    found = {}
+    fingerprints = {}
     for kind in pc.unique(shards.column("kind")).to_pylist():
         last = np.flatnonzero(pc.equal(shards.column("kind"), kind))[-1]
-        found[kind] = shards.column("path")[int(last)].as_py().split("/")[-2]
-    return found
+        fingerprints[kind] = shards.column("path")[int(last)].as_py().split("/")[-2]
+    return fingerprints
 
 
 def collect_provenance(data: TrainSet) -> list[dict[str, Any]]:
     """The distinct versions of libraries and devices that the set's shards were made with."""
     if "export" in data.meta:
         return list(data.meta["export"]["made_with"])
-    found = set()
+    texts = set()
     for path in data.tables["shards"].column("path").to_pylist():
         with open_reader(data.store, path) as shard:
             provenance = shard.meta.provenance
         several = provenance.get("made_with", [{key: provenance[key] for key in PROVENANCE_KEYS if key in provenance}])
-        found |= {canonical_json(one) for one in several if one}
-    return [json.loads(one) for one in sorted(found)]
+        texts |= {canonical_json(versions) for versions in several if versions}
+    return [json.loads(versions) for versions in sorted(texts)]
 
 
 def collect_columns(data: TrainSet) -> dict[str, ColumnDtypes]:
     """Kind of ordinary shard -> tensor name -> dtype, of the set's shards. SetError where dtypes differ."""
-    found: dict[str, ColumnDtypes] = {}
+    columns: dict[str, ColumnDtypes] = {}
     for shard in data.tables["shards"].to_pylist():
         for name, dtype in read_columns(data.store, shard["path"]).items():
             kind = shard["kind"]
@@ -179,13 +179,13 @@ def collect_columns(data: TrainSet) -> dict[str, ColumnDtypes]:
                 with as_damage(data.store.path(shard["path"]), "it is no shard of an export"):
                     part, name = split_tensor_name(name)
                 kind = kind_of(part)
-            known = found.setdefault(kind, {}).setdefault(name, dtype)
+            known = columns.setdefault(kind, {}).setdefault(name, dtype)
             if known != dtype:
                 raise SetError(
                     f"{name} is {dtype} in {shard['path']} and {known} in other shards of the set",
                     "Shards of several precisions are mixed: encode again, then run `latentpress index`.",
                 )
-    return found
+    return columns
 
 
 def read_columns(store: Store, path: str) -> ColumnDtypes:
@@ -207,8 +207,8 @@ def check_export_meta(meta: Mapping[str, Any]) -> None:
     names = all(isinstance(name, str) and FINGERPRINT_PATTERN.fullmatch(name) for name in folders.values())
     if not names or not {"latents", "text"} <= set(folders) <= set(ENCODE_PROGRAMS):
         raise ValueError(f"folders {printable(folders)}")
-    for one in check_list(export["made_with"], "made_with"):
-        check_object(one, "one of made_with")
+    for versions in check_list(export["made_with"], "made_with"):
+        check_object(versions, "versions of made_with")
     check_object(meta.get("provenance", {}), "provenance")
 
 

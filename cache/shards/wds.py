@@ -207,10 +207,10 @@ class ShardReader(shard.BaseShardReader):
     def _read_span(self, offset: int, size: int) -> memoryview:
         """Bytes of the file; opening it checked that members are inside."""
         self.file.seek(offset)
-        found = memoryview(self.file.read_buffer(size)).cast("B")
-        if found.nbytes != size:
-            raise ValueError(f"it ends after {found.nbytes} of {size} bytes")
-        return found
+        content = memoryview(self.file.read_buffer(size)).cast("B")
+        if content.nbytes != size:
+            raise ValueError(f"it ends after {content.nbytes} of {size} bytes")
+        return content
 
     def _check_file(self) -> None:
         """The whole file, also headers and padding, which tar reads and random access does not."""
