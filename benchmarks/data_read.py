@@ -29,6 +29,7 @@ import xxhash
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row
 from benchmarks.tensor_formats import SHARDS, Samples, make_samples
 from trainer.reading import BatchReader
+from trainer.run.host_memory import HostMemory
 
 CASES = {"image": ((16, 1, 128, 128), "1024x1024", 4), "video": ((16, 16, 64, 96), "768x512@61", 1)}
 BARE_COPY, BARE_HASH = "bare copy", "bare copy + xxh3"
@@ -174,7 +175,7 @@ def open_datasets(samples: Samples) -> tuple[Any, Any]:
 def make_ways(samples: Samples, threads: int) -> Iterator[tuple[str, Callable[[], float]]]:
     """Name -> a call that returns GB/s."""
     order = samples.order
-    few = list(range(min(16, len(samples))))
+    memory, few = HostMemory(), list(range(min(16, len(samples))))
     readers = {"always": BatchReader(samples.data, "always"), "first": BatchReader(samples.data, "first")}
     opened = open_datasets(samples)
 
@@ -185,7 +186,7 @@ def make_ways(samples: Samples, threads: int) -> Iterator[tuple[str, Callable[[]
     yield BARE_COPY, rate(bare_loop, False, False)
     yield BARE_HASH, rate(bare_loop, True, False)
     yield BARE_HASH + ", mapped anew", rate(bare_loop, True, True)
-    yield FIRST_PASS, lambda: rate(read_ours, BatchReader(samples.data, "first"))()
+    yield FIRST_PASS, lambda: rate(read_ours, BatchReader(samples.data, "first", memory))()
     yield ALWAYS, rate(read_ours, readers["always"])
     yield FIRST, rate(read_ours, readers["first"])
     yield "webdataset, tars", rate(read_webdataset)

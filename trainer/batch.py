@@ -40,17 +40,23 @@ class Batch:
             moved = to_device(tensor, torch.device(device))
             return moved.to(dtype) if tensor.is_floating_point() else moved
 
-        moved: dict[str, Any] = {name: move(it) for name, it in vars(self).items() if isinstance(it, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
     def is_finite(self) -> torch.Tensor:
         """(), bool, on the batch's device: whether no number is NaN or infinite. It waits for nothing."""
-        found = [it for it in (*vars(self).values(), *self.extras.values()) if isinstance(it, torch.Tensor)]
-        return torch.stack([torch.isfinite(it).all() for it in found if it.is_floating_point()]).all()
+        tensors = [
+            tensor for tensor in (*vars(self).values(), *self.extras.values()) if isinstance(tensor, torch.Tensor)
+        ]
+        return torch.stack([torch.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]).all()
 
     def select(self, rows: torch.Tensor) -> "Batch":
         """The samples at these positions (R,), on the batch's device, with as many text tokens."""
-        chosen: dict[str, Any] = {name: it[rows] for name, it in vars(self).items() if isinstance(it, torch.Tensor)}
+        chosen: dict[str, Any] = {
+            name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
         extras = {name: value[rows] for name, value in self.extras.items()}
         return replace(self, **chosen, ids=[self.ids[row] for row in rows.tolist()], extras=extras)
 

@@ -5,12 +5,12 @@ batch), so a resumed run, or one on another number of ranks, gets the same. On a
 them, on other devices the step does, so that nothing of them is copied and no thread computes them.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from schemas.family import Family
 from trainer.batch import Batch
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 from trainer.reading import BatchReader
+from trainer.run.host_memory import HostMemory
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
@@ -51,7 +52,9 @@ class MicroBatch:
         batch = self.batch.to(device, torch.float32)
         if self.noise_BCTHW is not None:
             return replace(self, batch=batch, noise_BCTHW=self.noise_BCTHW.to(device))
-        batch = draw_latents(batch, family, [f"{one}/{id}" for one, id in zip(self.identities, batch.ids, strict=True)])
+        batch = draw_latents(
+            batch, family, [f"{identity}/{id}" for identity, id in zip(self.identities, batch.ids, strict=True)]
+        )
         noise_BCTHW = seeded_noise(self.identities, "noise", batch.latents_BCTHW.shape[1:], device)
         return replace(self, batch=batch, noise_BCTHW=noise_BCTHW)
 
@@ -91,7 +94,7 @@ class BatchLoader:
         return FAMILIES[self.data.meta["family"]]
 
     def __post_init__(self) -> None:
-        self.reader = BatchReader(self.data, self.reading.verify, self.pinned)
+        self.reader = BatchReader(self.data, self.reading.verify, HostMemory(self.pinned))
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""
@@ -168,52 +171,24 @@ def prefetch(
 
     waiting: entered where a result is waited for longer than SAID_S. An exception in a thread is raised at its place in
     the order. Leaving the iterator ends the threads. Threads are enough: reading is copies and checksums, both of which
-    release Python's lock. Not an executor, whose futures take as long as copying 256 KiB.
+    release Python's lock.
     """
-    ahead = max(depth, threads)
-    lanes = [(SimpleQueue[int | None](), SimpleQueue[tuple[T | None, BaseException | None]]()) for _ in range(threads)]
-    workers = [Thread(target=_work, args=(read, *lane), name="read-ahead", daemon=True) for lane in lanes]
-    for worker in workers:
-        worker.start()
+    results = deque[Future[T]]()
 
-    def result(place: int) -> T:
-        results = lanes[place % threads][1]
-        try:
-            value, error = results.get(timeout=SAID_S)
-        except Empty:
-            with waiting():
-                value, error = results.get()
-        if error is not None:
-            raise error
-        return cast(T, value)
+    def next_result() -> T:
+        result = results.popleft()
+        with suppress(TimeoutError):
+            return result.result(SAID_S)
+        with waiting():
+            return result.result()
 
+    pool = ThreadPoolExecutor(threads, "read-ahead")
     try:
-        for place, number in enumerate(numbers):
-            lanes[place % threads][0].put(number)
-            if place >= ahead:
-                yield result(place - ahead)
-        for place in range(max(0, len(numbers) - ahead), len(numbers)):
-            yield result(place)
+        for number in numbers:
+            results.append(pool.submit(read, number))
+            if len(results) > max(depth, threads):
+                yield next_result()
+        while results:
+            yield next_result()
     finally:
-        for todo, _ in lanes:
-            with suppress(Empty):
-                while True:
-                    todo.get_nowait()
-            todo.put(None)
-        for worker in workers:
-            worker.join()
-
-
-def _work(
-    read: Callable[[int], T],
-    todo: "SimpleQueue[int | None]",
-    done: "SimpleQueue[tuple[T | None, BaseException | None]]",
-) -> None:
-    """Read what is to be done until None comes."""
-    while (number := todo.get()) is not None:
-        try:
-            found: tuple[T | None, BaseException | None] = (read(number), None)
-        except BaseException as error:  # raised where its result is wanted
-            found = (None, error)
-        done.put(found)
-        del found
+        pool.shutdown(cancel_futures=True)

@@ -84,12 +84,12 @@ def sample_latents(
     noise, with standard normal noise of each identity, computed where the moments are.
     """
     stored_BCTHW, channels = stored_BCTHW.float(), family.latent_channels
-    found = stored_BCTHW.shape[1]
-    if found == channels:
+    stored_channels = stored_BCTHW.shape[1]
+    if stored_channels == channels:
         return stored_BCTHW
-    if found != 2 * channels or not family.posterior:
+    if stored_channels != 2 * channels or not family.posterior:
         raise SetError(
-            f"a stored latent has {found} channels; {family.name} has {channels}"
+            f"a stored latent has {stored_channels} channels; {family.name} has {channels}"
             + (f", or {2 * channels} with the log-variance" if family.posterior else ""),
             "Its shard was made for another model: run `latentpress encode-latents` and `latentpress index`.",
         )
@@ -142,7 +142,9 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def multiply(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """High and low 64 bits of the product of unsigned numbers of 64 bits, from products of their halves. Such a
     product and a half added to it fit 64 bits."""
-    (one_high, one_low), (other_high, other_low) = (((it >> 32) & LOW_32, it & LOW_32) for it in (one, other))
+    (one_high, one_low), (other_high, other_low) = (
+        ((number >> 32) & LOW_32, number & LOW_32) for number in (one, other)
+    )
     middle = one_high * other_low + ((one_low * other_low >> 32) & LOW_32)
     carried = one_low * other_high + (middle & LOW_32)
     return one_high * other_high + ((middle >> 32) & LOW_32) + ((carried >> 32) & LOW_32), one * other

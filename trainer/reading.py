@@ -22,10 +22,10 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 
 
 class BatchReader:
-    """Reads micro-batches of a set. verify: as of `RowReader`. pinned: to page-locked memory. Threads may share it."""
+    """Reads micro-batches of a set. verify: as of `RowReader`. memory: of the batches. Threads may share it."""
 
-    def __init__(self, data: TrainSet, verify: VerifyRows = "always", pinned: bool = False) -> None:
-        self.data, self.rows, self.memory = data, RowReader(data, verify), HostMemory(pinned)
+    def __init__(self, data: TrainSet, verify: VerifyRows = "always", memory: HostMemory | None = None) -> None:
+        self.data, self.rows, self.memory = data, RowReader(data, verify), memory or HostMemory()
 
     def read(self, rows: Ints, texts: Ints, bucket: str) -> Batch:
         """The samples of these rows in their stored dtypes, moments too (`trainer.noise.draw_latents`), with one text
@@ -90,7 +90,8 @@ def is_alike(part: Sequence[StoredRow]) -> bool:
             for span in row.layout.tensors
         ]
 
-    return all(describe(row) == describe(part[0]) for row in part[1:])
+    first = part[0]
+    return all(row.layout is first.layout or describe(row) == describe(first) for row in part[1:])
 
 
 def copy_rows(part: Sequence[StoredRow], number: int, block: HostBlock, start: int, room: int) -> None:

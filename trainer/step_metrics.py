@@ -1,4 +1,4 @@
-"""What is measured in an optimizer step: losses by bucket and by noise level, and the gradient noise scale.
+"""Measurements of an optimizer step: losses by bucket and by noise level, and the gradient noise scale.
 
 Everything is summed over the ranks in one call and read back once, so measuring adds no wait to a step.
 """
@@ -33,13 +33,13 @@ class StepLosses:
         loss_B: torch.Tensor,
         logged: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Of one micro-batch. A loss that is not finite stays in its own quarter and bucket. logged: (B,) numbers of
+        """Add one micro-batch. A loss that is not finite stays in its own quarter and bucket. logged: (B,) numbers of
         methods."""
         for name, value_B in logged.items():
             self._logged[name] = self._logged.get(name, 0.0) + value_B.sum().float()
-        place = list(self._samples).index(bucket)
-        self._by_bucket[0, place] += loss_B.sum()
-        self._by_bucket[1, place] += len(loss_B)
+        bucket_number = list(self._samples).index(bucket)
+        self._by_bucket[0, bucket_number] += loss_B.sum()
+        self._by_bucket[1, bucket_number] += len(loss_B)
         quarter_B = (sigma_B * len(QUARTERS)).long().clamp(0, len(QUARTERS) - 1)
         belongs_BQ = quarter_B[:, None] == self._quarters
         self._by_quarter[0] += torch.where(belongs_BQ, loss_B[:, None].float(), 0.0).sum(0)
@@ -107,7 +107,7 @@ class GradientNoise:
                 self._hooks.append(part.register_forward_pre_hook(self._add_hooks))
 
     def _add_hooks(self, part: torch.nn.Module, *_: object) -> None:
-        """To the parameters whose gradients can be seen, once each."""
+        """Watch the parameters whose gradients can be seen, once each."""
         for weight in part.parameters():
             if weight.requires_grad and not isinstance(weight, DTensor) and weight not in self._measured:
                 self._measured.add(weight)

@@ -96,8 +96,8 @@ def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
 
 
 def divide_samples(samples: Sequence[ValidationSample], share: tuple[int, int]) -> list[tuple[ValidationSample, bool]]:
-    """What rank i of n denoises, share (i, n): every n-th sample from i on, and whether its result counts. Ranks with
-    one sample less denoise the last one too, as all must compute equally often."""
+    """The samples that rank i of n denoises, share (i, n): every n-th from i on, and whether its result counts. Ranks
+    with one sample less denoise the last one too, as all must compute equally often."""
     first, every = share
     numbers = range(first, -(-len(samples) // every) * every, every)
     return [(samples[min(number, len(samples) - 1)], number < len(samples)) for number in numbers]
@@ -169,7 +169,7 @@ def draw_inputs(
 def describe_sample(
     config: Config, data: TrainSet, prompt: ValidationPrompt, sample: ValidationSample
 ) -> dict[str, Any]:
-    """What a file of validation latents says of itself: all that it depends on beside the weights."""
+    """The description in a file of validation latents: all that it depends on beside the weights."""
     image = data.meta["validation"][sample.planned].get("image")
     return ({} if image is None else {"image": image}) | {
         "family": config.model.family,

@@ -47,7 +47,6 @@ from schemas.randomness import permute
 Ints = NDArray[np.int64]
 
 LIKE_COST = 1.25  # buckets whose costs differ by less are taken for equal
-_PLANNED_DRAWS = 1 << 12  # of the steps that `step` plans together: alone, a step takes several times as long
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Span:
 
 @dataclass(frozen=True)
 class MicroBatchRows:
-    """What one rank computes in one forward pass, of one bucket.
+    """The draws of one forward pass of one rank, all of one bucket.
 
     positions: (B,) in the global batch, which determine random numbers. rows: (B,) row numbers of the set. passes: (B,)
     how often each row was taken before, over all epochs (fill counts on from there), which chooses its caption.
@@ -96,7 +95,7 @@ class BucketDraws:
 
 @dataclass(frozen=True)
 class EpochDraws:
-    """What every epoch draws, and how it is cut. size: micro-batches of a step. tables: of each bucket."""
+    """The draws of every epoch, and how they are cut. size: micro-batches of a step. tables: of each bucket."""
 
     seed: int
     batch_size: int
@@ -143,7 +142,7 @@ class Order(Protocol):
 
     @property
     def digest(self) -> str | None:
-        """Of what determines it beside `EpochDraws` and options: which rows are in a shard together."""
+        """Hash of what determines it beside `EpochDraws` and options: which rows are in a shard together."""
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         """(n,) of the micro-batches trained as these numbers of an epoch: the bucket, and the number within it."""
@@ -180,7 +179,6 @@ class BatchSchedule:
             raise ValueError("the training set has no samples; run `latentpress status` to see what is missing")
         tables = [DrawTable(name, members) for name, members in grouped.items()]
         self._draws = EpochDraws(seed, batch_size, global_batch // batch_size, tables)
-        self._planned: tuple[tuple[int, int, int], tuple[Ints, ...]] | None = None
         self.order = (order or WholeOrder)(self._draws)
 
     @property
@@ -197,13 +195,13 @@ class BatchSchedule:
 
     @property
     def buckets(self) -> list[BucketDraws]:
-        """Of each bucket, in the order in which their first spans were given."""
-        found = []
+        """The buckets, in the order in which their first spans were given."""
+        described = []
         for table, count in zip(self._draws.tables, self._draws.counts.tolist(), strict=True):
             samples, distinct = int(table.counts.sum()), int(np.minimum(table.counts, table.each).sum())
             fill = count * self.batch_size - table.draws
-            found.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
-        return found
+            described.append(BucketDraws(table.bucket, samples, distinct, table.draws, fill))
+        return described
 
     @property
     def small_buckets(self) -> list[BucketDraws]:
@@ -213,17 +211,8 @@ class BatchSchedule:
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
         """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
         rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
-        # Of a small set one step: a few micro-batches of each of many epochs take longer.
-        steps = max(1, min(_PLANNED_DRAWS // self.global_batch, int(self.steps_per_epoch) // 8))
-        step -= self.first_step
-        key, first = (step // steps, rank, world), step // steps * steps + self.first_step
-        planned = self._planned  # read once: another thread may replace it
-        if planned is None or planned[0] != key:
-            planned = self._planned = key, self.plan(first, first + steps, rank, world)
-        count = len(range(rank, self.micro_batches_per_step, world))
-        own = slice(step % steps * count, (step % steps + 1) * count)
-        epochs, buckets, *draws = (column[own] for column in planned[1])
-        names = [self._draws.tables[bucket].bucket for bucket in buckets]
+        epochs, buckets, *draws = self.plan(step, step + 1, rank, world)
+        names = [self._draws.tables[bucket].bucket for bucket in buckets.tolist()]
         return [MicroBatchRows(*drawn) for drawn in zip(epochs.tolist(), names, *draws, strict=True)]
 
     def plan(self, first: int, last: int, rank: int = 0, world: int = 1) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -233,9 +222,9 @@ class BatchSchedule:
         size = self.micro_batches_per_step
         numbers = np.arange((first - self.first_step) * size, (last - self.first_step) * size)
         places = numbers % size
-        own = places % world == rank
-        places = places[own]
-        epochs, buckets, within = self._locate(numbers[own])
+        taken = places % world == rank
+        places = places[taken]
+        epochs, buckets, within = self._locate(numbers[taken])
         rows, passes = np.empty((2, len(places), self.batch_size), np.int64)
         # Of each bucket in each epoch together.
         group = epochs * len(self._draws.tables) + buckets
@@ -243,10 +232,7 @@ class BatchSchedule:
         for members in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
             epoch, bucket = int(epochs[members[0]]), int(buckets[members[0]])
             rows[members], passes[members] = self.order.draw(epoch, bucket, within[members])
-        positions = places[:, None] * self.batch_size + np.arange(self.batch_size)
-        for array in (positions, rows, passes):
-            array.flags.writeable = False  # `step` gives views of them several times
-        return epochs, buckets, positions, rows, passes
+        return epochs, buckets, places[:, None] * self.batch_size + np.arange(self.batch_size), rows, passes
 
     def step_buckets(self, step: int) -> dict[str, int]:
         """Bucket -> its micro-batches in a step, of all ranks together."""
@@ -260,8 +246,8 @@ class BatchSchedule:
         epochs, rest = np.divmod(numbers, self.micro_batches_per_epoch)
         buckets, numbers = np.empty_like(epochs), np.empty_like(epochs)
         for epoch in np.unique(epochs).tolist():
-            own = epochs == epoch
-            buckets[own], numbers[own] = self.order.locate(epoch, rest[own])
+            members = epochs == epoch
+            buckets[members], numbers[members] = self.order.locate(epoch, rest[members])
         return epochs, buckets, numbers
 
 
@@ -319,13 +305,13 @@ class DrawTable:
     def rows_of(self, epoch: int, draw: Ints) -> tuple[Ints, Ints, Ints]:
         """(n,) of each draw: its row, the row's passes before, and the most passes an epoch gives a row of its span."""
         span = np.searchsorted(self.ends, draw, side="right")
-        count, each = self.counts[span], self.each[span]
-        lap, position = np.divmod(epoch * each + draw - (self.ends[span] - each), count)
-        return self.starts[span] + position, lap, -(-each // count)
+        count, draws = self.counts[span], self.each[span]
+        lap, position = np.divmod(epoch * draws + draw - (self.ends[span] - draws), count)
+        return self.starts[span] + position, lap, -(-draws // count)
 
 
 def small_bucket_advice(buckets: Sequence[BucketDraws]) -> str:
-    """How to avoid small buckets."""
+    """Advice on how to avoid small buckets."""
     least = min(bucket.distinct for bucket in buckets)
     return (
         f"What helps: train.batch_size: {least}; fewer and larger buckets (one `resolution` for all datasets, a lower "

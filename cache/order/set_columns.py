@@ -28,7 +28,7 @@ class _Column(ABC, Generic[View]):
 
     @abstractmethod
     def _open(self, chunk: pa.Array) -> View:
-        """What `get` looks into."""
+        """The parts of a chunk that `get` looks into."""
 
     def _find(self, row: int) -> tuple[View, int]:
         """The row's chunk and its number there; IndexError where there is no such row."""
@@ -40,15 +40,15 @@ class _Column(ABC, Generic[View]):
         return self._views[number], row - self._starts[number]
 
     def _split(self, rows: Ints) -> Iterator[tuple[View, Ints, Ints]]:
-        """For each chunk that has some of `rows`: its view, which of them, and their numbers there."""
+        """Yield for each chunk that has some of `rows`: its view, which of them, and their numbers there."""
         chunk = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(chunk).tolist():
-            own = np.flatnonzero(chunk == number)
-            yield self._views[number], own, rows[own] - self._starts[number]
+            members = np.flatnonzero(chunk == number)
+            yield self._views[number], members, rows[members] - self._starts[number]
 
 
 class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
-    """Of int32, with or without nulls."""
+    """Numbers, int32, with or without nulls."""
 
     def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview | None, int]:
         valid, _ = chunk.buffers()
@@ -70,18 +70,18 @@ class IntColumn(_Column[tuple[memoryview, memoryview | None, int]]):
 
     def take(self, rows: Ints, null: int = -1) -> Ints:
         """(n,) the number of each row, and `null` for null."""
-        found = np.empty(len(rows), np.int64)
-        for (values, valid, offset), own, at in self._split(rows):
-            numbers = np.frombuffer(values, np.int32)[at]
+        numbers_taken = np.empty(len(rows), np.int64)
+        for (values, valid, offset), members, at in self._split(rows):
+            stored = np.frombuffer(values, np.int32)[at]
             if valid is not None:
                 bits = np.frombuffer(valid, np.uint8)[(at + offset) >> 3] >> ((at + offset) & 7) & 1
-                numbers = np.where(bits, numbers, null)
-            found[own] = numbers
-        return found
+                stored = np.where(bits, stored, null)
+            numbers_taken[members] = stored
+        return numbers_taken
 
 
 class BoolColumn(_Column[tuple[memoryview, int]]):
-    """Of truth values without nulls."""
+    """Truth values without nulls."""
 
     def _open(self, chunk: pa.Array) -> tuple[memoryview, int]:
         return _view(chunk.buffers()[1]), chunk.offset
@@ -92,7 +92,7 @@ class BoolColumn(_Column[tuple[memoryview, int]]):
 
 
 class ListColumn(_Column[tuple[memoryview, memoryview]]):
-    """Of lists of int32 without nulls."""
+    """Lists of int32 without nulls."""
 
     def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview]:
         return _view(chunk.buffers()[1]).cast("i")[chunk.offset :], _numbers(chunk.values)
@@ -103,22 +103,24 @@ class ListColumn(_Column[tuple[memoryview, memoryview]]):
 
     def lengths(self, rows: Ints) -> Ints:
         """(n,) the length of each row's list."""
-        found = np.empty(len(rows), np.int64)
-        for (ends, _), own, at in self._split(rows):
+        lengths = np.empty(len(rows), np.int64)
+        for (ends, _), members, at in self._split(rows):
             all_ends = np.frombuffer(ends, np.int32)
-            found[own] = all_ends[at + 1] - all_ends[at]
-        return found
+            lengths[members] = all_ends[at + 1] - all_ends[at]
+        return lengths
 
     def take(self, rows: Ints, places: Ints) -> Ints:
         """(n,) the number at a place of each row's list, which must have it."""
-        found = np.empty(len(rows), np.int64)
-        for (ends, values), own, at in self._split(rows):
-            found[own] = np.frombuffer(values, np.int32)[np.frombuffer(ends, np.int32)[at] + places[own]]
-        return found
+        numbers_taken = np.empty(len(rows), np.int64)
+        for (ends, values), members, at in self._split(rows):
+            numbers_taken[members] = np.frombuffer(values, np.int32)[
+                np.frombuffer(ends, np.int32)[at] + places[members]
+            ]
+        return numbers_taken
 
 
 class TextColumn(_Column[tuple[memoryview, memoryview]]):
-    """Of texts without nulls."""
+    """Texts without nulls."""
 
     def _open(self, chunk: pa.Array) -> tuple[memoryview, memoryview]:
         _, ends, data = chunk.buffers()

@@ -1,4 +1,4 @@
-"""Which rows of a training set each shard has, and how often an epoch draws from them: arrays, an entry a shard.
+"""The rows of a training set that each shard has, and how often an epoch draws from them: arrays, an entry a shard.
 
 Rows of a set are in the order of their shards, unless it is of several plans, whose samples are sorted into each other.
 """
@@ -39,7 +39,7 @@ class Blocks:
         return np.append(0, np.flatnonzero(new) + 1)
 
     def taken(self, draws: Ints) -> Ints:
-        """How many of the first `draws` draws of its span, over all epochs, take one of its rows."""
+        """Count how many of the first `draws` draws of its span, over all epochs, take one of its rows."""
         laps, rest = np.divmod(draws, self.rows)
         return laps * self.count + np.clip(rest - self.below, 0, self.count)
 
@@ -48,13 +48,15 @@ def find_blocks(draws: EpochDraws, shards: IntColumn) -> Blocks:
     """The blocks of the spans in `draws`. shards: of each row of the set the number of its shard."""
     parts = list[tuple[Ints, ...]]()
     for bucket, table in enumerate(draws.tables):
-        for start, count, each in zip(table.starts.tolist(), table.counts.tolist(), table.each.tolist(), strict=True):
-            numbers, first, last, own = _runs_by_shard(shards.between(start, start + count))
-            constants = [np.full(len(own), value) for value in (bucket, count, each)]
-            parts.append((numbers, first + start, last + start, own, np.cumsum(own) - own, *constants))
-    shard, first, last, own, below, buckets, rows, drawn = map(np.concatenate, zip(*parts, strict=True))
+        for start, count, span_draws in zip(
+            table.starts.tolist(), table.counts.tolist(), table.each.tolist(), strict=True
+        ):
+            numbers, first, last, sizes = _runs_by_shard(shards.between(start, start + count))
+            constants = [np.full(len(sizes), value) for value in (bucket, count, span_draws)]
+            parts.append((numbers, first + start, last + start, sizes, np.cumsum(sizes) - sizes, *constants))
+    shard, first, last, sizes, below, buckets, rows, drawn = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((shard, buckets))
-    columns = (buckets, shard, first, last, own, below, rows, drawn)
+    columns = (buckets, shard, first, last, sizes, below, rows, drawn)
     return Blocks(*(np.ascontiguousarray(column[order], np.int64) for column in columns))
 
 

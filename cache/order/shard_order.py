@@ -50,34 +50,6 @@ def order_by_shards(shards: IntColumn, shuffle_shards: int) -> MakeOrder:
 
 
 @dataclass(frozen=True)
-class DividedList:
-    """An epoch's list, as this order takes it. (buckets,) each: head: micro-batches that are listed before its first
-    step. steps: of this bucket alone. rotation: micro-batches that the list has at its start, in a step of several
-    buckets, and this order at its end. mixed: places in the list, counted in steps, of the steps of several buckets.
-    """
-
-    listed: EpochList
-    head: Ints
-    steps: Ints
-    rotation: Ints
-    mixed: Ints
-
-
-def divide_list(listed: EpochList, size: int) -> DividedList:
-    """size: micro-batches of a step."""
-    first, stop = listed.first, listed.first + listed.steps * size
-    ends = np.empty_like(listed.ends)
-    ends[listed.order] = listed.ends
-    starts = ends - listed.counts
-    begin = first - (first - np.maximum(starts, first)) // size * size  # of its first step alone, if it has one
-    steps = np.maximum(0, (np.clip(ends, first, stop) - first) // size - (begin - first) // size)
-    head = np.clip(first - starts, 0, listed.counts)
-    rotation = np.where(head > 0, 0, np.minimum(begin, ends) - starts)
-    inner = ends[(ends > first) & (ends < stop)] - first
-    return DividedList(listed, head, steps, rotation, np.unique(inner[inner % size > 0] // size))
-
-
-@dataclass(frozen=True)
 class BlockOrder:
     """Blocks in the order of an epoch's draws, bucket after bucket. ends: where their draws end. taken: how often each
     was taken in the epochs before. part_buckets, part_ends: the same of parts, what a shard has of a bucket."""
@@ -102,38 +74,42 @@ class Events:
 
 
 @dataclass(frozen=True)
-class Ranges:
-    """Draws that are permuted together, as numbered in BlockOrder. keys: of their permutations."""
+class Shuffle:
+    """Ranges of numbers, each permuted by itself: where they start, their sizes, and the keys of their permutations."""
 
     starts: Ints
     sizes: Ints
     keys: NDArray[np.uint64]
 
-
-@dataclass(frozen=True)
-class Sections:
-    """starts, sizes, keys: of each section, in steps, and of the permutation of these. group_*: of the steps of one
-    bucket in one section, section after section: where they end, their bucket, and how many of its steps are before
-    the group less how many of all."""
-
-    starts: Ints
-    sizes: Ints
-    keys: NDArray[np.uint64]
-    group_ends: Ints
-    group_buckets: Ints
-    group_shifts: Ints
-
-    @property
-    def steps(self) -> int:
-        return int(self.sizes.sum())
+    def move(self, numbers: Ints) -> Ints:
+        which = np.searchsorted(self.starts, numbers, side="right") - 1
+        start = self.starts[which]
+        return start + permute_groups(numbers - start, which, self.sizes, self.keys)
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    divided: DividedList
+    """An epoch's list as this order takes it.
+
+    head, rotation: (buckets,) micro-batches that are listed before the bucket's first step alone; and those that the
+    list has at its start, in a step of several buckets, and this order at its end. mixed: places in the list, counted
+    in steps, of the steps of several buckets. order, draws: of the draws of all buckets, and their shuffle. steps: the
+    shuffle of steps of one bucket, whose ranges are sections; step_count: how many these are. group_*: of the steps of
+    one bucket in one section, section after section: where they end, their bucket, and how many of its steps are before
+    the group less how many of all.
+    """
+
+    listed: EpochList
+    head: Ints
+    rotation: Ints
+    mixed: Ints
     order: BlockOrder
-    ranges: Ranges
-    sections: Sections
+    draws: Shuffle
+    steps: Shuffle
+    step_count: int
+    group_ends: Ints
+    group_buckets: Ints
+    group_shifts: Ints
 
 
 class ShardOrder:
@@ -151,38 +127,35 @@ class ShardOrder:
 
     @cached_property
     def digest(self) -> str:
-        found = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         for column in (self._blocks.starts, self._blocks.first, self._blocks.last, self._blocks.count):
-            found.update(column.astype("<i8").data)
-        return found.hexdigest()
+            digest.update(column.astype("<i8").data)
+        return digest.hexdigest()
 
     def section_bounds(self, epoch: int) -> Ints:
         """The micro-batch of an epoch with which each section begins, and the first one after the last section."""
         plan = self._plan(epoch)
-        return plan.divided.listed.first + np.append(plan.sections.starts, plan.sections.steps) * self._draws.size
+        return plan.listed.first + np.append(plan.steps.starts, plan.step_count) * self._draws.size
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size = self._plan(epoch), self._draws.size
-        divided, listed, sections = plan.divided, plan.divided.listed, plan.sections
-        step, place = np.divmod(numbers - listed.first, size)
+        step, place = np.divmod(numbers - plan.listed.first, size)
         buckets, within = np.empty_like(numbers), np.empty_like(numbers)
-        alone = (step >= 0) & (step < sections.steps)
+        alone = (step >= 0) & (step < plan.step_count)
         if alone.any():
-            section = np.searchsorted(sections.starts, step[alone], side="right") - 1
-            start = sections.starts[section]
-            own = start + permute_groups(step[alone] - start, section, sections.sizes, sections.keys)
-            group = np.searchsorted(sections.group_ends, own, side="right")
-            buckets[alone] = bucket = sections.group_buckets[group]
-            within[alone] = divided.head[bucket] + (own + sections.group_shifts[group]) * size + place[alone]
+            moved = plan.steps.move(step[alone])
+            group = np.searchsorted(plan.group_ends, moved, side="right")
+            buckets[alone] = bucket = plan.group_buckets[group]
+            within[alone] = plan.head[bucket] + (moved + plan.group_shifts[group]) * size + place[alone]
         if not alone.all():
-            places, mixed = numbers[~alone], step[~alone] - sections.steps
-            mixing = (mixed >= 0) & (mixed < len(divided.mixed))
+            places, mixed = numbers[~alone], step[~alone] - plan.step_count
+            mixing = (mixed >= 0) & (mixed < len(plan.mixed))
             if mixing.any():
                 key = self._key(epoch, "mixed steps")
-                moved = divided.mixed[permute(mixed[mixing], len(divided.mixed), key)]
-                places[mixing] = listed.first + moved * size + place[~alone][mixing]
-            bucket, found = listed.find(places)
-            buckets[~alone], within[~alone] = bucket, (found - divided.rotation[bucket]) % listed.counts[bucket]
+                moved = plan.mixed[permute(mixed[mixing], len(plan.mixed), key)]
+                places[mixing] = plan.listed.first + moved * size + place[~alone][mixing]
+            bucket, number = plan.listed.find(places)
+            buckets[~alone], within[~alone] = bucket, (number - plan.rotation[bucket]) % plan.listed.counts[bucket]
         return buckets, within
 
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:
@@ -194,9 +167,7 @@ class ShardOrder:
             repetition = np.where(fill >= 0, 1 + fill // draws, 0)
             position = np.where(fill >= 0, max(0, draws - size) + fill % draws, position)
         position += self._bucket_starts[bucket]
-        which = np.searchsorted(plan.ranges.starts, position, side="right") - 1
-        start = plan.ranges.starts[which]
-        position = start + permute_groups(position - start, which, plan.ranges.sizes, plan.ranges.keys)
+        position = plan.draws.move(position)
         which = np.searchsorted(plan.order.ends, position, side="right")
         block = plan.order.blocks[which]
         # The k-th draw of a block over all epochs takes its row k modulo their number.
@@ -204,11 +175,11 @@ class ShardOrder:
         passes, place = np.divmod(taken, self._blocks.count[block])
         rows = self._blocks.first[block] + place
         if self._any_scattered:
-            own = np.flatnonzero(self._scattered[block])
-            scattered, which = np.unique(block[own], return_inverse=True)
-            found = [np.zeros(0, np.int64), *map(self._rows_of, scattered.tolist())]
-            starts = np.cumsum([len(each) for each in found])[:-1]
-            rows[own] = np.concatenate(found)[starts[which] + place[own]]
+            members = np.flatnonzero(self._scattered[block])
+            scattered, which = np.unique(block[members], return_inverse=True)
+            block_rows = [np.zeros(0, np.int64), *map(self._rows_of, scattered.tolist())]
+            starts = np.cumsum([len(block) for block in block_rows])[:-1]
+            rows[members] = np.concatenate(block_rows)[starts[which] + place[members]]
         passes += repetition * -(-self._blocks.draws[block] // self._blocks.rows[block])
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
@@ -224,10 +195,21 @@ class ShardOrder:
         return mix_bits(values.astype(np.uint64) ^ np.uint64(self._key(epoch, purpose)))
 
     def _make_plan(self, epoch: int) -> EpochPlan:
-        divided, order = divide_list(self._draws.listed(epoch), self._draws.size), self._order_blocks(epoch)
-        events = self._find_events(epoch, divided, order)
-        ranges, sections = self._divide_draws(epoch, divided, events), self._divide_steps(epoch, events)
-        return EpochPlan(divided, order, ranges, sections)
+        listed, size = self._draws.listed(epoch), self._draws.size
+        first, stop = listed.first, listed.first + listed.steps * size
+        ends = np.empty_like(listed.ends)
+        ends[listed.order] = listed.ends
+        starts = ends - listed.counts
+        begin = first - (first - np.maximum(starts, first)) // size * size  # of its first step alone, if it has one
+        steps = np.maximum(0, (np.clip(ends, first, stop) - first) // size - (begin - first) // size)
+        head = np.clip(first - starts, 0, listed.counts)
+        rotation = np.where(head > 0, 0, np.minimum(begin, ends) - starts)
+        inner = ends[(ends > first) & (ends < stop)] - first
+        mixed = np.unique(inner[inner % size > 0] // size)
+        order = self._order_blocks(epoch)
+        events = self._find_events(epoch, head, steps, order)
+        draws, sections = self._divide_draws(epoch, head, steps, events), self._divide_steps(epoch, events)
+        return EpochPlan(listed, head, rotation, mixed, order, draws, *sections)
 
     def _order_blocks(self, epoch: int) -> BlockOrder:
         blocks = self._blocks
@@ -243,16 +225,16 @@ class ShardOrder:
         counts = np.diff(np.append(blocks.starts, len(drawn)))[parts]
         order = np.repeat(blocks.starts[parts] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         order = order[drawn[order] > 0]
-        own = buckets[parts], neighbours[parts], np.cumsum(part_draws[parts])
-        return BlockOrder(order, np.cumsum(drawn[order]), taken[order], *own)
+        columns = buckets[parts], neighbours[parts], np.cumsum(part_draws[parts])
+        return BlockOrder(order, np.cumsum(drawn[order]), taken[order], *columns)
 
-    def _find_events(self, epoch: int, divided: DividedList, order: BlockOrder) -> Events:
+    def _find_events(self, epoch: int, head: Ints, steps: Ints, order: BlockOrder) -> Events:
         bucket, size = order.part_buckets, self._draws.batch_size
         first = np.append(True, bucket[1:] != bucket[:-1])
-        own = order.part_ends - self._bucket_starts[bucket] - divided.head[bucket] * size
-        done = np.clip(own // (self._draws.size * size), 0, divided.steps[bucket])
+        draws = order.part_ends - self._bucket_starts[bucket] - head[bucket] * size
+        done = np.clip(draws // (self._draws.size * size), 0, steps[bucket])
         last = np.append(first[1:], True)  # the fill of a bucket's last micro-batch may be in its last step
-        done[last] = divided.steps[bucket[last]]
+        done[last] = steps[bucket[last]]
         before = np.where(first, 0, np.append(0, done[:-1]))
         events = np.flatnonzero(done > before)
         buckets = bucket[events]
@@ -267,23 +249,23 @@ class ShardOrder:
         section[in_order] = (np.cumsum(parts[in_order]) - 1) // self._section
         return Events(buckets, before[events], (done - before)[events], section)
 
-    def _divide_draws(self, epoch: int, divided: DividedList, events: Events) -> Ranges:
+    def _divide_draws(self, epoch: int, head: Ints, steps: Ints, events: Events) -> Shuffle:
         def first_draw(bucket: Ints, step: Ints) -> Ints:
-            return self._bucket_starts[bucket] + (divided.head[bucket] + step * self._draws.size) * size
+            return self._bucket_starts[bucket] + (head[bucket] + step * self._draws.size) * size
 
         size, every = self._draws.batch_size, np.arange(len(self._bucket_ends))
         new = _changes(events.buckets, events.section)
-        rest = first_draw(every, divided.steps)
+        rest = first_draw(every, steps)
         starts = [
             self._bucket_starts,
             first_draw(events.buckets[new], events.before[new]),
             rest[rest < self._bucket_ends],
         ]
-        found = np.unique(np.concatenate(starts))
-        sizes = np.diff(np.append(found, self._bucket_ends[-1]))
-        return Ranges(found, sizes, self._keys(epoch, "samples", found))
+        firsts = np.unique(np.concatenate(starts))
+        sizes = np.diff(np.append(firsts, self._bucket_ends[-1]))
+        return Shuffle(firsts, sizes, self._keys(epoch, "samples", firsts))
 
-    def _divide_steps(self, epoch: int, events: Events) -> Sections:
+    def _divide_steps(self, epoch: int, events: Events) -> tuple[Shuffle, int, Ints, Ints, Ints]:
         order = np.lexsort((events.buckets, events.section))
         buckets, section, steps = events.buckets[order], events.section[order], events.steps[order]
         ends = np.cumsum(steps)
@@ -292,7 +274,8 @@ class ShardOrder:
         starts = (ends - steps)[_changes(section)]
         sizes, group_ends = np.diff(np.append(starts, steps.sum())), np.append(group_starts, steps.sum())[1:]
         keys = self._keys(epoch, "steps", np.arange(len(starts)))
-        return Sections(starts, sizes, keys, group_ends, buckets[new], events.before[order][new] - group_starts)
+        shifts = events.before[order][new] - group_starts
+        return Shuffle(starts, sizes, keys), int(steps.sum()), group_ends, buckets[new], shifts
 
 
 def _changes(*columns: Ints) -> NDArray[np.bool_]:

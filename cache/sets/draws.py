@@ -1,4 +1,4 @@
-"""Which text a draw reads: a caption of its row, or the null prompt. Decided here alone, for every reader of a set.
+"""The text that a draw reads: a caption of its row, or the null prompt. Decided here alone, for every reader of a set.
 
 Draws are the same on any rank: functions of the seed, the step, the position in the global batch and the row.
 """

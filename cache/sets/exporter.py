@@ -72,8 +72,8 @@ def estimate_row_size(data: TrainSet, group: RowGroup) -> RowSize:
     """The mean of evenly spaced rows of a group; latents of a bucket all have one size."""
     _, first, last = group
     count = min(SIZE_SAMPLE_ROWS, last - first)
-    every = [data.part_rows(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
-    sizes = [(kind_of(name), row_bytes(row)) for parts in every for name, row in parts.items()]
+    samples = [data.part_rows(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
+    sizes = [(kind_of(name), row_bytes(row)) for parts in samples for name, row in parts.items()]
     return RowSize(sum(size for _, size in sizes) / count, sum(size for kind, size in sizes if kind == "text") / count)
 
 
@@ -136,10 +136,10 @@ class Exporter:
     def check_target(self) -> None:
         """TargetError where the target has this set with other content. A damaged set is replaced."""
         try:
-            found = self.target.read_json(f"sets/{self.data.id}/set.json")
+            record = self.target.read_json(f"sets/{self.data.id}/set.json")
         except (FileNotFoundError, DamageError):
             return
-        if found != json.loads(json.dumps(self.record)):
+        if record != json.loads(json.dumps(self.record)):
             what = f"{self.target.path(f'sets/{self.data.id}')} is this set already, exported with other options"
             raise TargetError(what, "choose another folder with --to, or remove that one")
 
@@ -190,11 +190,15 @@ class Exporter:
         prompts = self.record["validation"]
         if not prompts:
             return
-        found = [self.data.prompt_rows(number) for number in range(len(prompts))]
+        prompt_parts = [self.data.prompt_rows(number) for number in range(len(prompts))]
         ids = [exported_set.prompt_id(number) for number in range(len(prompts))]
         facts = [{key: prompt[key] for key in PROMPT_KEYS} | self._set_facts for prompt in prompts]
-        rows = [pack_row(*each) for each in zip(ids, found, facts, strict=True)]
-        parts = ["text", "negative", *(["condition"] if any("condition" in one for one in found) else [])]
+        rows = [pack_row(*row) for row in zip(ids, prompt_parts, facts, strict=True)]
+        parts = [
+            "text",
+            "negative",
+            *(["condition"] if any("condition" in row_parts for row_parts in prompt_parts) else []),
+        ]
         self._publish(PROMPTS_KIND, "000000", "", ids, parts, rows)
 
     def _publish(

@@ -36,7 +36,7 @@ class ImportShard(NamedTuple):
 
     @property
     def text_numbers(self) -> list[int]:
-        return [number for found in self.texts.values() for number, _ in found]
+        return [number for texts in self.texts.values() for number, _ in texts]
 
 
 class Importer:
@@ -110,8 +110,8 @@ class Importer:
 
     def is_complete(self, shard: ImportShard) -> bool:
         """Whether the target has all shards of `shard`, undamaged. Reads all of them."""
-        found = {kind: self._done[kind].get(shard.unit) for kind in self._done}
-        return all(has_shard(self.target, found[kind], ids) for kind, ids in self._ids(shard).items() if ids)
+        paths = {kind: self._done[kind].get(shard.unit) for kind in self._done}
+        return all(has_shard(self.target, paths[kind], ids) for kind, ids in self._ids(shard).items() if ids)
 
     def write(self, shard: ImportShard) -> int:
         """Publish the shards of `shard`; bytes of their tensors. DamageError where a row of the export is damaged."""
@@ -149,20 +149,20 @@ class Importer:
 
     def write_prompts(self) -> dict[int, tuple[str, int]]:
         """Publish what only validation prompts have; returns prompt -> path and row of its image's latent."""
-        every = [self.data.prompt_rows(at, verify=True) for at in range(len(self.record["validation"]))]
-        self._publish("text", self._unit("prompts"), "", [every[at][name] for at, name in self.prompts.values()])
+        prompt_rows = [self.data.prompt_rows(at, verify=True) for at in range(len(self.record["validation"]))]
+        self._publish("text", self._unit("prompts"), "", [prompt_rows[at][name] for at, name in self.prompts.values()])
         buckets: dict[str, dict[str, ShardRow]] = {}  # an image is one frame of the size of its prompt's result
-        found = {}
-        for at, parts in enumerate(every):
+        places = {}
+        for at, parts in enumerate(prompt_rows):
             if "condition" in parts:
                 bucket = self.record["validation"][at]["bucket"].partition("@")[0] + "@1"
                 rows, image = buckets.setdefault(bucket, {}), parts["condition"]
                 rows.setdefault(image.id, image)
-                found[at] = (bucket, [*rows].index(image.id))
+                places[at] = (bucket, [*rows].index(image.id))
         units = {bucket: self._unit(f"prompts{number}") for number, bucket in enumerate(buckets)}
         for bucket, rows in buckets.items():
             self._publish("latents", units[bucket], bucket, list(rows.values()))
-        return {at: (self._path("latents", units[bucket]), row) for at, (bucket, row) in found.items()}
+        return {at: (self._path("latents", units[bucket]), row) for at, (bucket, row) in places.items()}
 
     def _path(self, kind: str, unit: str) -> str:
         return f"{kind}/{self.folders[kind]}/{unit}{SUFFIXES[self.form]}"
@@ -192,8 +192,10 @@ class Importer:
             self.record["validation"][at]["condition"] = {"shard": of_images[path], "row": row}
         ids = self.data.tables["texts"].column("text_id")
         tables = {
-            "index": replace_locations(self.index, {kind: found[:, self._first] for kind, found in samples.items()}),
-            "texts": pa.table([ids, *(pa.array(each, pa.int32()) for each in texts)], schema=SET_TEXTS_SCHEMA),
+            "index": replace_locations(
+                self.index, {kind: locations[:, self._first] for kind, locations in samples.items()}
+            ),
+            "texts": pa.table([ids, *(pa.array(numbers, pa.int32()) for numbers in texts)], schema=SET_TEXTS_SCHEMA),
             "shards": pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA),
         }
         publish_set(self.target, self.record, tables)

@@ -1,4 +1,4 @@
-"""Where the bytes of a micro-batch's rows are, ready to be copied, and whether the copies are what was written.
+"""Finds the bytes of a micro-batch's rows, ready to be copied, and whether the copies are what was written.
 
 No object is made for a value that only has to be copied. Rows of files that can't be mapped, and rows that are not as
 expected, are read by `TrainSet.read_row`, which names what is damaged.
@@ -97,7 +97,8 @@ class RowReader:
                 entry = text if part == TEXT else row
                 stored = StoredRow(part, shards.get(entry), numbers.get(entry), ids.get(entry).decode())
                 parts.append(self._locate(stored, bucket))
-        check_distinct_names({stored.part: [span.name for span in stored.layout.tensors] for stored in parts[:-1]}, id)
+        if len(parts) > 2:
+            check_distinct_names({row.part: [span.name for span in row.layout.tensors] for row in parts[:-1]}, id)
         return parts
 
     def _unpack(self, row: int, sample_id: str, text: str, bucket: str) -> list[StoredRow]:
@@ -190,7 +191,7 @@ class RowReader:
             raise self.data.damage(stored.location, problem)
 
     def check_unchanged(self, stored: StoredRow) -> None:
-        """To be called before a row is copied: DamageError where its file was cut, or written to since it was found."""
+        """Call it before a row is copied: DamageError where its file was cut, or written to since it was found."""
         if stored.shard is not None:
             stored.shard.check()
             if stored.shard.codes is not stored.codes:

@@ -161,15 +161,15 @@ def find_configured_id(store: Store, config: Config) -> str:
     """The id of the set that the configuration makes. SetNotFound where there is none, with the reason."""
     recipe, weights = _build_recipe(config), local_weights(config.model, store)
     pointers = _find_pointers(store, recipe, weights)
-    found = [name for name in pointers.values() if store.exists(f"sets/{name}/set.json")]
-    if len(found) > 1:
+    names = [name for name in pointers.values() if store.exists(f"sets/{name}/set.json")]
+    if len(names) > 1:
         raise SetError(
-            f"sets {', '.join(found)} were made by this configuration with different weights of the encoders, and "
+            f"sets {', '.join(names)} were made by this configuration with different weights of the encoders, and "
             f"{config.model.source} does not hold them",
             "Name one of the sets: train.set: ID.",
         )
-    if found:
-        return found[0]
+    if names:
+        return names[0]
     if pointers:
         missing = store.path(f"sets/{next(iter(pointers.values()))}")
         raise SetNotFound(f"{missing}, the set of this configuration, is not there", f"{RUN_HINT}.")
@@ -184,7 +184,7 @@ def find_configured_id(store: Store, config: Config) -> str:
         other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
         differences = diff_recipes(record["recipe"], recipe) + other
     differences = differences or ["nothing, and only the file that points to it is missing"]
-    only_prompts = all(each.startswith("validation.") for each in differences)
+    only_prompts = all(difference.startswith("validation.") for difference in differences)
     hint = PROMPTS_HINT if only_prompts and config.cache.limit is None else RUN_HINT
     raise SetNotFound(
         f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
@@ -227,12 +227,12 @@ def _points_to(store: Store, rel: str, set_id: str) -> bool:
 def local_weights(model: Model, memo: Store) -> dict[str, JsonDict]:
     """Kind of shard -> fingerprint of its encoder's weights, as far as they are known without fetching anything."""
     components = {"text": model.family_spec.text_components, "latents": model.family_spec.latent_components}
-    found, commit = dict[str, JsonDict](), JsonDict()
+    fingerprints, commit = dict[str, JsonDict](), JsonDict()
     if local_folder(model.source) is not None:
         for kind, parts in components.items():
             with suppress(WeightsError):
-                found[kind] = fingerprint_weights(model.source, parts, None, memo)
-        return found
+                fingerprints[kind] = fingerprint_weights(model.source, parts, None, memo)
+        return fingerprints
     with suppress(WeightsError):
         commit = {"commit": fingerprint_weights(model.source, (), model.revision, memo)["commit"]}
     return {kind: {"repo": model.source, "parts": sorted(parts), **commit} for kind, parts in components.items()}
@@ -248,23 +248,23 @@ def _pointer_prefix(recipe: Mapping[str, Any]) -> str:
 
 def _find_pointers(store: Store, recipe: JsonDict, weights: Mapping[str, JsonDict]) -> dict[str, str]:
     """Pointer -> id of the sets that a recipe makes with these weights, as far as they are known."""
-    found = {}
+    pointers = {}
     for rel in (f"sets/{name}" for name in store.list_names("sets")):
         if rel.startswith(_pointer_prefix(recipe)) and CONFIG_POINTER_PATTERN.fullmatch(rel):
             set_id = read_pointer(store, rel)
             path = f"sets/{set_id}/set.json"
             if not store.exists(path) or not _find_other_weights(store.read_json(path), weights):
-                found[rel] = set_id
-    return found
+                pointers[rel] = set_id
+    return pointers
 
 
 def _recorded_weights(record: Mapping[str, Any]) -> JsonDict:
     """Kind of shard -> fingerprint of the weights that made a set's shards; empty where set.json lacks one."""
     made = record.get("provenance")
     rows = {kind: made[kind] for kind in ENCODER_NAMES if kind in made} if isinstance(made, dict) else {}
-    found = {kind: row.get("weights") for kind, row in rows.items() if isinstance(row, dict)}
-    is_complete = found.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in found.values())
-    return found if is_complete else {}
+    weights = {kind: row.get("weights") for kind, row in rows.items() if isinstance(row, dict)}
+    is_complete = weights.keys() >= {"text", "latents"} and all(isinstance(row, dict) for row in weights.values())
+    return weights if is_complete else {}
 
 
 def _find_other_weights(record: Mapping[str, Any], weights: Mapping[str, JsonDict]) -> list[str]:
@@ -274,20 +274,20 @@ def _find_other_weights(record: Mapping[str, Any], weights: Mapping[str, JsonDic
 
 
 def diff_recipes(recorded: JsonDict, recipe: JsonDict) -> list[str]:
-    """How a set's recipe and the configuration's differ, option by option, in words."""
+    """Describe how a set's recipe and the configuration's differ, option by option, in words."""
     theirs, ours = dict(_flatten("", recorded)), dict(_flatten("", recipe))
-    found, covered = list[str](), tuple[str, ...]()
+    differences, covered = list[str](), tuple[str, ...]()
     for key in sorted(theirs.keys() | ours.keys()):
         if theirs.get(key, ...) == ours.get(key, ...) or key.startswith(covered):
             continue
         option = printable(key.removeprefix("plan.").replace("latents.settings.", "latents."))
         if _LIST_ITEM in (theirs.get(key), ours.get(key)):
-            found.append(f"{option} is in the {'configuration' if key in ours else 'set'} alone")
+            differences.append(f"{option} is in the {'configuration' if key in ours else 'set'} alone")
             covered += (f"{key}.",)
         else:
             values = _format_value(theirs.get(key)), _format_value(ours.get(key))
-            found.append(f"{option} is {values[0]} in the set and {values[1]} in the configuration")
-    return found
+            differences.append(f"{option} is {values[0]} in the set and {values[1]} in the configuration")
+    return differences
 
 
 def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -27,8 +27,8 @@ def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, 
 def _run_starts(column: pa.ChunkedArray) -> Ints:
     """Rows at which a run of equal values, or a chunk, begins."""
     firsts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
-    found = [np.zeros(0, np.int64)]
+    starts = [np.zeros(0, np.int64)]
     for first, chunk in zip(firsts, column.chunks, strict=False):
         ends = np.asarray(pc.run_end_encode(chunk).run_ends)
-        found.append(first + np.concatenate([[0], ends[:-1]]) if len(chunk) else found[0])
-    return np.concatenate(found)
+        starts.append(first + np.concatenate([[0], ends[:-1]]) if len(chunk) else starts[0])
+    return np.concatenate(starts)

@@ -151,8 +151,8 @@ class TrainSet:
         return pc.sum(self._index.column("regularisation").slice(0, len(self))).as_py() or 0
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
-        """At most `count` rows to measure a loss on, always the same, and what they are: distinct "held-out samples"
-        or, where the set has none, "training samples", spread evenly over the index.
+        """Choose at most `count` rows to measure a loss on, always the same, and say what they are: distinct "held-out
+        samples" or, where the set has none, "training samples", spread evenly over the index.
 
         Held-out samples are chosen by smallest id. Ids are hashes, so the choice is even, and added data displaces few
         of them.
@@ -168,9 +168,9 @@ class TrainSet:
             chosen = ids.take(pc.select_k_unstable(ids, min(count, len(ids)), [("", "ascending")]))
         rows: dict[int, int] = {}  # number in `chosen` -> its first row
         for first, part in parts:
-            found = pc.index_in(part, value_set=chosen)
-            for row in np.flatnonzero(np.asarray(pc.is_valid(found))).tolist():
-                rows.setdefault(found[row].as_py(), len(self) + first + row)
+            numbers = pc.index_in(part, value_set=chosen)
+            for row in np.flatnonzero(np.asarray(pc.is_valid(numbers))).tolist():
+                rows.setdefault(numbers[row].as_py(), len(self) + first + row)
         return sorted(rows.values()), "held-out samples"
 
     def bucket(self, row: int) -> str:
@@ -241,11 +241,11 @@ class TrainSet:
         return locations | {part: self._text_location(text) for part, text in self.row_texts.parts(row).items()}
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
-        """As `part_locations`, of validation prompt `number`: "text", "negative" and perhaps "condition"."""
+        """The same of the parts of validation prompt `number`: "text", "negative" and perhaps "condition"."""
         entry = self.meta["validation"][number]
-        found = {name: self._text_location(entry[name]) for name in ("text", "negative")}
+        locations = {name: self._text_location(entry[name]) for name in ("text", "negative")}
         image = entry["condition"]
-        return found | {"condition": Location(image["shard"], image["row"], None)} if image else found
+        return locations | {"condition": Location(image["shard"], image["row"], None)} if image else locations
 
     def _text_location(self, number: int) -> Location:
         return Location(*(self._texts.column(name)[number].as_py() for name in ("shard", "row", "text_id")))
@@ -261,11 +261,11 @@ class TrainSet:
 
     def find_newer_plan(self) -> str | None:
         """The newest plan made by the settings of this set's plan; None where that is the set's own."""
-        own = self.meta["generation"]
-        if own not in plans.list_plans(self.store):
+        generation = self.meta["generation"]
+        if generation not in plans.list_plans(self.store):
             return None  # the set was copied here without its plans
-        newest = plans.newest_plan(self.store, plans.load_plan(self.store, own).info["key"])
-        return newest.name if newest is not None and newest.name > own else None
+        newest = plans.newest_plan(self.store, plans.load_plan(self.store, generation).info["key"])
+        return newest.name if newest is not None and newest.name > generation else None
 
     def use_supply(self, supply: ShardSupply) -> None:
         """Read shards through `supply` from now on; `close` closes it."""

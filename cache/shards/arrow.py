@@ -129,7 +129,7 @@ class ShardReader(shard.BaseShardReader):
         with as_damage(self.path, "its columns are not those of a shard"):
             tensors = [field for field in self._schema if field.type == pa.large_binary()]
             self.columns = {
-                check_name(one.name, "a column"): (one.metadata or {})[b"dtype"].decode() for one in tensors
+                check_name(column.name, "a column"): (column.metadata or {})[b"dtype"].decode() for column in tensors
             }
             if any(map(is_reserved_name, self.columns)) or not set(self.columns.values()) <= set(NUMPY_DTYPES):
                 raise ValueError(f"columns {printable(self.columns)}")

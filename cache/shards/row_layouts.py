@@ -1,4 +1,4 @@
-"""Where the parts of a row stand in the bytes of its Arrow message, without Arrow's objects for each row.
+"""The places of a row's parts in the bytes of its Arrow message, without Arrow's objects for each row.
 
 Arrow reads a row through a message, a batch, an array for each column and a scalar for each value: 150 microseconds,
 in which 2 MiB are copied. Of rows with tensors of the same shapes, however, the message's metadata are the same bytes,
@@ -116,7 +116,7 @@ def describe_row(
         """The bytes of a text or of a tensor; its offsets and validity are fixed."""
         *before, data = batch.column(number).buffers()
         keep(before)
-        first, end = (int(each) for each in np.frombuffer(before[-1], offset)[:2])
+        first, end = (int(offset_value) for offset_value in np.frombuffer(before[-1], offset)[:2])
         begin = place(data)[0]
         return begin + first, begin + end
 
@@ -136,26 +136,25 @@ def describe_row(
         info, checksum = (values(batch.num_columns - number, "<i4") for number in (2, 1))
     except (AssertionError, TypeError):  # a buffer that an empty value does without
         return None
-    spans = [*fixed, id, info, checksum, *((one.start, one.start + one.size) for one in tensors)]
+    spans = [*fixed, id, info, checksum, *((span.start, span.start + span.size) for span in tensors)]
     end = max(span[1] for span in spans)
     if not tensors or min(span[0] for span in spans) < 0 or end > size:  # Arrow copied a part to align it
         return None
     tensors.sort()
-    heads = tuple(pack_tensor_head(one.name, one.dtype, one.shape, one.size) for one in tensors)
+    heads = tuple(pack_tensor_head(span.name, span.dtype, span.shape, span.size) for span in tensors)
     return sorted(set(fixed)), RowLayout(tuple(tensors), heads, id, info, checksum, end)
 
 
-@lru_cache(maxsize=MAX_LAYOUTS)
 def part_layout(layout: RowLayout, part: str) -> RowLayout:
     """The tensors of one part of an export's row, under their own names (`cache.sets.exported_set`)."""
-    spans = (span._replace(name=own) for span in layout.tensors if (own := part_name(span.name, part)))
+    spans = (span._replace(name=name) for span in layout.tensors if (name := part_name(span.name, part)))
     return RowLayout(tuple(sorted(spans)), end=layout.end)
 
 
 def part_name(full: str, part: str) -> str:
     """The name of a tensor in its part; "" where it is another's."""
-    own, _, name = full.rpartition(".")
-    return name if (own or "sample") == part else ""
+    prefix, _, name = full.rpartition(".")
+    return name if (prefix or "sample") == part else ""
 
 
 def view_layout(tensors: Mapping[str, Any], address: int) -> RowLayout:
@@ -164,4 +163,4 @@ def view_layout(tensors: Mapping[str, Any], address: int) -> RowLayout:
     for name, array in sorted(tensors.items()):
         start = np.frombuffer(array.data, np.uint8).ctypes.data - address if array.nbytes else 0
         spans.append(TensorSpan(name, array.dtype, array.shape, start, array.nbytes))
-    return RowLayout(tuple(spans), end=max((one.start + one.size for one in spans), default=0))
+    return RowLayout(tuple(spans), end=max((span.start + span.size for span in spans), default=0))

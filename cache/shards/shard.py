@@ -1,4 +1,4 @@
-"""What both shard formats share: rows and their checksum, a shard's description, base classes of writers and readers.
+"""Shared by both shard formats: rows and their checksum, a shard's description, base classes of writers and readers.
 
 A shard is the output of one unit; once it exists under its final name the unit is done. docs/cache-format.md specifies
 every byte.
@@ -184,8 +184,8 @@ class BaseShardReader(ABC):
         with as_damage(self.path, "it can't be read", i, id):
             row, info, checksum = self._row(i)
             if row.id != id:
-                found = printable(repr(row.id))
-                raise DamageError(self.path, f"its id is {found} where the description names {id!r}", i, id)
+                stored = printable(repr(row.id))
+                raise DamageError(self.path, f"its id is {stored} where the description names {id!r}", i, id)
             check_object(row.info, "its info")
         if verify and row_checksum(row.id, info, row.tensors) != checksum:
             raise DamageError(self.path, "its checksum does not match", i, id)
@@ -193,21 +193,21 @@ class BaseShardReader(ABC):
 
     def verify(self, check_row: Callable[[ShardRow], object] | None = None) -> list[DamageError]:
         """Read every byte once; all damage found. check_row: raises ValueError with further problems of a sound row."""
-        found = []
+        damages = []
         try:
             self._check_file()
         except DamageError as damage:
-            found.append(damage)
+            damages.append(damage)
         for i, id in enumerate(self.meta.ids):
             try:
                 row = self._read(i)
                 if check_row is not None:
                     check_row(row)
             except DamageError as damage:
-                found.append(damage)
+                damages.append(damage)
             except ValueError as error:
-                found.append(DamageError(self.path, str(error), i, id))
-        return found
+                damages.append(DamageError(self.path, str(error), i, id))
+        return damages
 
     def close(self) -> None:
         """Release the file; rows read from a memory map keep their part of it."""
@@ -257,12 +257,12 @@ def row_checksum(id: str, info: bytes, tensors: Mapping[str, Array]) -> str:
 
 
 def pack_length(size: int) -> bytes:
-    """As it precedes each part of a row's checksum."""
+    """The bytes of a length as it precedes each part of a row's checksum."""
     return size.to_bytes(8, "little")
 
 
 def pack_tensor_head(name: str, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
-    """What a row's checksum covers of a tensor before its `size` bytes."""
+    """The part that a row's checksum covers of a tensor before its `size` bytes."""
     parts = [name.encode(), dtype.encode(), struct.pack(f"<{len(shape)}q", *shape)]
     return b"".join(pack_length(len(part)) + part for part in parts) + pack_length(size)
 
@@ -281,8 +281,8 @@ def parse_description(value: Any, path: str) -> ShardMeta:
     """The inverse of `build_description`; DamageError where it is incomplete, wrong or of another format version."""
     version = value.get("format_version") if isinstance(value, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        found = printable(repr(version))
-        raise DamageError(path, f"its format version is {found}; this program reads {FORMAT_VERSION}")
+        stored = printable(repr(version))
+        raise DamageError(path, f"its format version is {stored}; this program reads {FORMAT_VERSION}")
     try:
         meta = ShardMeta(
             kind=check_name(value["kind"], "kind"),
@@ -311,9 +311,9 @@ def parse_description(value: Any, path: str) -> ShardMeta:
 
 def _parse_records(values: Any, record_class: Callable[..., T], **checks: Callable[[Any, str], Any]) -> list[T]:
     """Instances of a dataclass from a list of JSON objects. checks: key -> check of its value."""
-    found = []
+    records = []
     for value in check_list(values, "a list of members"):
         if set(check_object(value, "a member")) != set(checks):
             raise ValueError(f"a member has {printable(sorted(value))}")
-        found.append(record_class(**{key: check(value[key], f"its {key}") for key, check in checks.items()}))
-    return found
+        records.append(record_class(**{key: check(value[key], f"its {key}") for key, check in checks.items()}))
+    return records

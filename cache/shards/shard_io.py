@@ -52,22 +52,22 @@ def verify(
 
     check_meta: further problems of the description. check_row: as of BaseShardReader.verify.
     """
-    found: list[DamageError] = []
+    damages: list[DamageError] = []
 
     def check() -> None:
-        found.clear()
+        damages.clear()
         with reader_class(store, rel) as shard:
             reasons = check_meta(shard.meta) if check_meta else ()
-            found[:] = [DamageError(shard.path, reason) for reason in reasons] + shard.verify(check_row)
-        if found:
-            raise found[0]
+            damages[:] = [DamageError(shard.path, reason) for reason in reasons] + shard.verify(check_row)
+        if damages:
+            raise damages[0]
 
     try:
         reader_class = _reader_class(store, rel)
         until_sound(store.remote_url, check)
     except DamageError as damage:
-        return found or [damage]
-    return found
+        return damages or [damage]
+    return damages
 
 
 class ReaderPool:

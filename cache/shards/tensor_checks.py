@@ -1,4 +1,4 @@
-"""What a row's tensors must be beyond matching its checksum, which a shard made with intent does too."""
+"""Checks of a row's tensors beyond matching its checksum, which a shard made with intent does too."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ def find_shape_problem(
     moments: bool = True,
     condition_frames: int = 1,
 ) -> str:
-    """What is wrong with the shape of a latent, condition, mask, embeds or pooled tensor; "" for any other tensor.
+    """Say what is wrong with the shape of a latent, condition, mask, embeds or pooled tensor; "" for any other tensor.
 
     strides: the autoencoder's, (spatial, temporal). channels: of its latents. moments: whether there may be twice as
     many channels, for mean and log-variance. condition_frames: latent frames of a condition.
@@ -48,7 +48,7 @@ def find_shape_problem(
 
 
 class Shaped(Protocol):
-    """What an array says of itself: `cache.shards.tensors.Array`, `cache.shards.row_layouts.TensorSpan`."""
+    """An array as it describes itself: `cache.shards.tensors.Array`, `cache.shards.row_layouts.TensorSpan`."""
 
     @property
     def dtype(self) -> str: ...

@@ -51,9 +51,9 @@ class Array:
         """Wrap `array`, without a copy where possible. dtype: "bfloat16" for uint16 patterns, else the array's own."""
         name = dtype or array.dtype.name
         count_bytes(name, array.shape)  # ValueError for an unknown dtype
-        own = "uint16" if name == "bfloat16" else name
-        if array.dtype.name != own:
-            raise ValueError(f"{name} is made from {own}, not from {array.dtype.name}; convert it first")
+        stored_name = "uint16" if name == "bfloat16" else name
+        if array.dtype.name != stored_name:
+            raise ValueError(f"{name} is made from {stored_name}, not from {array.dtype.name}; convert it first")
         raw = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).reshape(-1).view(np.uint8)
         return cls(name, tuple(array.shape), raw)
 

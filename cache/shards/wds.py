@@ -25,7 +25,6 @@ from cache.store.files import explained
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TAR_BLOCK, TAR_RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
-_BLANK_HEADER = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 CHECKSUM_SUFFIX = b',"checksum":"'
 READ_BYTES = 1 << 22
 
@@ -67,17 +66,6 @@ def from_safetensors(data: memoryview) -> dict[str, Array]:
     return tensors
 
 
-def tar_header(name: str, size: int) -> bytes:
-    """The header of a file in a tar, as tarfile makes it for an ASCII name, in a tenth of the time."""
-    block = bytearray(_BLANK_HEADER)
-    block[: len(name)] = name.encode("ascii")
-    block[124:135] = b"%011o" % size
-    block[148:156] = b" " * 8  # the checksum counts its own field as spaces
-    block[148:155] = b"%06o\0" % sum(block)
-    assert len(block) == TAR_BLOCK, f"{name!r} and {size} bytes do not fit into a header"
-    return bytes(block)
-
-
 class _TarWriter:
     """Writes members one after another, with headers that depend on name and size only; counts and hashes bytes."""
 
@@ -91,8 +79,9 @@ class _TarWriter:
 
     def add(self, name: str, *pieces: bytes | memoryview) -> list[int]:
         """Write a member, its content in pieces, since joining them would copy; returns its offset and size."""
-        size = sum(map(len, pieces))
-        self._write(tar_header(name, size))
+        member = tarfile.TarInfo(name)
+        member.size = size = sum(map(len, pieces))
+        self._write(member.tobuf(tarfile.USTAR_FORMAT))
         offset = self.size
         for piece in (*pieces, bytes(-size % TAR_BLOCK)):
             self._write(piece)
@@ -218,10 +207,10 @@ class ShardReader(shard.BaseShardReader):
     def _read_span(self, offset: int, size: int) -> memoryview:
         """Bytes of the file; opening it checked that members are inside."""
         self.file.seek(offset)
-        found = memoryview(self.file.read_buffer(size)).cast("B")
-        if found.nbytes != size:
-            raise ValueError(f"it ends after {found.nbytes} of {size} bytes")
-        return found
+        content = memoryview(self.file.read_buffer(size)).cast("B")
+        if content.nbytes != size:
+            raise ValueError(f"it ends after {content.nbytes} of {size} bytes")
+        return content
 
     def _check_file(self) -> None:
         """The whole file, also headers and padding, which tar reads and random access does not."""

@@ -13,7 +13,6 @@ from cache.shards.wds import (
     add_checksum,
     from_safetensors,
     parse_with_checksum,
-    tar_header,
     to_safetensors,
 )
 from cache.store.damage import DamageError
@@ -54,13 +53,6 @@ def test_safetensors_opens_what_we_write_and_we_what_it_writes():
     theirs = numpy_format.load(b"".join(to_safetensors(tensors)))
     assert all(np.array_equal(theirs[name], array) for name, array in arrays.items())
     assert from_safetensors(memoryview(numpy_format.save(arrays))) == tensors
-
-
-@pytest.mark.parametrize(("name", "size"), [("a.json", 0), ("f" * 79 + ".safetensors", 8**11 - 1)])
-def test_headers_are_those_of_tarfile(name, size):
-    theirs = tarfile.TarInfo(name)
-    theirs.size = size
-    assert tar_header(name, size) == theirs.tobuf(tarfile.USTAR_FORMAT)
 
 
 def test_bfloat16_through_torch():
