@@ -25,7 +25,7 @@ from cache.shards.shard import TruncatedText, find_done_units
 from cache.store.damage import DamageError
 from cache.store.disk_space import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
-from schemas.cli.console import Console, Options, Report
+from schemas.cli.console import Console, Options, Partition, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.config.encoding import CACHE_LIMIT, MOST_PREFETCH, EngineName
 from schemas.config.pipeline import Config, Topic
@@ -175,24 +175,7 @@ class EncodingStage:
             queue = TimedUnits(iter(remaining), workers, stop_handler.seconds_left, stop_handler.check)
             if steal:
                 queue.units = stealing.take_units(remaining, state.units, part, workers, shards, queue)
-
-            def stopped_by() -> str:
-                return stop_handler.reason or queue.reason
-
-            about = JobReport(
-                program=self.name,
-                engine=config.stages.engine,
-                workers=workers,
-                shard=str(part),
-                members=count_members(remaining),
-                units=len(remaining),
-            )
-            with (
-                stop_handler.stop_on_signals(),
-                JobReporter(config.root, state.fingerprint, about, stopped_by) as reporter,
-            ):
-                self._run_units(job, state, remaining, queue, limit, console, report, reporter)
-            stop_handler.reason = stopped_by()
+            self._run_units(job, state, remaining, queue, stop_handler, limit, console, report, part)
             state = self.state(store, config, plan, merge=True)
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
@@ -255,45 +238,52 @@ class EncodingStage:
             written_as = config.model_copy(update={"cache": cache})
             job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
             queue = TimedUnits(iter(followed), resources.worker_count, stop_handler.seconds_left, stop_handler.check)
-
-            def stopped_by() -> str:
-                return stop_handler.reason or queue.reason
-
-            members, units, part = count_members(state.units), len(state.units), str(options.partition)
-            workers = resources.worker_count
-            about = JobReport(
-                program=self.name, engine="local", workers=workers, shard=part, members=members, units=units
-            )
-            with (
-                stop_handler.stop_on_signals(),
-                JobReporter(config.root, state.fingerprint, about, stopped_by) as reporter,
-            ):
-                self._run_units(job, state, state.units, queue, limit, console, report, reporter, followed)
-            stop_handler.reason = stopped_by()
+            part = options.partition
+            self._run_units(job, state, state.units, queue, stop_handler, limit, console, report, part, followed)
         if stop_handler.reason:
             report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
             report.remaining, report.next_steps = 1, [f"latentpress {self.name}"]
         _report_set_aside(store, self, self.state(store, config, plan), report)
         return report
 
-    def _run_units(
-        self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, limit: RejectLimit,
-        console: Console, report: Report, reporter: JobReporter, followed: FollowedUnits | None = None,
-    ) -> None:  # fmt: skip
-        """followed: what `units` come from, again and again."""
-        store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
-        # The settings behind the fingerprint. A damaged provenance.json is written again.
-        provenance = f"{self.kind}/{job.fingerprint}/provenance.json"
+    def _write_provenance(self, store: Store, job: Job) -> None:
+        """Write the settings behind the fingerprint, unless they are there; damaged ones again."""
+        path = f"{self.kind}/{job.fingerprint}/provenance.json"
         record = {"fingerprint": job.fingerprint, **self.fingerprint_inputs(job.config)}
         data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
-        if not store.exists(provenance) or store.read_bytes(provenance) != data:
-            store.publish_bytes(provenance, data)
+        if not store.exists(path) or store.read_bytes(path) != data:
+            store.publish_bytes(path, data)
+
+    def _run_units(
+        self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, stop_handler: StopHandler,
+        limit: RejectLimit, console: Console, report: Report, part: Partition, followed: FollowedUnits | None = None,
+    ) -> None:  # fmt: skip
+        """Encode the units that `units` gives, of which `own` are this process' part, until they end or a stop is asked
+        for. followed: what `units` come from, again and again."""
+        store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
+        self._write_provenance(store, job)
         written, stolen, smaller_batches, remarks = 0, 0, 0, Counter[str]()
         names = {unit.unit_id for unit in own}
         what = "texts" if self.member_kind == "text" else "samples"
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
-        with console.progress(count_members(own), self.name, what) as progress:
+
+        def stopped_by() -> str:
+            return stop_handler.reason or units.reason
+
+        about = JobReport(
+            program=self.name,
+            engine=job.config.stages.engine,
+            workers=job.resources.worker_count,
+            shard=str(part),
+            members=count_members(own),
+            units=len(own),
+        )
+        with (
+            stop_handler.stop_on_signals(),
+            JobReporter(job.config.root, job.fingerprint, about, stopped_by) as reporter,
+            console.progress(about.members, self.name, what) as progress,
+        ):
 
             def advance(members: int) -> None:
                 for count in (progress.advance, reporter.advance, units.advance):
@@ -326,6 +316,7 @@ class EncodingStage:
                     stolen += result.unit_id not in names
                     if followed is None or followed.is_first(result):
                         limit.add({result.unit_id: result.set_aside})
+        stop_handler.reason = stopped_by()
         report.details["written_mib"] = round(written / 2**20, 2)
         report.details |= {"units_of_other_parts": stolen} if stolen else {}
         report.details |= {"units_in_smaller_batches": smaller_batches} if smaller_batches else {}
