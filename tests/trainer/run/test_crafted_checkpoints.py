@@ -103,8 +103,12 @@ CRAFTED = {
         "the moving average of a.bias is of",
     ),
     "average lost": ("optimizer", lambda t, _: t.__delitem__("ema/a.bias"), "the moving average of a.bias is missing"),
-    "no header": ("optimizer", lambda *_: "none", ""),
-    "header cut": ("optimizer", lambda _, header: {key: value[:-1] for key, value in header.items()}, ""),
+    "no header": ("optimizer", lambda *_: "none", "the header of optimizer.safetensors lacks latentpress.optimizer"),
+    "header cut": (
+        "optimizer",
+        lambda _, header: {key: value[:-1] for key, value in header.items()},
+        "latentpress.optimizer in the header of optimizer.safetensors: ",
+    ),
     "header a list": ("optimizer", lambda *_: described([]), "description is no object"),
     "no groups": ("optimizer", lambda *_: described({"parameters": {}}), "groups is no list"),
     "another weight": (
@@ -117,8 +121,8 @@ CRAFTED = {
         lambda *_: described({"parameters": {"a.bias": {"step": {"float": "much"}}}, "groups": [{}]}),
         "a.bias/step is no value",
     ),
-    "overlap": ("trainable", overlap, "[oO]ffset"),
-    "overlap of moments": ("optimizer", overlap, "[oO]ffset"),
+    "overlap": ("trainable", overlap, "trainable.safetensors: .*[oO]ffset"),
+    "overlap of moments": ("optimizer", overlap, "optimizer.safetensors: .*[oO]ffset"),
 }
 
 
