@@ -157,7 +157,7 @@ def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
 class RunProgress:
     """The progress of a run, by its files. steps: those that the configuration asks for. state: "not started",
     "running", "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest.
-    eval_loss: the last and its step."""
+    eval_loss: the last, its step, and "on training samples" where nothing is held out."""
 
     run: str
     state: str
@@ -211,11 +211,16 @@ def read_progress(config: Config) -> RunProgress:
     speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
     left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
-    shown = f"{evals[-1]['eval_loss'] or math.nan:.4g} at step {evals[-1]['step']}" if evals else ""
     return RunProgress(
         *(config.train.run, state, step, steps, smoothed_loss(losses), speed, waited, left),
-        *(max(saved, default=None), shown),
+        *(max(saved, default=None), _format_last_eval(evals[-1]) if evals else ""),
     )
+
+
+def _format_last_eval(line: Mapping[str, Any]) -> str:
+    """Of a line of metrics: "0.8123 at step 100", and what it was measured on where nothing is held out."""
+    on = " on training samples" if line.get("eval_on") == "training samples" else ""
+    return f"{line['eval_loss'] or math.nan:.4g} at step {line['step']}{on}"
 
 
 def _was_started_since(folder: Path) -> bool:
