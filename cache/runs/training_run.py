@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from cache.runs.process_record import FAILURE_NOTE, read_failure
 from cache.store.files import explained, replacing
-from cache.store.json_checks import parse_json
+from cache.store.json_checks import check_count, check_object, parse_json
 from schemas.config.pipeline import Config
+from schemas.regular_files import open_regular
 from schemas.text_format import format_duration
 
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
@@ -71,6 +72,13 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
         else:
             lines.append(line)
     return lines
+
+
+def read_result_step(folder: Path) -> int:
+    """Read the step at which the run was finished. FileNotFoundError where it is not; OSError, ValueError: its note
+    can't be read."""
+    with open_regular(folder / RESULT_NOTE) as file:
+        return check_count(check_object(parse_json(file.read()), "the whole").get("step"), "step")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
