@@ -18,6 +18,7 @@ import typer
 
 from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
+from cache.runs.validation_files import is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler
@@ -97,8 +98,7 @@ def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview:
     todo = []
     for file in files:
         picture = output_path(folder, config, file)
-        missing = not picture.exists() or picture.stat().st_mtime_ns < file.stat().st_mtime_ns
-        if missing or (not preview and is_preview(picture)):
+        if not is_current(picture, file) or (not preview and is_preview(picture)):
             todo.append(file)
     return todo
 

@@ -19,9 +19,8 @@ from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
-from stages.pages import clip_comparison
-from stages.pages.encoded_plan import NOT_ENCODED, EncodedPlan
-from stages.pages.result_page import MAX_LOWEST, SampleResult
+from stages.pages.plan_table import NOT_ENCODED, EncodedPlan
+from stages.pages.result_page import MAX_LOWEST, MAX_PAGE_BYTES, SampleResult, compare_clips, frame_indices
 from stages.pages.sample_preview import PageItem, SamplePixels, make_original_reader, read_samples
 
 TableRow = dict[str, Any]
@@ -37,9 +36,9 @@ def compare_samples(
     config, results = encoded.table.config, list[SampleResult]()
     pictures = 0
     for bucket, rows in chosen.items():
-        frames = len(clip_comparison.frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
+        frames = len(frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
         pictures += 3 * frames * len(rows)
-    max_bytes = clip_comparison.MAX_PAGE_BYTES // max(1, pictures)
+    max_bytes = MAX_PAGE_BYTES // max(1, pictures)
     autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
     timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
     with SandboxPool(make_original_reader, workers=resources.workers, timeout_s=timeout, memory_mib=memory) as pool:
@@ -71,14 +70,14 @@ def _compare_sample(
     path, row = stored
     try:
         decoded = decode_tensor(model.family_spec, autoencoder, path, row, "latent", item.bucket)
-        comparison = clip_comparison.compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
+        comparison = compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
         if "condition" in row.tensors:
             size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
             given = 1 if model.condition is None else model.condition.frames
             bucket = Bucket(size.width, size.height, given)
             decoded = decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)
             times = item.times[:given]
-            condition = clip_comparison.compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
+            condition = compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
             comparison = replace(comparison, condition=condition.frames[0])
     except DamageError as damage:
         return replace(result, damage=damage)

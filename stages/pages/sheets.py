@@ -23,9 +23,8 @@ from schemas.config.validation_samples import validation_samples
 from schemas.text_format import escape_unprintable
 from stages.media.preview_mark import is_preview
 from stages.media.video import probe_video, read_frames
-from stages.pages.clip_comparison import MAX_COMPARED_FRAMES, format_decibels
 from stages.pages.pictures import Picture
-from stages.pages.result_page import SampleResult
+from stages.pages.result_page import MAX_COMPARED_FRAMES, SampleResult, format_decibels
 
 TableRow = dict[str, Any]
 WIDTH, HEIGHT, MARGIN, GAP = 1200, 1300, 16, 8  # pixels

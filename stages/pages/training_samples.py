@@ -24,8 +24,7 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
-from stages.pages.encoded_plan import EncodedPlan
-from stages.pages.plan_table import PlanTable
+from stages.pages.plan_table import EncodedPlan, PlanTable
 from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
 from stages.planning.plan_lookup import current_plan
 

@@ -16,8 +16,8 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import bucket, discover, ui
 from stages.pages.ui import serve
+from stages.pages.ui.app import Site
 from stages.pages.ui.guard import Token
-from stages.pages.ui.site import Site
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
@@ -343,7 +343,7 @@ def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(
         found = page.status()
         assert isinstance(found, Report) and found.done == 1
     assert len(looks) == 1
-    monkeypatch.setattr("stages.pages.ui.site.REMOTE_S", 0.0)
+    monkeypatch.setattr("stages.pages.ui.app.REMOTE_S", 0.0)
     until(lambda: isinstance(page.status(), LatentpressError), "a second look, which fails")
     until(lambda: isinstance(page.status(), Report), "a third one")
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from stages.pages.ui.child_programs import ChildPrograms, Start
+from stages.pages.ui.child_programs import JOBS, ChildPrograms, Start
 from stages.pages.ui.guard import Token
-from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.serve import open_socket
 from tests.background import served
 from tests.background import until as wait_until

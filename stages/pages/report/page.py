@@ -6,7 +6,6 @@ page's own, whose hashes it has.
 
 import base64
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,18 +14,18 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cache.runs.best_step import NOTHING_HELD_OUT, Evaluation, best_evaluation, loss_name, measured_on
-from cache.runs.scores import ScoreCurve, read_curves
-from cache.runs.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
+from cache.runs.best_step import NOTHING_HELD_OUT, measured_on
+from cache.runs.scores import read_curves
+from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.report import costs, settings
-from stages.pages.report.curves import build_charts
+from stages.pages.report import tables
+from stages.pages.report.curves import build_charts, score_charts
 from stages.pages.report.dataset import DataGlance, glance_at_data
 from stages.pages.report.plots import COLORS, Plot, draw_chart, script_library
 from stages.pages.report.samples import SampleGrid, gather_samples
-from stages.pages.report.scores import best_rows, score_charts
+from stages.pages.report.tables import ReportRun
 
 MAX_PAGE_BYTES = 10_000_000
 #: Of pictures and clips, before base64 makes a third more of them; less where the rest is large.
@@ -36,27 +35,6 @@ TableRow = dict[str, Any]
 
 class PageTooLarge(LatentpressError):
     """The page is too large even without a picture."""
-
-
-@dataclass(frozen=True)
-class ReportRun:
-    """A run of the report. config: its own, with `folder` as its output. planned: the given configuration where it has
-    the same datasets, as a plan is found by paths relative to the configuration's folder; else the run's own. not_own:
-    whether config.yaml is missing, so that settings are those of the given configuration."""
-
-    name: str
-    folder: Path
-    config: Config
-    planned: Config
-    not_own: bool
-    metrics: list[dict[str, Any]]
-    scores: list[ScoreCurve]
-    progress: RunProgress
-
-    @property
-    def best(self) -> Evaluation | None:
-        """The lowest eval loss, as "Best steps" has it."""
-        return best_evaluation(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -128,44 +106,6 @@ def _missing_of_run(run: ReportRun) -> Iterator[str]:
         yield f"Training stopped at step {run.progress.step} of {run.progress.steps}; latentpress run continues it."
 
 
-def run_rows(content: ReportContent) -> list[TableRow]:
-    rows, names = [], {loss_name(run.metrics) for run in content.runs}
-    name = names.pop().replace(" ", "_") if len(names) == 1 else "eval_loss"  # what each was measured on is said below
-    for run in content.runs:
-        row, best = run.progress.row(), run.best
-        model = run.config.model
-        rows.append(
-            {
-                "run": run.name,
-                "state": row["state"],
-                "step": row["step"],
-                "loss": row["loss"],
-                name: _last_eval(run),
-                f"lowest_{name}": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
-                "model": f"{model.family} {model.flavour_spec.name}, {run.config.train.adapter.type}",
-                "folder": str(run.folder),
-            }
-        )
-    return rows
-
-
-def _last_eval(run: ReportRun) -> str:
-    lines = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
-    return f"{lines[-1] if lines[-1] is not None else math.nan:.4g}" if lines else ""
-
-
-def cost_table(content: ReportContent) -> list[TableRow]:
-    """A row for each stage, two columns for each run."""
-    merged: dict[str, TableRow] = {}
-    for run in content.runs:
-        prefix = f"{run.name} " if len(content.runs) > 1 else ""
-        for row in costs.cost_rows(run.config, run.folder, run.metrics):
-            columns = {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
-            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(columns)
-    keys = dict.fromkeys(key for row in merged.values() for key in row)
-    return [{key: row.get(key, "") for key in keys} for row in merged.values()]
-
-
 def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
     """The page in pieces. command: that makes it again."""
     runs, title = content.runs, "Report: " + ", ".join(run.name for run in content.runs)
@@ -180,17 +120,17 @@ def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
         policy=content_policy([library, script]),
         library=library,
         script=script,
-        runs=run_rows(content),
+        runs=tables.run_rows(runs),
         absent=content.missing,
         plots=content.plots,
-        best=best_rows([(run.name, run.folder) for run in runs]),
+        best=tables.best_rows([(run.name, run.folder) for run in runs]),
         colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
         grid=content.grid,
         data=content.data,
-        costs=cost_table(content),
-        between=settings.differing_between(configs) if len(runs) > 1 else [],
-        changed=[(run.name, settings.differing_from_defaults(run.config)) for run in runs],
-        texts=[(run.name, settings.configuration_text(run.folder / "config.yaml")) for run in runs],
+        costs=tables.cost_table(runs),
+        between=tables.differing_between(configs) if len(runs) > 1 else [],
+        changed=[(run.name, tables.differing_from_defaults(run.config)) for run in runs],
+        texts=[(run.name, tables.configuration_text(run.folder / "config.yaml")) for run in runs],
     )
 
 

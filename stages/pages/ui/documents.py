@@ -19,10 +19,9 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from cache.runs.training_run import METRICS_FILE
 from schemas.cli.report import Report
-from stages.pages.ui.app import Page, fragment, get, render, site_of
-from stages.pages.ui.cards import AT_WORK, build_cards, build_job_card
+from stages.pages.ui.app import Page, Site, fragment, get, render, site_of
+from stages.pages.ui.flow_page import AT_WORK, build_cards, build_job_card
 from stages.pages.ui.guard import DOCUMENTS
-from stages.pages.ui.site import Site
 
 MOST_LISTED = 50
 TITLES = {"preview-plan": "Plan", "preview": "Preview", "report": "Report"}  # by job

@@ -11,9 +11,8 @@ from starlette.responses import JSONResponse, Response
 from cache.runs.training_run import is_running
 from schemas.cli.kept_log import LOGS
 from schemas.text_format import escape_unprintable, shorten
-from stages.pages.ui.app import Page, get, render, site_of
-from stages.pages.ui.jobs import JOBS
-from stages.pages.ui.site import Site
+from stages.pages.ui.app import Page, Site, get, render, site_of
+from stages.pages.ui.child_programs import JOBS
 
 BESIDE = "beside-"  # before the name of a watcher
 PIECE_BYTES = 64 << 10  # of a log that one answer has
