@@ -1,6 +1,7 @@
 """Decodes chosen samples and compares them with their originals, one at a time. Imports torch."""
 
 import math
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,11 +18,10 @@ from schemas.family import Family
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.vae import base
-from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
 from stages.pages.plan_table import NOT_ENCODED, EncodedPlan
-from stages.pages.result_page import MAX_LOWEST, MAX_PAGE_BYTES, SampleResult, compare_clips, frame_indices
-from stages.pages.sample_preview import PageItem, SamplePixels, make_original_reader, read_samples
+from stages.pages.result_page import MAX_LOWEST, MAX_PAGE_BYTES, SampleResult, compare_clips
+from stages.pages.sample_preview import PageItem, SamplePixels, frame_indices, make_original_reader, read_samples
 
 TableRow = dict[str, Any]
 
@@ -35,14 +35,14 @@ def compare_samples(
     """
     config, results = encoded.table.config, list[SampleResult]()
     pictures = 0
-    for bucket, rows in chosen.items():
+    for bucket, indices in chosen.items():
         frames = len(frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
-        pictures += 3 * frames * len(rows)
+        pictures += 3 * frames * len(indices)
     max_bytes = MAX_PAGE_BYTES // max(1, pictures)
     autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
-    timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
-    with SandboxPool(make_original_reader, workers=resources.workers, timeout_s=timeout, memory_mib=memory) as pool:
-        for item, original in read_samples(encoded.table, [row for rows in chosen.values() for row in rows], pool):
+    rows = [row for indices in chosen.values() for row in indices]
+    with closing(read_samples(encoded.table, rows, make_original_reader, resources.workers)) as originals:
+        for item, original in originals:
             results.append(_compare_sample(encoded, autoencoder, item, original, max_bytes))
             progress.advance(1)
     order = list(chosen)

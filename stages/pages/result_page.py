@@ -13,7 +13,7 @@ from stages.media.errors import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Link, Section, render_template
 from stages.pages.pictures import FRAME_BOX, IMAGE_BOX, Picture, encode_picture
 from stages.pages.plan_table import EncodedCaption, EncodedPlan, bucket_anchor, link_buckets
-from stages.pages.sample_preview import PageItem
+from stages.pages.sample_preview import PageItem, frame_indices
 
 TableRow = dict[str, Any]
 MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
@@ -27,7 +27,6 @@ POSTERIOR_NOTES = {
     "mode": "the posterior's mean",
     "moments": "moments, shown by their mean",
 }
-MAX_COMPARED_FRAMES = 8  # shown of a clip
 DIFFERENCE_GAIN = 4  # factor that makes differences visible
 DIFFERENCE = f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}"
 MAX_PAGE_BYTES = 3 << 20  # all pictures of a page
@@ -77,11 +76,6 @@ def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> 
     assert original_THWC.dtype == reconstruction_THWC.dtype == np.uint8
     pairs = zip(original_THWC, reconstruction_THWC, strict=True)
     return np.array([np.square(first.astype(np.int32) - second).mean(dtype=np.float64) for first, second in pairs])
-
-
-def frame_indices(count: int) -> list[int]:
-    """Choose at most MAX_COMPARED_FRAMES of `count` frames, evenly spaced, with the first and the last."""
-    return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_COMPARED_FRAMES, count)))).astype(int).tolist()
 
 
 def compare_clips(

@@ -24,13 +24,14 @@ from schemas.text_format import escape_unprintable
 from stages.media.preview_mark import is_preview
 from stages.media.video import probe_video, read_frames
 from stages.pages.pictures import Picture
-from stages.pages.result_page import MAX_COMPARED_FRAMES, SampleResult, format_decibels
+from stages.pages.result_page import SampleResult, format_decibels
+from stages.pages.sample_preview import MAX_SHOWN_FRAMES
 
 TableRow = dict[str, Any]
 WIDTH, HEIGHT, MARGIN, GAP = 1200, 1300, 16, 8  # pixels
 CELL_WIDTH = (WIDTH - 2 * MARGIN - 2 * 2 * GAP) // 3  # original and reconstruction of an image
 PICTURE_SIDE = (CELL_WIDTH - GAP) // 2  # of an image, at most
-FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_COMPARED_FRAMES - 1) * GAP) // MAX_COMPARED_FRAMES  # of a frame, at most
+FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_SHOWN_FRAMES - 1) * GAP) // MAX_SHOWN_FRAMES  # of a frame, at most
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
 MAX_CAPTIONS = 2  # of a sample
 MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then

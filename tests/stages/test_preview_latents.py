@@ -22,7 +22,7 @@ from stages.encoding.vae import base
 from stages.media import pixels
 from stages.media.errors import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
-from stages.pages import pictures, result_page, sheets
+from stages.pages import pictures, result_page, sample_preview, sheets
 from stages.pages.html import Section, render_template
 from stages.pages.plan_table import EncodedCaption
 from stages.pages.result_page import SampleResult, result_card
@@ -135,7 +135,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     reconstruction, first = again(home, original, original[:1])
     shown = [page.pictures(f"{what}: ") for what in ("original", "reconstruction")]
     places = [0, 2, 5, 7, 9, 11, 14, 16]
-    assert result_page.frame_indices(17) == places and [len(part) for part in shown] == [9, 9]
+    assert sample_preview.frame_indices(17) == places and [len(part) for part in shown] == [9, 9]
     for i, place in enumerate(places):
         assert alike(shown[0][i], original[place]), place
         np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], pictures.FRAME_BOX))
@@ -293,8 +293,8 @@ def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
 
 @given(st.integers(1, 500))
 def test_chosen_frames_are_spread_from_the_first_to_the_last(count: int) -> None:
-    places = result_page.frame_indices(count)
-    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, result_page.MAX_COMPARED_FRAMES))
+    places = sample_preview.frame_indices(count)
+    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, sample_preview.MAX_SHOWN_FRAMES))
     gaps = np.diff(places)
     assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -30,7 +29,6 @@ from stages.pages.report.tables import ReportRun
 MAX_PAGE_BYTES = 10_000_000
 #: Of pictures and clips, before base64 makes a third more of them; less where the rest is large.
 SAMPLE_BYTES = 4_800_000
-TableRow = dict[str, Any]
 
 
 class PageTooLarge(LatentpressError):
@@ -64,35 +62,29 @@ def make_page(
 ) -> tuple[ReportContent, list[bytes]]:
     """Make the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or smaller pictures.
     command: that makes it again. beside: see `gather_samples`."""
-    content = gather_content(runs, beside)
+    charts = build_charts([(run.name, run.metrics) for run in runs])
+    charts += score_charts([(run.name, run.scores) for run in runs])
+    named = [(run.name, run.folder, run.config) for run in runs]
+    content = ReportContent(
+        runs=list(runs),
+        plots=[draw_chart(chart, len(runs)) for chart in charts],
+        grid=gather_samples(named, SAMPLE_BYTES, beside),
+        data=glance_at_data([(run.name, run.config, run.planned) for run in runs]),
+        missing=[f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)],
+    )
     while (size := sum(map(len, pieces := list(render_report(content, command))))) > MAX_PAGE_BYTES:
         limit = f"{MAX_PAGE_BYTES / 1e6:g} MB"
         if not content.grid.rows:
             message = f"the page would have {size / 1e6:.1f} MB without a picture, more than {limit}"
             raise PageTooLarge(message, "name fewer runs" if len(runs) > 1 else "shorten names and messages")
         left = max(0, content.grid.size - (size - MAX_PAGE_BYTES) * 3 // 4 - 1)  # base64 makes 4 bytes of 3
-        grid = _gather_grid(runs, left, beside)
+        grid = gather_samples(named, left, beside)
         grid.notes.append(
             f"Pictures are fewer or smaller, as the page is to stay below {limit}; whole ones are linked by "
             "latentpress report --pictures-beside."
         )
         content = replace(content, grid=grid)
     return content, pieces
-
-
-def _gather_grid(runs: Sequence[ReportRun], max_bytes: int, beside: tuple[Path, Path] | None) -> SampleGrid:
-    return gather_samples([(run.name, run.folder, run.config) for run in runs], max_bytes, beside)
-
-
-def gather_content(runs: Sequence[ReportRun], beside: tuple[Path, Path] | None = None) -> ReportContent:
-    """beside: see `gather_samples`."""
-    charts = build_charts([(run.name, run.metrics) for run in runs])
-    charts += score_charts([(run.name, run.scores) for run in runs])
-    plots = [draw_chart(chart, len(runs)) for chart in charts]
-    grid = _gather_grid(runs, SAMPLE_BYTES, beside)
-    data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
-    missing = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)]
-    return ReportContent(list(runs), plots, grid, data, missing)
 
 
 def _missing_of_run(run: ReportRun) -> Iterator[str]:
