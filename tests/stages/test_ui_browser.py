@@ -218,19 +218,19 @@ class ForeignSite(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page = f"""<!doctype html><p id=said></p>
         <iframe name=inner></iframe><iframe id=framed src="{self.target}/"></iframe>
-        <img src="{self.target}/cards"><script src="{self.target}/cards"></script>
+        <img src="{self.target}/"><script src="{self.target}/"></script>
         <form method=post action="{self.target}/jobs/discover/start" target=inner></form><script>
         document.forms[0].submit();
         (async () => {{
           const found = [];
           const start = "/jobs/discover/start", headers = {{"Content-Type": "application/json"}};
           const method = "POST";
-          for (const [path, how] of [["/cards", {{}}], [start, {{method}}], [start, {{method, headers}}]]) {{
+          for (const [path, how] of [["/", {{}}], [start, {{method}}], [start, {{method, headers}}]]) {{
             try {{ found.push((await fetch("{self.target}" + path, how)).status); }}
             catch (error) {{ found.push("refused"); }}
           }}
           await fetch("{self.target}/jobs/discover/start", {{method: "POST", mode: "no-cors"}}).catch(() => 0);
-          const socket = new WebSocket("{self.target.replace("http", "ws")}/cards");
+          const socket = new WebSocket("{self.target.replace("http", "ws")}/");
           socket.onerror = socket.onopen = (event) => {{
             document.getElementById("said").textContent = [...found, event.type].join(" ");
           }};

@@ -18,7 +18,7 @@ from schemas.cli.report import Report
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
 from schemas.text_format import format_duration
-from stages.pages.ui.app import Form, Page, Site, action, fragment, get, render, site_of
+from stages.pages.ui.app import Form, Page, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, STAGES, ChildPrograms, Refused, Start, list_conflicts
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
@@ -227,19 +227,13 @@ def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
 
 
 def show(request: Request) -> Response:
-    return render(request, "flow.html", title="Stages", **_content(site_of(request)))
-
-
-def show_cards(request: Request) -> Response:
-    return fragment("cards.html", **_content(site_of(request)))
-
-
-def _content(site: Site) -> dict[str, Any]:
+    site = site_of(request)
     config, status = site.config(), site.status()
     problem = status if isinstance(status, LatentpressError) else None
     steps = build_cards(config, site.programs, status)
     whole = build_run_card(site.programs, steps, status is not None and problem is None)
-    return {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
+    content: dict[str, Any] = {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
+    return render(request, "flow.html", title="Stages", **content)
 
 
 def act(request: Request, form: Form) -> str:
@@ -253,4 +247,4 @@ def act(request: Request, form: Form) -> str:
     return DONE_WORDS[verb].format(name)
 
 
-PAGE = Page("Stages", "/", (get("/", show), get("/cards", show_cards), action("/jobs/{job}/{verb}", act)))
+PAGE = Page("Stages", "/", (get("/", show), action("/jobs/{job}/{verb}", act)))
