@@ -29,8 +29,7 @@ MAX_CLIP_FRAMES = 241  # decoded of a clip
 #: Longest side in pixels and H.264's constant rate factor, until a clip is small enough.
 CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
 CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
-MAX_KEPT_BYTES = 32 << 20  # several times those of a page
-ENTRY_BYTES = 500  # of an entry besides its picture
+MAX_KEPT = 1000  # twice those of a page, which has a few megabytes of them
 JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # of JPEG, and share of the size
 
 
@@ -166,11 +165,10 @@ class KeptPicture:
 
 
 class KeptPictures:
-    """The pictures that were used last, of at most `max_bytes` together."""
+    """The `most` pictures that were used last."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._entries: OrderedDict[Hashable, KeptPicture] = OrderedDict()
+    def __init__(self, most: int) -> None:
+        self._most, self._entries = most, OrderedDict[Hashable, KeptPicture]()
 
     def get(self, key: Hashable, max_bytes: int, make: Callable[[], Picture | None]) -> Picture | None:
         """Return what `make` made before, or makes now."""
@@ -189,15 +187,11 @@ class KeptPictures:
     def add(self, key: Hashable, max_bytes: int, picture: Picture | None) -> Picture | None:
         """Keep the picture, which is returned."""
         if key is not None:
-            self._drop(self._entries.pop(key, None))
-            self._entries[key] = entry = KeptPicture(max_bytes, picture)
-            self._bytes += entry.size + ENTRY_BYTES
-            while self._bytes > self._max_bytes:
-                self._drop(self._entries.popitem(last=False)[1])
+            self._entries[key] = KeptPicture(max_bytes, picture)
+            self._entries.move_to_end(key)
+            if len(self._entries) > self._most:
+                self._entries.popitem(last=False)
         return picture
-
-    def _drop(self, entry: KeptPicture | None) -> None:
-        self._bytes -= 0 if entry is None else entry.size + ENTRY_BYTES
 
 
 @dataclass(frozen=True)
@@ -245,4 +239,4 @@ def _shrink(path: Path, limits: PictureLimits, about: dict[str, Any]) -> SmallPi
     return SmallPicture(path.stem, picture.data, picture.width, picture.height, about, clip.data if clip else None)
 
 
-kept_pictures = KeptPictures(MAX_KEPT_BYTES)
+kept_pictures = KeptPictures(MAX_KEPT)

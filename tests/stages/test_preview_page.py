@@ -53,7 +53,7 @@ def test_no_template_switches_escaping_off() -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_stays_when_items_are_added(project) -> None:
+def test_the_choice_stays_when_items_are_added_and_equal_files_are_shown_once(project) -> None:
     home = project(**settings())
     for number in range(8):
         home.image(f"old{number}.png", seed=number)
@@ -61,6 +61,8 @@ def test_the_choice_stays_when_items_are_added(project) -> None:
     before = titles(show(home, items=4)[1])
     for number in range(4):
         home.image(f"new{number}.png", seed=100 + number)
+    for number in range(8):
+        home.image(f"zsame{number}.png", seed=number)
     planned(home)
     after = titles(show(home, items=4)[1])
     assert len(before) == len(after) == 4
@@ -71,15 +73,6 @@ def test_the_choice_stays_when_items_are_added(project) -> None:
 
 def titles(page: Page) -> set[str]:
     return {name for text in page.articles for name in re.findall(r"photos/(\S+\.png)", text)}
-
-
-@pytest.mark.slow
-def test_files_of_the_same_bytes_are_shown_once(project) -> None:
-    home = project(**settings())
-    for name in ("one.png", "same.png"):
-        home.image(name, caption="equal")
-    planned(home)
-    assert len(show(home)[1].articles) == 1
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
         ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
         ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
         ("POST", "/jobs/discover/start", {}, 403),
+        ("POST", "/configuration/save", {"Origin": "http://evil.example"}, 403),
         ("POST", "/jobs/discover/start", {"Origin": "null"}, 403),
         ("POST", "/jobs/discover/start", {"Origin": "http://evil.example"}, 403),
         ("POST", "/jobs/discover/start", {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
@@ -234,22 +235,12 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     programs = server.site.programs
     log = programs._new_log("bucket")
     bidi = "\u202e"
-    log.write_bytes(
-        b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
-        + f"{bidi}x\n".encode()
-        + b"\xff\x00\n"
-        + b"y" * 100_000
-        + b"\nlast"
-    )
+    odd = b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
+    odd += f"{bidi}x\n".encode() + b"\xff\x00\n"
+    log.write_bytes(odd + b"y" * 100_000 + b"\nlast")
     text = server.get("/logs/bucket").text
     assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only its end is shown"
-    log.write_bytes(
-        b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
-        + f"{bidi}x\n".encode()
-        + b"\xff\x00\n"
-        + b"y" * 9_000
-        + b"\nlast"
-    )
+    log.write_bytes(odd + b"y" * 9_000 + b"\nlast")
     text = server.get("/logs/bucket").text
     assert "red &lt;script&gt;alert(1)&lt;/script&gt;\nnamed\nnew\n\\u202ex\n\ufffd\\x00\nyyy" in text
     assert "y" * 2001 not in text and "last\n" not in text and "last</pre>" in text

@@ -20,7 +20,7 @@ from stages.pages.ui.serve import open_socket
 from tests.background import served
 from tests.background import until as wait_until
 from tests.project import Project
-from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
+from tests.stages.browser import FOREIGN, browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.report_run import FakeRun
 from tests.stages.ui_server import ui_server
 
@@ -87,9 +87,8 @@ def test_a_rehearsal(
     home.config()
     ended.append(home)
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    page, errors = context.new_page(), []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page = context.new_page()
+    errors = note_errors(page)
     with page_process(home) as (process, url):
         page.goto(url)
         page.locator("#start-run").focus()

@@ -93,7 +93,7 @@ class DataGlance:
     each, where there is one. missing: what can't be told, and why."""
 
     runs: list[str]
-    place: str
+    source: str
     facts: list[str] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
     alike: list[tuple[float, str, str]] = field(default_factory=list)

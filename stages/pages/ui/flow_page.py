@@ -86,7 +86,8 @@ def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
     """A job's card by its last start."""
     start, card = programs.last_start(name), Card(name, what)
     card.log = name if programs.logs(name) else ""
-    conflict = next((other for other in list_conflicts(name) if _is_running(programs.last_start(other))), None)
+    at_work = (programs.last_start(other) for other in list_conflicts(name))
+    conflict = any(other is not None and other.is_running for other in at_work)
     if programs.is_restarting(name):
         card.state, card.said, card.can = "restarting", "stopping, to start again", ["kill"]
     elif start is not None and start.is_running:
@@ -99,10 +100,6 @@ def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
             card.state, card.said = _describe_end(start)
         card.can = [] if conflict else ["start"]
     return card
-
-
-def _is_running(start: Start | None) -> bool:
-    return start is not None and start.is_running
 
 
 def _is_outdated(start: Start, whole: Start | None) -> bool:
