@@ -22,8 +22,7 @@ from schemas.config.training import Reading
 from schemas.family import Family
 from trainer.batch import Batch
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
-from trainer.reading import BatchReader
-from trainer.run.host_memory import HostMemory
+from trainer.reading import BatchReader, HostMemory
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")

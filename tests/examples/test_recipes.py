@@ -162,5 +162,5 @@ def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     expected = own.model_dump(mode="json", by_alias=True) | {"set": train["set"], "steps": 2}
     assert train == expected | {"offload": expected["offload"] | {"streams": False}}
     if own.quantized:
-        assert f"matrices of the base quantised ({own.base_precision})" in said
+        assert f"matrices of the base quantized ({own.base_precision})" in said
     assert (tmp_path / "output" / own.run / "samples" / "contact-sheet.png").exists()

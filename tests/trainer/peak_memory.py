@@ -56,7 +56,7 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors with their scales, if they are quantised."""
+    """Of tensors with their scales, if they are quantized."""
     return sum(each.untyped_storage().nbytes() for tensor in tensors for each in parts(tensor))
 
 

@@ -6,25 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.sets.trainset import TrainSet
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError
-from cache.store.store import Store
+from tests.trainer.runs import opened
 from trainer import data as trainer_data
 from trainer.data import BatchLoader, prefetch
 from trainer.reading import to_tensor
-
-
-def opened(config) -> TrainSet:
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> BatchLoader:
@@ -195,23 +188,3 @@ def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [next(results) for _ in range(3)] == [0, 1, 2] and shown == []
     monkeypatch.setattr(trainer_data, "SAID_S", 0.01)
     assert [*results] == [3, 4] and shown == [1, -1]
-
-
-def test_leaving_early_ends_the_thread() -> None:
-    results = prefetch(lambda number: number, range(10**6))
-    next(results)
-    results.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
-
-
-def test_a_flipped_byte_stops_the_feed_before_the_batch(make_config, make_set) -> None:
-    config = make_config("t2i")
-    make_set(config)
-    for path in Path(config.root).glob("latents/*/*.arrow"):
-        raw = bytearray(path.read_bytes())
-        raw[len(raw) // 2] ^= 1  # inside some latent: tensors are nearly all of the file
-        path.write_bytes(raw)
-    with pytest.raises(DamageError, match="latents-") as caught:
-        for data in feed(config).steps(0, 9):
-            assert all(torch.isfinite(part.batch.latents_BCTHW).all() for part in data.micro_batches)
-    assert caught.value.row is not None

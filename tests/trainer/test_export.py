@@ -1,7 +1,6 @@
 """A root, an export of it, and an import of that train alike: the same batches bit by bit, the same losses."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from cache.sets.importer import Importer
 from cache.sets.set_lookup import find_set
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
-from schemas.cli.console import DAMAGE, OK, Console, Options
+from schemas.cli.console import DAMAGE, OK, Options
 from schemas.config.pipeline import Config
+from tests.trainer.runs import quiet
 from trainer.__main__ import run
 from trainer.data import BatchLoader
 from trainer.run import metrics
@@ -83,10 +83,6 @@ def test_batches_are_the_same_bit_by_bit(three: list[Config]) -> None:
     assert {data.id for data in sets} == {"set1"}
 
 
-def quiet() -> Console:
-    return Console(stderr=open(os.devnull, "w"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
 def test_losses_are_the_same(three: list[Config]) -> None:
@@ -94,7 +90,7 @@ def test_losses_are_the_same(three: list[Config]) -> None:
     for config in three:
         report = run(config, Options(config=Path("pipeline.yaml")), quiet())
         assert report.exit_code == OK and report.done == 3
-        lines = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+        lines = metrics.read_metrics(config.run_folder / "metrics.jsonl")
         losses.append([(line.get("loss"), line.get("eval_loss"), line.get("grad_norm")) for line in lines])
     assert losses[1] == losses[0] == losses[2] and len(losses[0]) > 3
 
@@ -119,7 +115,7 @@ def test_the_resolved_configuration_still_says_where_the_set_lies(three: list[Co
     from trainer.run.run_state import write_config
 
     write_config(three[1], found(three[1]))
-    path = Path(three[1].output) / "run" / "config.yaml"
+    path = three[1].run_folder / "config.yaml"
     again = YAML(typ="safe").load(path.read_text())
     assert again["train"]["set"] == three[1].train.set
     assert json.dumps(again) and Config.model_validate(again) == three[1]

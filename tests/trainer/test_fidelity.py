@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,30 +12,27 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
 from cache.sets.trainset import TrainSet
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.geometry import Bucket
-from tests.trainer.runs import plain_batch
+from tests.trainer.runs import opened, plain_batch, quiet
 from trainer import train as loop
 from trainer.batch import Batch
 from trainer.data import BatchLoader
 from trainer.families import kandinsky5, sana
 from trainer.noise import seeded_noise
 from trainer.run import metrics
-from trainer.sampling import SHIFT_KEYS
+from trainer.validation import SHIFT_KEYS
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
 def trained(config) -> tuple[TrainSet, BatchSchedule]:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    data = opened(config)
     plan = BatchSchedule(
         data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
     )
-    loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")  # noqa: SIM115
+    loop.train(config, data, plan, quiet(), "cpu")
     return data, plan
 
 
@@ -71,7 +67,7 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     factor = min((1 - sigma.item()) ** 2, 5 * sigma.item() ** 2) if more else 1
     huber = lambda error: 2 * 0.5 * ((error.square() + 0.25).sqrt() - 0.5)  # noqa: E731
     expected = factor * defined_loss(config, part.batch, noise, sigma, huber if more else torch.square)
-    (line,) = (line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
+    (line,) = (line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if "loss" in line)
     assert line["loss"] == pytest.approx(expected, rel=1e-4 if more else 1e-5)
 
 
@@ -96,9 +92,7 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, ki
     config = make_config(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
     make_set(config)
     data, _ = trained(config)
-    first = next(
-        line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if line["step"] == 0
-    )
+    first = next(line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if line["step"] == 0)
     by_bucket: dict[str, list[float]] = {}
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
@@ -177,7 +171,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     prompts = [replace(shown, bucket=f"64x64{frames}"), replace(shown, bucket=f"96x64{frames}", condition=wide)]
     make_set(config, items, null, prompts)
     data, _ = trained(config)
-    run, largest = Path(config.output) / "run", 0.0
+    run, largest = config.run_folder, 0.0
     pipe = pipeline(config, stock_transformer(config))
     if kind == "sana":
         pipe.transformer = type(pipe.transformer).from_pretrained(run / "model" / "transformer")

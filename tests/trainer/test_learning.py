@@ -5,7 +5,6 @@ latent under one caption for all. So a loss that falls, and that rises again whe
 another sample's, says that this input is read.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,9 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.sets.trainset import TrainSet
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from tests.forms import long
+from tests.trainer.runs import opened, quiet
 from trainer import train as loop
 from trainer import validation
 from trainer.reading import BatchReader
@@ -78,7 +74,7 @@ def learn(make_config, make_set, made):
         make_set(other, *make(made, config, bucket, size, 1))
         data = opened(config)
         plan = BatchSchedule(data.spans, seed, config.train.batch_size, config.train.batch_size)
-        console = Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
+        console = quiet()
         trained = loop.prepare_training(config, data, plan, console, "cpu")
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
@@ -88,10 +84,6 @@ def learn(make_config, make_set, made):
         return {"before": result["first"], "after": result["last"], "swapped": swapped["eval_loss"]}
 
     return run
-
-
-def opened(config: Config) -> TrainSet:
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 @pytest.mark.slow

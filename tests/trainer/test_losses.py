@@ -10,8 +10,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from pydantic import ValidationError
 
 from schemas.config.objective import Loss
-from trainer.flow import interpolate, loss_per_sample, velocity
-from trainer.losses import LOSS_TYPES, LOSS_WEIGHTING, error_function, loss_weight
+from trainer.flow import LOSS_TYPES, LOSS_WEIGHTING, error_function, interpolate, loss_per_sample, loss_weight, velocity
 
 SIGMA = torch.linspace(0, 1, 1001)
 
@@ -40,15 +39,6 @@ def test_losses_are_their_formulas(name: str, schedule: str) -> None:
     c = np.float32(c).astype(np.longdouble)
     expected = {"mse": e**2, "huber": 2 * c * (np.sqrt(e**2 + c**2) - c), "smooth_l1": 2 * (np.sqrt(e**2 + c**2) - c)}
     np.testing.assert_allclose(found.numpy(), expected[name].astype(np.float64), rtol=3e-6)
-
-
-def test_robust_losses_meet_mse_at_small_errors_and_grow_linearly() -> None:
-    small, large, half = torch.full((1, 4), 1e-4), torch.full((1, 4), 1e4), torch.tensor([0.5])
-    huber, smooth = (error_function(Loss(type=name, huber_c=0.2), half) for name in ("huber", "smooth_l1"))
-    assert huber(small)[0, 0].item() == pytest.approx(1e-8, rel=1e-5)
-    assert smooth(small)[0, 0].item() == pytest.approx(1e-8 / 0.2, rel=1e-5)
-    assert huber(large)[0, 0].item() == pytest.approx(2 * 0.2 * 1e4, rel=1e-4)
-    assert smooth(large)[0, 0].item() == pytest.approx(2 * 1e4, rel=1e-4)
 
 
 def test_a_robust_loss_keeps_masks_and_given_frames_and_each_samples_own_mean() -> None:
@@ -85,7 +75,7 @@ def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
     )
 
 
-def test_normalised_weights_have_the_mean_1() -> None:
+def test_normalized_weights_have_the_mean_1() -> None:
     for name in ("none", "cosmap", "bell"):
         assert torch.trapezoid(weights(weighting=name).double(), SIGMA.double()).item() == pytest.approx(1, abs=1e-5)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
-from tests.trainer.runs import LOADS, program
+from tests.trainer.runs import LOADS, moved, program
 from trainer.__main__ import warn_of_learning_rate
 from trainer.run import metrics
-from trainer.run.output_lock import LOCK_NAME, OutputLocked, lock_output
+from trainer.run.output_folder import LOCK_NAME, OutputLocked, lock_output
 
 
 def run_of(config) -> Path:
@@ -24,7 +24,7 @@ def run_of(config) -> Path:
 
 
 def on(config, path: Path):
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    return moved(config, path)
 
 
 @pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])

@@ -113,26 +113,3 @@ def test_noise_is_standard_normal() -> None:
     assert 4.5 < noise.abs().max() < 6.8
     for half in (noise[:, 0::2], noise[:, 1::2]):
         assert abs(half.square().mean() - 1) < 5 * math.sqrt(2 / half.numel())
-
-
-def test_numbers_side_by_side_are_independent() -> None:
-    """Neighbours in a sample, at the distances of pairs, blocks and rows, and in samples whose names differ by a digit:
-    neither they nor their squares are correlated."""
-    noise = seeded_noise(names(32), "noise", (3 << 14,)).double()
-    steps = torch.cat([seeded_noise(["0/5/0"], "noise", (1 << 16,)), seeded_noise(["0/6/0"], "noise", (1 << 16,))])
-    purposes = torch.cat([seeded_noise(["0/5/0"], it, (1 << 16,)) for it in ("noise", "posterior")])
-    pairs = [(noise[:, :-apart], noise[:, apart:]) for apart in (1, 2, 3, 4, 7, 8, 16, 96, 1024, CPU_PART)]
-    pairs += [
-        (noise[:-1], noise[1:]),
-        (noise[:16], noise[16:]),
-        *((it[0].double(), it[1].double()) for it in (steps, purposes)),
-    ]
-    for one, other in pairs:
-        for first, second in ((one, other), ((one.square() - 1) / 2**0.5, (other.square() - 1) / 2**0.5)):
-            assert abs((first * second).mean()) < 5 / math.sqrt(first.numel())
-
-
-def test_uniform_numbers_are_uniform() -> None:
-    drawn = seeded_uniform(names(400), "sigma", (100,)).flatten()
-    assert stats.kstest(drawn.double().numpy(), "uniform", method="asymp").pvalue > 1e-3
-    assert torch.equal(drawn, (drawn * 2**24).round() / 2**24)

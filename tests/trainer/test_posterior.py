@@ -1,7 +1,6 @@
 """Moments in the shards: sampled by position, whatever the rank, the resumption or the other samples."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.sets.trainset import SetError, TrainSet
-from cache.store.store import Store
+from cache.sets.trainset import SetError
 from schemas.catalogue import FAMILIES
 from schemas.cli.console import Console
+from tests.trainer.runs import opened
 from trainer import train as loop
 from trainer.data import BatchLoader
 from trainer.noise import sample_latents
@@ -45,10 +43,6 @@ def moments_set(make_set, made):
         return {f"set1-sample{number}": row[1:] for number, row in enumerate(held)}
 
     return make
-
-
-def opened(config) -> TrainSet:
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 def drawn(config, steps: int, **options) -> list[dict]:
@@ -143,7 +137,7 @@ def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_se
             data = opened(config)
             with open("/dev/null", "w") as silent:
                 loop.train(config, data, BatchSchedule(data.spans, 0, 1, 2), Console(stderr=silent), "cpu")
-        run = Path(config.output) / "run"
+        run = config.run_folder
         rows = metrics.read_metrics(run / "metrics.jsonl")
         kept = [{key: row[key] for key in ("step", "loss", "eval_loss") if key in row} for row in rows]
         latent = load_file(run / "validation" / "step-000004" / "one.safetensors")["latent"]

@@ -12,19 +12,12 @@ import torch
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.row_reader import RowReader
-from cache.sets.set_lookup import open_set
 from cache.store.damage import DamageError
-from cache.store.store import Store
 from schemas.config.training import Reading
-from tests.trainer.runs import plain_batch
+from tests.trainer.runs import opened, plain_batch
 from trainer.batch import Batch
 from trainer.data import BatchLoader, prefetch
-from trainer.reading import BatchReader
-from trainer.run.host_memory import HostMemory
-
-
-def opened(config):
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
+from trainer.reading import BatchReader, HostMemory
 
 
 def same(one: Batch, other: Batch) -> bool:

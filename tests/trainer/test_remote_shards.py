@@ -61,7 +61,7 @@ def remote(s3: S3Server, tmp_path: Path, make_config, make_set, request: pytest.
 
 
 def fetched(config: Config) -> float:
-    lines = read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    lines = read_metrics(config.run_folder / "metrics.jsonl")
     return sum(line.get("shards_fetched", 0) for line in lines)
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -33,7 +32,7 @@ def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(make_config, m
     make_set(config)
     train(config)
     found = {}
-    for path in (Path(config.output) / "run" / "validation" / "step-000001").iterdir():
+    for path in (config.run_folder / "validation" / "step-000001").iterdir():
         with safe_open(path, framework="pt") as file:
             found[path.stem] = json.loads(file.metadata()["latentpress"])
     assert set(found) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
@@ -41,6 +40,6 @@ def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(make_config, m
     expected = {"name": "one_guidance2.5_seed4", "group": "one_guidance2.5", "prompt_name": "one", "seed": 4}
     expected |= {"steps": 2, "guidance": 2.5, "bucket": "64x64", "task": "t2i", "set": "set1"}
     assert about.items() >= expected.items()
-    folder = Path(config.output) / "run" / "validation" / "step-000001"
+    folder = config.run_folder / "validation" / "step-000001"
     latents = [load_file(folder / f"one_guidance1_seed{seed}.safetensors")["latent"] for seed in (4, 5)]
     assert (latents[0] - latents[1]).abs().max() > 0.1

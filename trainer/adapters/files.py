@@ -27,8 +27,7 @@ from trainer.adapters.header import (
     flat_name,
     pair_layers,
 )
-from trainer.adapters.layers import SIDES, Layer, Lokr, Tensors
-from trainer.adapters.strength import METADATA_KEY
+from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
 from trainer.tensor_files import write_tensors
 
 
@@ -142,25 +141,27 @@ def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
     """peft's configuration of each component, with the rank and alpha of each module, as diffusers writes them."""
     from peft import LoKrConfig, LoraConfig
 
-    found = dict[str, Any]()
-    for part, own in _by_component(layers).items():
-        ranks = {f"^{re.escape(name)}": layer.rank for name, layer in own.items()}
-        alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in own.items()}
+    peft = dict[str, Any]()
+    for part, modules in _by_component(layers).items():
+        ranks = {f"^{re.escape(name)}": layer.rank for name, layer in modules.items()}
+        alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in modules.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
         settings: dict[str, Any] = {
             "r": int(rank),
-            "target_modules": sorted(own),
+            "target_modules": sorted(modules),
             "rank_pattern": {key: value for key, value in ranks.items() if value != rank},
             "alpha_pattern": {key: value for key, value in alphas.items() if value != alpha},
         }
-        lokrs = {name: layer for name, layer in own.items() if isinstance(layer, Lokr)}
+        lokrs = {name: layer for name, layer in modules.items() if isinstance(layer, Lokr)}
         if lokrs:
             config = LoKrConfig(alpha=alpha, **settings, **find_decomposition(lokrs)).to_dict()  # type: ignore[arg-type]
         else:
-            dora = any(layer.kind == "DoRA" for layer in own.values())
+            dora = any(layer.kind == "DoRA" for layer in modules.values())
             config = LoraConfig(lora_alpha=alpha, use_dora=dora, **settings).to_dict()  # type: ignore[arg-type]
-        found |= {f"{part}.{key}": sorted(it) if isinstance(it, set) else it for key, it in config.items()}
-    return found
+        peft |= {
+            f"{part}.{key}": sorted(option) if isinstance(option, set) else option for key, option in config.items()
+        }
+    return peft
 
 
 def find_decomposition(layers: Mapping[str, Lokr]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from cache.models.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, TokenGrid
-from trainer.families.tokens import KeptTokens
+from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
 
 TASKS = tuple(FAMILIES["sana"].pipelines)
 

@@ -20,17 +20,23 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Offload, Parallel, Train
 from schemas.geometry import Bucket
 from trainer import flow
-from trainer.adapters.initial import read_initial
+from trainer.adapters.header import read_initial
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
-from trainer.memory.meter import META, KernelMode, MemoryMeter, SavedOnHost, quantise_shapes
-from trainer.memory.optimizer import OptimizerMemory, measure_optimizer
+from trainer.memory.meter import (
+    META,
+    KernelMode,
+    MemoryMeter,
+    OptimizerMemory,
+    SavedOnHost,
+    measure_optimizer,
+    quantize_shapes,
+)
 from trainer.methods.selection import make_methods
 from trainer.run.run_state import train_precision
 from trainer.setup.adapters import MUTATING_INITS
-from trainer.setup.attach import make_trainable
-from trainer.setup.initial import fit_initial
-from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.attach import fit_initial, make_trainable
+from trainer.setup.blocks import checkpoint_blocks
 from trainer.setup.offload import largest_groups
 from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
 from trainer.setup.wrap import Denoiser
@@ -81,12 +87,12 @@ class Trained:
     def working(self) -> int:
         """Of the optimizer's step, beside weights, gradients and state."""
         return int(sum(count * self.states[dtype].working for dtype, count in self.numbers.items())) + int(
-            max(self.largest * each.working_one for each in self.states.values())
+            max(self.largest * state.working_one for state in self.states.values())
         )
 
     @property
     def averages(self) -> bool:
-        return any(each.averages for each in self.states.values())
+        return any(state.averages for state in self.states.values())
 
 
 def estimate_memory(
@@ -110,7 +116,7 @@ def estimate_memory(
         loaded = sum_bytes(model.parameters())
         scales = fit_initial(model, file, adapter)[1] if file else None
         if settings.quantized:
-            quantise_shapes(model, family, settings.base_precision)
+            quantize_shapes(model, family, settings.base_precision)
         make_trainable(model, family, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
@@ -118,14 +124,14 @@ def estimate_memory(
     for block in family.blocks(model):
         kernels.follow(block)
     weights = sum_bytes(model.parameters())
-    own = [weight for weight in model.parameters() if weight.requires_grad]
-    trained = find_trained([*own, *added], settings)
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = find_trained([*trainable, *added], settings)
     hosted, copies = hosted_weights(family.blocks(model), settings)
     bucket = max(buckets, key=lambda name: prod(latent_shape(config, name)))
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
-    activations = max(peak - weights - sum_bytes(own), trained.working)
+    activations = max(peak - weights - sum_bytes(trainable), trained.working)
     sharded = uses_sharding(settings.parallel, ranks)
     # Gradients that DistributedDataParallel does not send yet are apart from those that it sends.
     gradients = trained.bytes * (2 if ranks > 1 and not sharded and settings.accumulate > 1 else 1)
@@ -140,7 +146,7 @@ def estimate_memory(
         parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)
         offloaded += shards
     device = (*parts, activations)
-    exported, kept = exported_bytes(model, config, sum_bytes(own)), trained.state + average
+    exported, kept = exported_bytes(model, config, sum_bytes(trainable)), trained.state + average
     # While a moving average is exported, the host has a copy of the weights that are trained.
     copied = trained.bytes if trained.averages or settings.ema else 0
     if settings.device == "cpu":
@@ -188,7 +194,7 @@ def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[
     offload = settings.offload
     if not offload.blocks:
         return 0, 0
-    frozen = [sum_bytes(each for each in block.parameters() if not each.requires_grad) for block in blocks]
+    frozen = [sum_bytes(weight for weight in block.parameters() if not weight.requires_grad) for block in blocks]
     return sum(frozen), largest_groups(frozen, offload.blocks_per_group, offload.streams)
 
 
@@ -209,7 +215,7 @@ def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
 
 
 def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
-    return sum(each.untyped_storage().nbytes() for each in weights)
+    return sum(weight.untyped_storage().nbytes() for weight in weights)
 
 
 def step_memory(

@@ -1,7 +1,7 @@
 """TREAD: in some blocks only a random part of the visual tokens is computed, which saves time.
 
 A route drops `selection_ratio` of the tokens at its first block (in i2v, of those after the first frame); they come
-back after its last one as they were there. What belongs to a token (its position, NABLA's neighbourhoods) goes with it;
+back after its last one as they were there. What belongs to a token (its position, NABLA's neighborhoods) goes with it;
 texts, masks of texts and the modulation by the noise level are the sample's, and stay. Which tokens a block of a family
 takes, and how, `route_blocks` of the family says. Validation and eval run outside of `around`, and compute every token.
 
@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
 from trainer.batch import to_device
-from trainer.families.base import TokenGrid, components
-from trainer.families.tokens import KeptTokens
+from trainer.families.base import KeptTokens, TokenGrid, components
 from trainer.methods.base import Method, MethodStep
 
 

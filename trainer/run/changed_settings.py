@@ -39,7 +39,7 @@ def find_changed_settings(file: Path, config: Config) -> list[str]:
         return []
     now = config.model_dump(mode="json", by_alias=True)
     differences = (
-        each for section in SECTIONS for each in _compare(section, respell(before.get(section)), now[section])
+        change for section in SECTIONS for change in _compare(section, respell(before.get(section)), now[section])
     )
     return [f"{key}: {_format(old)}, now {_format(new)}" for key, old, new in differences if key not in NOT_COMPARED]
 

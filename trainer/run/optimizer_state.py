@@ -114,13 +114,13 @@ def collect(
 
 def _state_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
     """What is no argument; and arguments without a value for which the optimizer has chosen one."""
-    arguments, found = inspect.signature(type(optimizer).__init__).parameters, []
+    arguments, keys = inspect.signature(type(optimizer).__init__).parameters, []
     for key, value in group.items():
         default = optimizer.defaults.get(key)
         changed = isinstance(value, torch.Tensor) or key not in optimizer.defaults or value != default
         if key not in SET_BY_TRAINING and changed and (key not in arguments or default is None):
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys
 
 
 def restore(

@@ -45,19 +45,19 @@ class PromptUpdates:
 
     def check(self, files: "RunFiles") -> tuple[Config, TrainSet]:
         """The configuration and the set whose prompts are sampled now."""
-        found = files.from_main(self._find() if files.main else None)
-        if found is None:
+        update = files.from_main(self._find() if files.main else None)
+        if update is None:
             return self.config, self.data
         data, problem = None, ""
         try:
-            data = self._open(found.set_id)
+            data = self._open(update.set_id)
         except (LatentpressError, OSError, ValueError) as error:
             problem = str(error)
-        problems = [each for each in files.gathered(problem) if each]
+        problems = [text for text in files.gathered(problem) if text]
         if data is None or problems:
             self._say(f"the new validation prompts can't be read, and those of before are sampled: {problems[0]}")
             return self.config, self.data
-        self.config, self.data = self.config.model_copy(update={"validation": found.validation}), data
+        self.config, self.data = self.config.model_copy(update={"validation": update.validation}), data
         return self.config, self.data
 
     def _find(self) -> Update | None:

@@ -31,7 +31,7 @@ from trainer.adapters.header import find_adapter
 from trainer.run.new_data import check_new_data, list_changes
 from trainer.run.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
-QUANTISATION_LIBRARIES = {
+QUANTIZATION_LIBRARIES = {
     "int8-quanto": "optimum.quanto",
     "int8-torchao": "torchao",
     "fp8-torchao": "torchao",
@@ -76,7 +76,7 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "optimizer": config.train.optimizer.name,
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
-        # Whether weights that are not quantised are float32 or bfloat16 may change, as train.precision may.
+        # Whether weights that are not quantized are float32 or bfloat16 may change, as train.precision may.
         "base_precision": config.train.base_precision if config.train.quantized else "no_change",
     }
 
@@ -112,14 +112,14 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
         return
     for name, method in config.train.methods.used.items():
         for key, problem in method.layer_problems(count):
-            place = ".".join(map(str, ("train.methods", name, *key)))
-            raise RunError(f"{place}: {problem}", f"{config.model.source} has {count} blocks; correct {place}.")
+            option = ".".join(map(str, ("train.methods", name, *key)))
+            raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
 
 
 def initial_adapter_checksum(config: Config) -> str | None:
     """Of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
-    place = config.train.adapter.init
-    return None if place is None else file_checksum(find_adapter(Path(place)))
+    path = config.train.adapter.init
+    return None if path is None else file_checksum(find_adapter(Path(path)))
 
 
 BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
@@ -140,10 +140,10 @@ def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any
     digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in kinds}))
     for start in range(0, len(data), HASH_ROWS):
         rows = index.slice(start, HASH_ROWS)
-        numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")
-        own = own if null is None else pc.fill_null(own, null)
+        numbers, null_texts = pc.list_flatten(rows.column("texts")), rows.column("null_text")
+        null_texts = null_texts if null is None else pc.fill_null(null_texts, null)
         captions += len(numbers)
-        for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(own)):
+        for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(null_texts)):
             _hash_strings(digest, column)
         for column in (*(rows.column(name) for name in HASHED_NUMBERS), pc.list_value_length(rows.column("texts"))):
             digest.update(np.asarray(column).astype("<f8").data)
@@ -214,7 +214,7 @@ def check_parallel(settings: Parallel, ranks: int) -> None:
 def check_base_precision(config: Config) -> None:
     """RunError for a train.base_precision whose library is not installed."""
     name = config.train.base_precision
-    library = QUANTISATION_LIBRARIES.get(name)
+    library = QUANTIZATION_LIBRARIES.get(name)
     if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
         raise RunError(f"train.base_precision: {name} needs {library}", "Install it: pip install -e '.[quant]'")
 
@@ -230,19 +230,19 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
     ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
     """
     folder = config.run_folder
-    found, _ = newest_checkpoint(folder / "checkpoints")
-    if found is None:
+    checkpoint, _ = newest_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
         return None
     if not config.train.resume:
         raise ResumeError(
-            f"{folder} has a checkpoint at step {found.step} and train.resume is false",
+            f"{folder} has a checkpoint at step {checkpoint.step} and train.resume is false",
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
     signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
-    check_signature(found, signature, may_change)
-    changes = list_changes(found, signature["data"]["digest"])
-    check_new_data(found, data, changes)
-    return found.state | {"data changes": changes}
+    check_signature(checkpoint, signature, may_change)
+    changes = list_changes(checkpoint, signature["data"]["digest"])
+    check_new_data(checkpoint, data, changes)
+    return checkpoint.state | {"data changes": changes}
 
 
 def write_config(config: Config, data: TrainSet) -> None:

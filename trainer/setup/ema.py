@@ -28,13 +28,10 @@ class MovingAverage:
 
     def __init__(self, trainable: Parameters, settings: EMA) -> None:
         self.settings, self.updates = settings, 0
+        device = torch.device("cpu") if settings.device == "cpu" else None
         self.averages = {
-            name: weight.detach().to(self._device(weight), torch.float32, copy=True)
-            for name, weight in trainable.items()
+            name: weight.detach().to(device, torch.float32, copy=True) for name, weight in trainable.items()
         }
-
-    def _device(self, weight: torch.Tensor) -> torch.device:
-        return torch.device("cpu") if self.settings.device == "cpu" else weight.device
 
     @torch.no_grad()
     def update(self, trainable: Parameters) -> None:

@@ -24,7 +24,7 @@ def load_transformer(
     """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
 
     Full-rank weights stay float32 and compute under autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the
-    optimizer sums what they lose (train.weight_precision). A base that is going to be quantised is on the CPU:
+    optimizer sums what they lose (train.weight_precision). A base that is going to be quantized is on the CPU:
     `quantize_base` moves it. load: in place of the family's function of this name, with the same parameters.
     """
     half, settings = train_precision(config) == "bfloat16", config.train

@@ -15,26 +15,18 @@ All blocks are checkpointed. What others save for their backward pass would keep
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 
-class HostedWeight:
+class HostedWeight(NamedTuple):
     """A frozen weight of a module, which is on the host, and for a time has a copy on the device in its place."""
 
-    def __init__(self, module: torch.nn.Module, name: str, pinned: bool) -> None:
-        self.module, self.name = module, name
-        self.weight: torch.nn.Parameter = getattr(module, name)
-        if pinned:
-            pin(self.weight)
-
-    def bring(self, device: torch.device, non_blocking: bool) -> None:
-        setattr(self.module, self.name, copy_weight(self.weight, device, non_blocking))
-
-    def leave(self) -> None:
-        setattr(self.module, self.name, self.weight)
+    module: torch.nn.Module
+    name: str
+    weight: torch.nn.Parameter
 
 
 def copy_weight(weight: torch.nn.Parameter, device: torch.device, non_blocking: bool = False) -> torch.nn.Parameter:
@@ -49,7 +41,7 @@ def copy_weight(weight: torch.nn.Parameter, device: torch.device, non_blocking: 
     state = getattr(weight, "quant_state", None)
     if state is None:
         return torch.nn.Parameter(weight.data.to(**options), requires_grad=False)
-    assert not state.nested, "scales are float32 here, and not quantised themselves"
+    assert not state.nested, "scales are float32 here, and not quantized themselves"
     state = copy.copy(state)  # as `Params4bit.to` would move the scales of the weight on the host
     state.absmax, state.code = state.absmax.to(**options), state.code.to(**options)
     return type(weight)(  # type: ignore[call-arg]
@@ -83,12 +75,14 @@ class BlockGroup:
         self.device, self.stream, self.there = device, stream, False
         self.copied: torch.Event | None = None
         self.weights = [
-            HostedWeight(part, name, stream is not None)
+            HostedWeight(part, name, weight)
             for block in blocks
             for part in block.modules()
             for name, weight in part.named_parameters(recurse=False)
             if not weight.requires_grad
         ]
+        for hosted in self.weights if stream is not None else ():
+            pin(hosted.weight)
 
     def bring(self) -> None:
         """Copy the weights to the device, or begin to."""
@@ -96,16 +90,18 @@ class BlockGroup:
             return
         self.there = True
         if self.stream is None:
-            for weight in self.weights:
-                weight.bring(self.device, non_blocking=False)
+            self._copy()
             return
         backend = torch.get_device_module(self.device)
         # Copies reuse the memory of groups that left, whose last kernels may not have run yet.
         self.stream.wait_stream(backend.current_stream(self.device))
         with backend.stream(self.stream):
-            for weight in self.weights:
-                weight.bring(self.device, non_blocking=True)
+            self._copy()
         self.copied = self.stream.record_event()
+
+    def _copy(self) -> None:
+        for hosted in self.weights:
+            setattr(hosted.module, hosted.name, copy_weight(hosted.weight, self.device, self.stream is not None))
 
     def wait(self) -> None:
         """What is computed from now on finds the weights."""
@@ -115,8 +111,8 @@ class BlockGroup:
     def leave(self) -> None:
         if self.there:
             self.there = False
-            for weight in self.weights:
-                weight.leave()
+            for hosted in self.weights:
+                setattr(hosted.module, hosted.name, hosted.weight)
 
 
 class GroupScheduler:
@@ -161,7 +157,7 @@ def offload_blocks(
     stream = torch.get_device_module(device).Stream(device) if streams else None
     parts = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
     scheduler = GroupScheduler([BlockGroup(part, device, stream) for part in parts], streams)
-    hosted = {each.weight for group in scheduler.groups for each in group.weights}
+    hosted = {entry.weight for group in scheduler.groups for entry in group.weights}
     for model in models:
         for weight in model.parameters():
             if weight not in hosted:
@@ -181,7 +177,7 @@ def offload_blocks(
 
 
 def largest_groups(sizes: Sequence[int], blocks_per_group: int, streams: bool) -> int:
-    """Bytes that are on the device at most, where each block has `sizes`: those of a group, or of two neighbours."""
+    """Bytes that are on the device at most, where each block has `sizes`: those of a group, or of two neighbors."""
     starts = range(0, len(sizes), blocks_per_group)
     return max(sum(sizes[first : first + blocks_per_group * (1 + streams)]) for first in starts)
 

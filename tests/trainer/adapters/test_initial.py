@@ -14,7 +14,7 @@ from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, outpu
 from tests.trainer.runs import LOADS, program
 from trainer.adapters.header import AdapterError
 from trainer.memory.estimate import estimate_memory
-from trainer.setup import adapters
+from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +32,7 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(make_config, make_s
     make_set(first)
     code, report, _ = program(first, tmp_path, capsys)
     assert code == OK
-    run = Path(first.output) / "run"
+    run = first.run_folder
     ended = report["details"]["eval_loss"]["last"]
     assert {path.name for path in (run / "adapter").iterdir()} == {
         "pytorch_lora_weights.safetensors",
@@ -102,7 +102,7 @@ def test_a_format_that_is_added_later_is_written_without_a_step(make_config, mak
     both = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
     code, report, _ = program(both, tmp_path, capsys)
     assert code == OK and (report["done"], report["skipped"]) == (0, 1)
-    assert (Path(config.output) / "run" / "adapter" / "comfyui_lora.safetensors").exists()
+    assert (config.run_folder / "adapter" / "comfyui_lora.safetensors").exists()
     assert "loading" not in program(both, tmp_path, capsys)[2]
 
 
@@ -118,7 +118,7 @@ FEW = r".*blocks\.0\.(attn1|self_attention)\.(to_q|to_query)"
         (BY_MODULE, {}),
         ({**BY_MODULE, "rslora": True}, {}),
         ({**BY_MODULE, "rslora": True}, {"rslora": True}),
-        ({"targets": FEW}, {}),
+        ({"targets": [FEW]}, {}),
         ({**BY_MODULE, "rslora": True, "dora": True}, {"dora": True}),
     ],
     ids=["by module", "rslora", "rslora in both", "few modules", "dora"],
@@ -126,14 +126,14 @@ FEW = r".*blocks\.0\.(attn1|self_attention)\.(to_q|to_query)"
 def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, made, settings) -> None:
     """Without targets, rank and alpha, which are the file's; and what is saved then is the same adapter."""
     first, model, pipe = trained(kind, tiny(kind), **made), load(kind, tiny), pipeline(kind, tiny(kind))
-    adapters.save_lora(first, tmp_path, kind)
+    export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
     theirs, before = output(kind, pipe.transformer), output(kind, model)
     make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path), **settings))
     assert (theirs - before).abs().max() > 1e-3
     atol = 2e-6 if "dora" in made else 1e-6
     torch.testing.assert_close(output(kind, model.eval()), theirs, rtol=0, atol=atol)
-    adapters.save_lora(model, tmp_path / "again", kind)
+    export.save_lora(model, tmp_path / "again", kind)
     pipe.unload_lora_weights()
     pipe.load_lora_weights(tmp_path / "again")
     torch.testing.assert_close(output(kind, pipe.transformer), theirs, rtol=0, atol=atol)
@@ -143,8 +143,8 @@ def test_files_of_other_programs_have_several_ranks(tiny, tmp_path) -> None:
     """Without a header each module's alpha is its rank; ComfyUI's have alpha tensors."""
     kind = "sana"
     first = trained(kind, tiny(kind), **BY_MODULE)
-    save_file(load_file(adapters.save_lora(first, tmp_path, kind)), tmp_path / "bare.safetensors")
-    adapters.save_lora(first, tmp_path, kind, formats=["comfyui"])
+    save_file(load_file(export.save_lora(first, tmp_path, kind)), tmp_path / "bare.safetensors")
+    export.save_lora(first, tmp_path, kind, formats=["comfyui"])
     bare, comfyui = pipeline(kind, tiny(kind)), pipeline(kind, tiny(kind)).transformer
     bare.load_lora_weights(tmp_path, weight_name="bare.safetensors")
     apply_as_comfyui(comfyui, tmp_path / "comfyui_lora.safetensors")
@@ -163,7 +163,7 @@ def test_training_starts_from_a_lokr_in_each_format(tiny, tmp_path, kind) -> Non
     make_trainable(first, family, Adapter(**lokr, **own))
     for i, parameter in enumerate(adapters.trainable_parameters(first).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1
-    path = adapters.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])
+    path = export.save_lora(first, tmp_path, kind, formats=["diffusers", "comfyui"])
     pipe.transformer.load_lora_adapter(tmp_path, prefix="transformer", weight_name=path.name)
     theirs = exact_output(kind, pipe.transformer)
     for file in sorted(tmp_path.glob("*.safetensors")):

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
+from tests.trainer.runs import opened
 from trainer.data import BatchLoader
 from trainer.families.base import module_of
 
@@ -77,7 +76,7 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
 def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(make_config, make_set, kind) -> None:
     config = make_config(kind)
     make_set(config)
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    data = opened(config)
     [part] = BatchLoader(data, BatchSchedule(data.spans, 0, 2, 2), 0.0).step(0).micro_batches
     family, called = module_of(config.model.family_spec), []
     model = family.load(config.model.source).eval()

@@ -9,12 +9,14 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
 from schemas.catalogue import FAMILIES
+from schemas.config.adapter import Adapter
 from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
 from trainer.families import kandinsky5_attention as attention
 from trainer.flow import interpolate, loss_per_sample, velocity
-from trainer.sampling import denoise, load_scheduler
 from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
+from trainer.validation import denoise, load_scheduler
 
 KINDS = {
     "t2i": "kandinsky5-image-t2i",
@@ -260,7 +262,7 @@ def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
 
 def with_lora(model):
     torch.manual_seed(0)
-    adapters.add_lora(model, adapters.choose_targets(model, [kandinsky5.LORA_TARGETS]), rank=4)
+    make_trainable(model, kandinsky5, Adapter(rank=4))
     for name, parameter in adapters.trainable_parameters(model).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

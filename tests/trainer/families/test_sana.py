@@ -9,7 +9,7 @@ import torch
 from trainer.batch import Batch, pad_text
 from trainer.families import sana
 from trainer.flow import interpolate, loss_per_sample, velocity
-from trainer.sampling import denoise, load_scheduler
+from trainer.validation import denoise, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,7 +1,6 @@
 """Runs whose numbers must not depend on what the card is used for: offload, compilation, fused and paged optimizers,
 a kill."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from benchmarks.gpu import sana
 from benchmarks.gpu.training import Case, Model, forget_models, measure_steps, predict, prepare
 from examples.tiny_shapes import SHAPES
 from schemas.config.pipeline import Config
-from tests.trainer.runs import lines, train
+from tests.trainer.runs import lines, train, write
 from trainer.run.resume import newest_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -76,15 +75,14 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
 
     killed = config("killed", 100_000)
     make_set(killed)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(killed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(killed, tmp_path)
     child = subprocess.Popen(
         [sys.executable, "-m", "trainer", "--config", str(path), "--json"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
     )
-    folder, deadline = Path(killed.output) / "run" / "checkpoints", time.monotonic() + 90
+    folder, deadline = killed.run_folder / "checkpoints", time.monotonic() + 90
     try:
         while newest_checkpoint(folder)[0] is None:
             assert child.poll() is None and time.monotonic() < deadline

@@ -15,9 +15,10 @@ import torch
 from examples.tiny_shapes import KINDS, SHAPES
 from schemas.cli.console import OK, Options, run_program
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
+from tests.trainer.runs import moved, write
 from trainer.__main__ import run as program_run
 from trainer.families.base import module_of
-from trainer.memory.advice import RESERVED, explain_fit, find_card, try_changes
+from trainer.memory.card_fit import RESERVED, explain_fit, find_card, try_changes
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 from trainer.methods.base import Method
 from trainer.methods.selection import METHODS
@@ -77,8 +78,7 @@ def test_a_dry_run_shows_it_and_loads_nothing(make_config, make_set, tmp_path, c
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
         config = make_config("i2v", name=name, **options)
         make_set(config)
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        path = write(config, tmp_path / f"{name}.yaml")
         assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
         said = capsys.readouterr()
         details = json.loads(said.out)["details"]
@@ -173,8 +173,7 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
 def test_a_dry_run_says_what_would_fit_the_card(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
     config = make_config("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
     make_set(config)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(config, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
@@ -265,12 +264,11 @@ def test_the_host_memory_of_a_program(make_config, make_set, made, tmp_path, set
     module_of(make_config("t2i").model.family_spec).untrained(large).save_pretrained(tmp_path / "model" / "transformer")
     shape = json.loads((tmp_path / "model" / "transformer" / "config.json").read_text())
     config = make_config("t2i", steps=2, **settings)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "model")})})
+    config = moved(config, tmp_path / "model")
     rng = np.random.default_rng(0)
     items = [made.Item("512x512", made.latent(rng, config, "512x512"), [made.caption(rng, 64)]) for _ in range(4)]
     make_set(config, items, made.caption(rng, 64))
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(config, tmp_path)
     child = subprocess.Popen([sys.executable, "-m", "trainer", "--config", str(path)], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     assert os.waitstatus_to_exitcode(status) == OK

@@ -1,6 +1,5 @@
 """What a method may do in a step: hold weights, span both passes, draw at random, weigh and add losses."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.config.methods import Methods
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import METHODS
@@ -62,12 +58,6 @@ def tapping(monkeypatch: pytest.MonkeyPatch) -> Tapping:
     return method
 
 
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = BatchSchedule(data.spans, 0, config.train.batch_size, config.train.batch_size * config.train.accumulate)
-    return loop.prepare_training(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")
-
-
 def test_every_method_has_a_section_of_its_own() -> None:
     assert [*Methods.model_fields] == [*METHODS], "in the same order"
 
@@ -103,7 +93,7 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     loop.train_loop(run)
     passes = ["block", "loss", "block", "left"] if checkpointing else ["block", "loss", "left"]
     assert tapping.noted == passes * 4, "a checkpointed block is computed again within the context"
-    kept = load_file(Path(config.output) / "run/checkpoints/step-000002/trainable.safetensors")
+    kept = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in kept
     assert not torch.equal(before, tapping.head.weight)
     again = prepared(make_config("t2i", steps=2, accumulate=2))

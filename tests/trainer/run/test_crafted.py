@@ -9,6 +9,7 @@ import pytest
 from cache.sets.set_lookup import find_set
 from cache.store.damage import DamageError
 from schemas.cli.console import DAMAGE, Options, run_program
+from tests.trainer.runs import write
 from trainer.__main__ import run as program_run
 from trainer.run import metrics
 
@@ -133,13 +134,12 @@ def test_training_ends_as_damage_does(make_config, make_set, made, tmp_path, cap
     items, null, prompts = made.mixed_items(config)
     craft(items, null, prompts)
     make_set(config, items, null, [])
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(config, tmp_path)
     assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
     report = json.loads(capsys.readouterr().out)
     damage = report["damage"][0]
     assert damage["item"].startswith("set1-") and f"row {damage['row']}: " in damage["message"]
     assert "--repair" in report["next_steps"][0]
-    lines = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    lines = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     assert all(not line.get("skipped") for line in lines)
     assert craft is not narrow or ("48 wide, and the transformer reads 64" in damage["message"] and not lines)

@@ -13,31 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.cli.console import INCOMPLETE, OK, Options, run_program
+from schemas.cli.console import INCOMPLETE, OK
 from schemas.errors import INTERRUPTED
 from tests.background import until
 from tests.processes import ForkedProgram
-from tests.trainer.runs import lines, on_two_ranks
+from tests.trainer.runs import lines, on_two_ranks, program, write
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.run import interruption
 
 pytestmark = pytest.mark.slow
 ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
 DROPOUT = {"rank": 4, "dropout": 0.3}
-
-
-def write(config, path: Path) -> Path:
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    return path
-
-
-def program(config, tmp_path: Path, capsys, **own) -> tuple[int, dict, str]:
-    """Exit code, report, and what was said."""
-    path = write(config, tmp_path / "pipeline.yaml")
-    code = run_program("train", program_run, Options(path, json=True), own)
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
 
 
 def run_of(config) -> Path:
@@ -181,13 +167,13 @@ def test_max_time_is_a_limit_of_training_too(make_config, make_set, tmp_path, ca
     config = make_config("t2i", **ENDLESS)
     make_set(config)
     began = time.monotonic()
-    code, report, said = program(config, tmp_path, capsys, max_time=3.0)
+    code, report, said = program(config, tmp_path, capsys, {"max_time": 3.0})
     assert code == INCOMPLETE and time.monotonic() - began >= 3.0
     assert report["details"]["stopped"].startswith("by --max-time; nothing is lost")
     assert checkpoints(config) == [report["done"]] and report["done"] == max(lines(config))
     assert "--max-time: finishing the step" in said
     config = make_config("t2i", **{**ENDLESS, "steps": report["done"] + 1})
-    code, report, _ = program(config, tmp_path, capsys, max_time=3600.0)
+    code, report, _ = program(config, tmp_path, capsys, {"max_time": 3600.0})
     assert (code, report["done"]) == (OK, 1) and "stopped" not in report["details"]
 
 
@@ -201,7 +187,7 @@ def test_all_ranks_stop_after_the_same_step(make_config, make_set, tmp_path, tol
         wait_for_step(config, 2)
         os.kill(children[told], signal.SIGTERM)
 
-    report = on_two_ranks(write(config, tmp_path / "pipeline.yaml"), signal_one, INCOMPLETE)
+    report = on_two_ranks(write(config, tmp_path), signal_one, INCOMPLETE)
     done = report["done"]
     assert checkpoints(config) == [done] and max(lines(config)) == done >= 2
     reason = "a signal to another rank" if told else "SIGTERM"
@@ -231,7 +217,7 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(
     """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""
     config = make_config("t2i", **ENDLESS)
     make_set(config)
-    started = start_run(write(config, tmp_path / "pipeline.yaml"))
+    started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)
         if whom == "the program":
@@ -261,7 +247,7 @@ def test_under_run_a_second_ctrl_c_is_told_truly(make_config, make_set, tmp_path
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(interrupt_twice_at_step_3))
     config = make_config("t2i", **ENDLESS)
     make_set(config)
-    started = start_run(write(config, tmp_path / "pipeline.yaml"))
+    started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)
         time.sleep(1.0)

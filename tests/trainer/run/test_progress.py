@@ -11,8 +11,7 @@ import pytest
 from cache.runs.best_step import best_evaluation
 from schemas.cli.console import OK, Console
 from tests.trainer.runs import program
-from trainer.run.metrics import StepTimer, read_metrics
-from trainer.run.progress import show_metrics
+from trainer.run.metrics import StepTimer, read_metrics, show_metrics
 
 
 class Terminal(io.StringIO):
@@ -95,7 +94,7 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     config = make_config("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
     make_set(config)
-    folder = Path(config.output) / "run"
+    folder = config.run_folder
     code, report, said = program(config, tmp_path, capsys)
     assert code == OK and "loading the transformer" in said and "done, after 0:00:" in said
     assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said

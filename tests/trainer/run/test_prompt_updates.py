@@ -1,8 +1,5 @@
 """Validation prompts that join a run while it trains, or leave it: what is trained stays the same, bit for bit."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +8,17 @@ from cache.store.store import Store
 from schemas.cli.console import OK, Options, run_program
 from schemas.config.loading import ConfigError
 from schemas.config.validation import Prompt
-from tests.trainer.runs import check_shown, lines, on_two_ranks, plan_batches, program, quiet, train, trained_weights
+from tests.trainer.runs import (
+    check_shown,
+    lines,
+    on_two_ranks,
+    plan_batches,
+    program,
+    quiet,
+    train,
+    trained_weights,
+    write,
+)
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.run.prompt_updates import PromptUpdates
@@ -21,7 +28,7 @@ NEW = [{"name": "two", "prompt": "two", "seed": [4, 5]}]
 
 
 def shown(config, step: int) -> list[str]:
-    return sorted(path.stem for path in (Path(config.output) / "run" / f"validation/step-{step:06d}").iterdir())
+    return sorted(path.stem for path in (config.run_folder / f"validation/step-{step:06d}").iterdir())
 
 
 @pytest.fixture
@@ -108,8 +115,7 @@ def test_every_rank_takes_the_new_prompts(make_config, make_set, made, tmp_path,
         make_set(later, items, null, [made.Prompt("two", "96x64", prompts[0].text)], name="set2")
         make_set(config, items, null, prompts)
         monkeypatch.setattr("trainer.__main__.load_config", lambda *_, later=later: later)
-        path = tmp_path / f"pipeline-{number}.yaml"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        path = write(config, tmp_path / f"pipeline-{number}.yaml")
         if number:
             assert on_two_ranks(path)["done"] == 1
         else:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from schemas.cli.console import OK, Options, run_program
-from tests.trainer.runs import lines, program, train, trained_weights
+from tests.trainer.runs import lines, moved, program, train, trained_weights
 from trainer import validation
 from trainer.__main__ import run as program_run
 from trainer.run import metrics
@@ -67,7 +67,7 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(Path(config.output) / "run" / "tensorboard"))
+    events = EventAccumulator(str(config.run_folder / "tensorboard"))
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
@@ -81,10 +81,10 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
     config = killable(make_config, make_set, "told", validation=look)
     kill_at(config, 5)
     time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
-    with (Path(config.output) / "run" / "metrics.jsonl").open("a") as file:
+    with (config.run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert train(config)["skipped"] == 3
-    told = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    told = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
     assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
     shown = scalars(config)
@@ -143,7 +143,7 @@ def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
     monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
     config = make_config("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
     make_set(config)
-    result, folder = train(config), Path(config.output) / "run" / "checkpoints"
+    result, folder = train(config), config.run_folder / "checkpoints"
     assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
     best, other = result["best_step"], result.get("best_checkpoint")
     assert (best["step"], best["eval_loss"]) == (1, 1.0) and (other is None) == (1 in kept)
@@ -184,10 +184,10 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, mak
     config = make_config("t2i", steps=3)
     make_set(config)
     train(config)
-    saved = Path(config.output) / "run" / "adapter" / "pytorch_lora_weights.safetensors"
+    saved = config.run_folder / "adapter" / "pytorch_lora_weights.safetensors"
     for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
         if lost:
-            (Path(config.output) / "run" / "result.json").unlink()
+            (config.run_folder / "result.json").unlink()
         code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
         assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
         with safe_open(saved, "pt") as file:
@@ -207,7 +207,7 @@ def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None
 
     def other(path: Path, **settings):
         changed = make_config("t2i", steps=2, **settings)
-        return changed.model_copy(update={"model": changed.model.model_copy(update={"path": str(path)})})
+        return moved(changed, path)
 
     build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
     with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
@@ -228,7 +228,7 @@ def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(make_c
     config = make_config("t2i", steps=1)
     make_set(config)
     train(config)
-    folder = Path(config.output) / "run" / "checkpoints"
+    folder = config.run_folder / "checkpoints"
 
     path = folder / "step-000001" / "state.json"
     state = json.loads(path.read_text())

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from schemas.cli.console import Console
 from tests.forms import long
+from tests.trainer.runs import opened
 from trainer import train as loop
-from trainer.setup.compile import compile_blocks
+from trainer.setup.blocks import compile_blocks
 
 
 @pytest.mark.slow
@@ -26,7 +25,7 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(make_co
     ):
         config = make_config(kind, name=name, steps=1, adapter={"rank": 2}, **options)
         make_set(config)
-        data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+        data = opened(config)
         torch.compiler.reset()
         run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1, 1), Console(), "cpu")
         numbers = loop.train_step(run, run.loader.step(0))

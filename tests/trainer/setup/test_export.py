@@ -1,28 +1,18 @@
 """Every checkpoint is what a pipeline loads, straight from its folder."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from cache.order.schedule import BatchSchedule
 from cache.runs.training_run import checkpoint_step, list_checkpoints
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console
 from tests.trainer.pipelines import exact_output, output, pipeline
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import checkpoint, resume
 
 FILE = "pytorch_lora_weights.safetensors"
-
-
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    schedule = BatchSchedule(data.spans, config.train.seed, 1, 1)
-    return loop.prepare_training(config, data, schedule, Console(stderr=open(os.devnull, "w")), "cpu")
 
 
 @pytest.mark.slow

@@ -1,22 +1,18 @@
 """Checkpointing and offload change where a step computes and keeps its tensors, and not one number of it."""
 
-import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from schemas.cli.console import Console
 from tests.forms import long
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import metrics
 from trainer.run.run_state import RunError
-from trainer.setup import memory
+from trainer.setup import blocks
 
 STEPS = 3
 
@@ -25,21 +21,13 @@ def note(calls: list[int], number: int, *_: object) -> None:
     calls.append(number)
 
 
-def prepare(config, console: Console | None = None):
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    size = config.train.batch_size
-    return loop.prepare_training(
-        config, data, BatchSchedule(data.spans, 0, size, size), console or Console(stderr=open(os.devnull, "w")), "cpu"
-    )
-
-
 def train(config) -> dict:
     """Loss of each step, the validation picture, and the trained weights after each step."""
-    run = prepare(config)
+    run = prepared(config)
     trained, take = [], run.optimizer.step
     run.optimizer.step = lambda: (take(), trained.append({k: v.detach().clone() for k, v in run.trainable.items()}))
     loop.train_loop(run)
-    folder = Path(config.output) / "run"
+    folder = config.run_folder
     losses = [line["loss"] for line in metrics.read_metrics(folder / "metrics.jsonl") if "loss" in line]
     shown = load_file(folder / "validation" / f"step-{STEPS:06d}" / "one.safetensors")["latent"]
     return {"losses": losses, "shown": shown, "trained": trained}
@@ -81,7 +69,7 @@ def test_every_nth_block_is_computed_again(make_config, make_set) -> None:
     for interval in (1, 2):
         config = make_config("t2i", name=str(interval), gradient_checkpointing_interval=interval)
         make_set(config)
-        run = prepare(config)
+        run = prepared(config)
         blocks, began = run.family.blocks(run.model), []
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(note, began, number))
@@ -116,7 +104,7 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(make_config, 
         config = make_config("t2i", **options)
         make_set(config)
         with pytest.raises(RunError, match=words) as caught:
-            prepare(config, Console())
+            prepared(config, Console())
         assert caught.value.next_step and "loading the transformer" not in capsys.readouterr().err
     with pytest.raises(RunError, match="2 processes share one model"):
-        memory.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, torch.device("cpu"), 2)
+        blocks.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, torch.device("cpu"), 2)

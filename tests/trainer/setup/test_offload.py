@@ -12,7 +12,7 @@ from tests.forms import long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import lines, train
 from tests.trainer.setup.test_quantize import NAMES, adapted, step
-from trainer.setup import memory
+from trainer.setup import blocks
 from trainer.setup.adapters import trainable_parameters
 from trainer.setup.offload import BlockGroup, GroupScheduler, copy_weight, largest_groups, offload_blocks
 
@@ -23,7 +23,7 @@ ADAPTERS = {"lora": {"type": "lora"}, "dora": {"type": "lora", "dora": True}, "l
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One block of text and four of images, whose sides nf4-bnb can quantise."""
+    """One block of text and four of images, whose sides nf4-bnb can quantize."""
     folder = tmp_path_factory.mktemp("deep")
     shape = {"model_dim": 128, "visual_cond": False, "num_visual_blocks": 4}
     make_model("image", overrides=shape).save_pretrained(folder / "transformer")
@@ -36,7 +36,7 @@ def make(checkpoint: Path) -> Callable[..., Any]:
 
     def get(name: str | None = None, adapter: str = "lora") -> Any:
         model = adapted(KIND, checkpoint, name, torch.float32, **ADAPTERS[adapter]).train()
-        memory.checkpoint_blocks(model, blocks_of(model))
+        blocks.checkpoint_blocks(model, blocks_of(model))
         return model
 
     return get
@@ -82,7 +82,7 @@ def test_loss_prediction_and_gradients_are_those_without_offload(make, name) -> 
 
 
 @pytest.mark.slow
-def test_a_run_on_a_quantised_base_goes_as_without_offload(make_config, make_set) -> None:
+def test_a_run_on_a_quantized_base_goes_as_without_offload(make_config, make_set) -> None:
     losses = []
     for offload in ({}, {"blocks": True, "blocks_per_group": 2}):
         config = make_config("t2i", name=str(len(offload)), steps=2, base_precision="int8-torchao", offload=offload)
@@ -167,7 +167,7 @@ def test_only_the_copies_are_computed_with(make, name) -> None:
     assert not torch.equal(step(KIND, model)[1], expected[1]), "the weights were read there"
 
 
-def test_the_device_holds_one_group_or_two_neighbours() -> None:
+def test_the_device_holds_one_group_or_two_neighbors() -> None:
     sizes = [1, 2, 3, 4, 5]
     assert [largest_groups(sizes, count, False) for count in (1, 2, 3, 9)] == [5, 7, 9, 15]
     assert [largest_groups(sizes, count, True) for count in (1, 2, 3)] == [9, 12, 15]

@@ -1,6 +1,5 @@
-"""Quantised base weights: errors against float32, what stays, what is refused, and runs that go on."""
+"""Quantized base weights: errors against float32, what stays, what is refused, and runs that go on."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -12,15 +11,14 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
-from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
+from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights, write
 from trainer.run import run_state
 from trainer.run.resume import ResumeError
 from trainer.run.run_state import RunError
 from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
-from trainer.setup.compile import compile_blocks
-from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.blocks import checkpoint_blocks, compile_blocks
 from trainer.setup.offload import offload_blocks
 from trainer.setup.quantize import (
     base_matrices,
@@ -75,8 +73,8 @@ def errors(found, wanted) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def unquantised(wide):
-    """unquantised(kind, adapter's options): a step in float32, and the errors of one in bfloat16."""
+def unquantized(wide):
+    """unquantized(kind, adapter's options): a step in float32, and the errors of one in bfloat16."""
 
     @cache
     def get(kind: str, options: tuple):
@@ -88,19 +86,19 @@ def unquantised(wide):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), in_turn(WIDE, NAMES))
-def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantised, is_long, kind, name):
+def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantized, is_long, kind, name):
     """Under each adapter, in float32 and in bfloat16, whose own error comes on top; LoRA with gradient checkpointing
     too."""
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
         if adapter.get("dora") and name == "int8-quanto":
             continue
-        wanted, rounding = unquantised(kind, tuple(adapter.items()))
+        wanted, rounding = unquantized(kind, tuple(adapter.items()))
         found = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), wanted)
         half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), wanted)
         label = " ".join(map(str, adapter.values()))
-        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantised", rounding)):
+        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
             print(f"{kind}, {name}, {label}, {dtype}: " + ", ".join(f"{value:.4f}" for value in values))
-        assert found[1] > 1e-4, "it is quantised"
+        assert found[1] > 1e-4, "it is quantized"
         for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
             assert own <= bound + 2 * base
@@ -115,7 +113,7 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
 @pytest.mark.parametrize("kind", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_card_too(wide, make_config, kind, name):
-    """In bfloat16, quantised on the card, whose kernels are others."""
+    """In bfloat16, quantized on the card, whose kernels are others."""
     family, _ = KINDS[kind]
     try:
         config = make_config("sana" if kind == "sana" else "t2i", base_precision=name)
@@ -127,13 +125,13 @@ def test_on_a_card_too(wide, make_config, kind, name):
     wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
     rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), wanted)
     found = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), wanted)
-    assert found[1] > 1e-4, "it is quantised"
+    assert found[1] > 1e-4, "it is quantized"
     for value, base, bound in zip(found, rounding, BOUNDS[name], strict=True):
         assert value <= bound + 2 * base
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_difference(wide, name):
+def test_only_attention_and_feed_forward_are_quantized_and_the_place_makes_no_difference(wide, name):
     kind = "kandinsky5-image-t2i"
     family, _ = KINDS[kind]
     plain, model = (family.load(str(wide(kind)), dtype=torch.bfloat16) for _ in range(2))
@@ -141,7 +139,7 @@ def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_di
     matrices = base_matrices(plain, family)
     measured = sum(stored_bytes(model.get_submodule(path).weight) for path in matrices)
     assert sum(packed_bytes(part, name) for part in matrices.values()) == pytest.approx(measured, rel=0.03)
-    assert said.startswith(f"{len(matrices)} matrices of the base quantised ({name})")
+    assert said.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
     assert count_numbers(model.parameters()) == sum(weight.numel() for weight in plain.parameters())
     kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
     changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
@@ -227,7 +225,7 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     for adapter in ({"targets": ["foo"]}, {"targets": ["foo"], "type": "full"}, {"rank_pattern": {"foo": 2}}):
         assert "'foo' matches no" in (found := refused(make_config("sana", adapter=adapter)))
         assert found.endswith("Correct the regular expression, which must match whole paths, as '.*to_query' does.")
-    monkeypatch.setitem(run_state.QUANTISATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
+    monkeypatch.setitem(run_state.QUANTIZATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
     assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older card")
@@ -241,7 +239,7 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8-quanto", "int8-torchao", "nf4-bnb"])
-def test_a_quantised_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, tmp_path, name):
+def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, tmp_path, name):
     def config(run: str, **settings) -> Config:
         made = make_config("t2i", name=run, **{"base_precision": name, "checkpoint_every": 2, **settings})
         model = made.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
@@ -266,7 +264,7 @@ def test_a_quantised_run_goes_on_exactly_and_with_its_own_precision_only(make_co
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8-quanto", long("int8-torchao"), "nf4-bnb"])
-def test_two_processes_train_a_quantised_model_as_one(make_config, make_set, wide, tmp_path, name):
+def test_two_processes_train_a_quantized_model_as_one(make_config, make_set, wide, tmp_path, name):
     """By DDP, with gradients sent in bfloat16 in the last case, and by FSDP2 in tests/trainer/setup/test_shard.py."""
     found, half = [], {"parallel": {"gradient_compression": "bfloat16"}} if name == "nf4-bnb" else {}
     for run, accumulate in (("alone", 2), ("two", 1)):
@@ -279,8 +277,7 @@ def test_two_processes_train_a_quantised_model_as_one(make_config, make_set, wid
         if run == "alone":
             train(config)
         else:
-            path = tmp_path / "pipeline.yaml"
-            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+            path = write(config, tmp_path)
             assert on_two_ranks(path)["done"] == 2
         found.append((lines(config), lines(config, "grad_norm")))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4 if half else 1e-5)

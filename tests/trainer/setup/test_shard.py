@@ -1,6 +1,5 @@
 """FSDP2: two processes that share a model train as one process that has it."""
 
-import json
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -15,12 +14,11 @@ from schemas.errors import OK, USAGE
 from tests.forms import long
 from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
-from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train
+from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train, write
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
 from trainer.setup import shard
-from trainer.setup.compile import compile_blocks
-from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.blocks import checkpoint_blocks, compile_blocks
 from trainer.setup.quantize import stored_bytes
 
 pytestmark = pytest.mark.slow
@@ -29,7 +27,7 @@ FSDP = {"strategy": "fsdp2"}
 
 
 def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
-    """Quantised bases, of which each process has half the bytes, under each adapter; linear layers gathered in
+    """Quantized bases, of which each process has half the bytes, under each adapter; linear layers gathered in
     bfloat16, norms not; blocks that are compiled. With gradient checkpointing, one pair of processes for all."""
     kandinsky = "kandinsky5-image-t2i"
     adapters = [{"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "lora"}]
@@ -102,8 +100,8 @@ class Case:
 
 def stored(weight: torch.Tensor) -> int:
     """Bytes, with scales."""
-    quantised = hasattr(weight, "quant_state") or hasattr(weight, "__tensor_flatten__")
-    return stored_bytes(weight) if quantised else weight.numel() * weight.element_size()
+    quantized = hasattr(weight, "quant_state") or hasattr(weight, "__tensor_flatten__")
+    return stored_bytes(weight) if quantized else weight.numel() * weight.element_size()
 
 
 @pytest.mark.parametrize(
@@ -138,8 +136,7 @@ def test_two_processes_share_a_model(
     make_set(alone)
     make_set(two)
     train(alone)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(two, tmp_path)
     assert on_ranks(path)["done"] == 2
     assert sharded.exists()
     rounded = "precision" in settings  # weights that differ in their last bits may be two bfloat16 numbers
@@ -198,7 +195,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     train(alone)
     for steps, ranks in zip(range(2, 9, 2), plan, strict=False):
         elastic = make_config(kind, name="elastic", accumulate=4 // ranks, steps=steps, **common)
-        path.write_text(json.dumps(elastic.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        write(elastic, path)
         report = on_ranks(path, (OK,) * ranks)
         assert (report["done"], report["skipped"]) == (2, steps - 2)
     assert lines(elastic) == pytest.approx(lines(alone), rel=2e-4)
