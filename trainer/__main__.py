@@ -124,7 +124,7 @@ def run(
 
 
 def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
-    """What was done, and where no result is saved what remains."""
+    """Add what was done, and where no result is saved what remains."""
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
     if "saved" not in summary:
@@ -232,7 +232,7 @@ def log_warnings(
 
 
 def warn_of_learning_rate(settings: Train, console: Console) -> None:
-    """Of a LoRA's rate, where every weight is trained; of a rate where the optimizer finds its own."""
+    """Warn of a LoRA's rate where every weight is trained, and of a rate where the optimizer finds its own."""
     row, name = find_optimizer(settings.optimizer.name), settings.optimizer.name
     rates = {"train.optimizer.lr": settings.optimizer.lr}
     rates |= {f"train.optimizer.groups.{i}.lr": group.lr or 0 for i, group in enumerate(settings.optimizer.groups)}

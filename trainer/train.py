@@ -143,7 +143,7 @@ def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
 
 
 def log_start(run: TrainState) -> None:
-    """What a person should know before the first step."""
+    """Log what a person should know before the first step."""
     data, settings = run.loader.data, run.config.validation
     if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
         run.console.warn(shortage)

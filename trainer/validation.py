@@ -24,13 +24,13 @@ from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from trainer import flow
+from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
 from trainer.batch import Batch, make_batch
 from trainer.families.base import FamilyModule
 from trainer.noise import draw_latents, seeded_noise
 from trainer.reading import BatchReader, to_tensor
 from trainer.run.new_data import Change
-from trainer.tensor_files import write_tensors
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
 PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]

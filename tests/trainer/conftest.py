@@ -102,6 +102,18 @@ def make_set() -> Callable[..., Path]:
 
 
 @pytest.fixture
+def ready(make_config, make_set) -> Callable[..., Config]:
+    """ready(kind, **train settings): the configuration of `make_config`, and a set for it."""
+
+    def make(*kind: str, **settings: Any) -> Config:
+        config = make_config(*kind, **settings)
+        make_set(config)
+        return config
+
+    return make
+
+
+@pytest.fixture
 def made() -> Any:
     """The classes and helpers above, for tests that make their own samples."""
     from types import SimpleNamespace

@@ -33,7 +33,7 @@ class KernelCount(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> None:
+def test_a_backend_trains_as_torchs_own_choice_does(ready) -> None:
     """Batches of two with padded texts, whose attention stays as it is; computed again, or compiled, too."""
     found, kernels = {}, {}
     torch.compiler.reset()
@@ -45,8 +45,7 @@ def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> No
         "math, compiled": {"attention_backend": "_native_math", "compile": "blocks", "compile_backend": "eager"},
     }.items():
         options = {"attention_backend": name, **options}
-        config = make_config("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
-        make_set(config)
+        config = ready("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
         run = prepared(config)
         if "compile" in options:
             numbers = loop.train_step(run, run.loader.step(0))
@@ -64,13 +63,12 @@ def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> No
 
 
 @pytest.mark.slow
-def test_the_backend_of_the_validation_prompts_is_theirs_alone(make_config, make_set) -> None:
+def test_the_backend_of_the_validation_prompts_is_theirs_alone(ready) -> None:
     latents, kernels = {}, {}
     for name in (None, "_native_math"):
         prompts = [{"name": "one", "prompt": "as the set has it"}]
         validation = {"attention_backend": name, "prompts": prompts, "steps": 2, "eval_samples": 0}
-        config = make_config("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
-        make_set(config)
+        config = ready("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
         run = prepared(config)
         with KernelCount() as counted:
             loop.validate(run, lambda line: None, 0)
@@ -97,11 +95,10 @@ def test_the_backend_of_the_validation_prompts_is_theirs_alone(make_config, make
     ],
 )
 def test_what_can_not_be_is_refused_before_a_model_is_loaded(
-    make_config, make_set, tiny, capsys, kind, train, validation, words
+    ready, tiny, capsys, kind, train, validation, words
 ) -> None:
     validation = {"prompts": [{"name": "one", "prompt": "any"}], **validation}
-    config = make_config("t2v" if kind == "nabla" else kind, validation=validation, **train)
-    make_set(config)
+    config = ready("t2v" if kind == "nabla" else kind, validation=validation, **train)
     if kind == "nabla":
         model = config.model.model_copy(update={"path": str(tiny("kandinsky5-video-t2v-nabla"))})
         config = config.model_copy(update={"model": model})
@@ -111,11 +108,10 @@ def test_what_can_not_be_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_whether_a_backend_can_be_used(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
+def test_a_dry_run_says_whether_a_backend_can_be_used(ready, tmp_path, capsys, monkeypatch) -> None:
     """And goes on, as it may be asked on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
-    config = make_config("t2i", attention_backend="flash", validation=validation)
-    make_set(config)
+    config = ready("t2i", attention_backend="flash", validation=validation)
     code, report, said = program(config, tmp_path, capsys, dry_run=True)
     keys = ("option", "backend", "device", "usable")
     expected = [("train.attention_backend", "flash", False), ("validation.attention_backend", "_native_flash", True)]

@@ -2,10 +2,8 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,56 +73,8 @@ def test_bfloat16_sets_are_read(make_config, make_set) -> None:
     assert torch.equal(batch.latents_BCTHW, batch.latents_BCTHW.bfloat16().float())
 
 
-def test_dropped_captions_are_the_null_prompt(make_config, make_set, made) -> None:
-    config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts)
-    batch = feed(config, dropout=1.0).step(0).micro_batches[0].batch
-    assert np.array_equal(batch.text_BLD.numpy(), np.stack([null["embeds"]] * 2))
-    assert np.array_equal(batch.pooled_BD.numpy(), np.stack([null["pooled"]] * 2))
-
-
-def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
-    """Over two passes a sample with two captions is seen with each; of two samples' captions none is mixed up."""
-    config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts)
-    ordered, seen = sorted(items, key=lambda item: item.bucket), set()
-    passes = feed(config, 4, 4).schedule.micro_batches_per_epoch * 2
-    for step in range(passes):
-        (part,) = feed(config, 4, 4).step(step).micro_batches
-        for id, text_LD, mask_L in zip(part.batch.ids, part.batch.text_BLD, part.batch.text_mask_BL, strict=True):
-            number = int(id.removeprefix("set1-sample"))
-            texts = [caption["embeds"] for caption in ordered[number].texts]
-            which = [np.array_equal(text_LD[mask_L].numpy(), text) for text in texts]
-            assert sum(which) == 1
-            seen.add((number, which.index(True)))
-    assert seen == {(number, i) for number, item in enumerate(ordered) for i in range(len(item.texts))}
-
-
-def test_weights_are_followed_and_held_out_samples_never_drawn(make_config, make_set, made) -> None:
-    """Over two epochs: every other epoch at 0.5, three times at 1.5, once an epoch else."""
-    config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
-    weights = [0.5, 1.0, 1.5, 1.0] * 3
-    roles = ["train"] * 8 + ["eval"] * 4
-    items = [
-        replace(item, bucket="64x64", latent=items[0].latent, weight=weight, role=role)
-        for item, weight, role in zip(items, weights, roles, strict=True)
-    ]
-    make_set(config, items, null, prompts)
-    reader = feed(config, 1, 1)
-    drawn = Counter(
-        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.schedule.micro_batches_per_epoch)
-    )
-    ordered = sorted(items, key=lambda item: item.place)
-    assert drawn == {f"set1-sample{i}": int(2 * item.weight) for i, item in enumerate(ordered) if item.role == "train"}
-    assert len(reader.data) == 8 and len(reader.data.eval_rows) == 4
-
-
-def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_ranks_share_the_micro_batches_of_a_step(ready) -> None:
+    config = ready("t2i")
 
     def flat(part) -> list:
         return [part.batch.ids, part.batch.text_BLD.tolist(), part.noise_BCTHW.tolist(), part.uniform_B.tolist()]

@@ -47,12 +47,11 @@ def at(config: Config, place: str, name: str) -> Config:
 
 
 @pytest.fixture
-def three(make_config, make_set, tmp_path: Path, request) -> list[Config]:
+def three(ready, tmp_path: Path, request) -> list[Config]:
     """Configurations that train on a root, on an export of it, and on an import of that."""
     kind, form = request.param
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 100}
-    config = make_config(kind, validation=look, steps=3, batch_size=2, caption_dropout=0.3, adapter={"rank": 2})
-    make_set(config)
+    config = ready(kind, validation=look, steps=3, batch_size=2, caption_dropout=0.3, adapter={"rank": 2})
     export(config, tmp_path / "export", form)
     exported = at(config, str(tmp_path / "export"), "exported")
     import_(exported, tmp_path / "import")

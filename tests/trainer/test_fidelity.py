@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
 from schemas.geometry import Bucket
-from tests.trainer.runs import opened, plain_batch, quiet
-from trainer import train as loop
+from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
 from trainer.families import kandinsky5, sana
@@ -28,12 +27,9 @@ ADAPTERS = {"sana": {"type": "full"}}
 
 
 def trained(config) -> tuple[TrainSet, BatchSchedule]:
+    train(config)
     data = opened(config)
-    plan = BatchSchedule(
-        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
-    )
-    loop.train(config, data, plan, quiet(), "cpu")
-    return data, plan
+    return data, plan_batches(config, data)
 
 
 def stock_transformer(config):
@@ -45,7 +41,7 @@ def stock_transformer(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", [None, 6.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
+def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     """Of the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames.
 
     With another loss, weight and distribution where a shift is set, but for those of images, where the number of tokens
@@ -55,8 +51,7 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     chosen = {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "min_snr"}}
     chosen |= {"timesteps": spread | {"auto_shift": True}} if kind == "t2i" else {"timesteps": spread, "shift": shift}
     more = chosen if shift else {}
-    config = make_config(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
-    make_set(config)
+    config = ready(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
     data, plan = trained(config)
     (part,) = BatchLoader(data, plan, 0.0, low_discrepancy=bool(more)).step(0).micro_batches
     noise, drawn = part.noise_BCTHW, part.uniform_B
@@ -86,11 +81,10 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, kind) -> None:
+def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
     look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}
-    config = make_config(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
-    make_set(config)
+    config = ready(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
     data, _ = trained(config)
     first = next(line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if line["step"] == 0)
     by_bucket: dict[str, list[float]] = {}

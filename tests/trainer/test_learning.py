@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
 from schemas.config.pipeline import Config
 from tests.forms import long
-from tests.trainer.runs import opened, quiet
+from tests.trainer.runs import opened, prepared
 from trainer import train as loop
 from trainer import validation
 from trainer.reading import BatchReader
@@ -72,10 +71,7 @@ def learn(make_config, make_set, made):
         bucket = f"{side}x{side}" + ("@9" if config.model.family_spec.video else "")
         make_set(config, *make(made, config, bucket, size))
         make_set(other, *make(made, config, bucket, size, 1))
-        data = opened(config)
-        plan = BatchSchedule(data.spans, seed, config.train.batch_size, config.train.batch_size)
-        console = quiet()
-        trained = loop.prepare_training(config, data, plan, console, "cpu")
+        trained = prepared(config)
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
         swapped = validation.compute_eval_loss(

@@ -28,11 +28,8 @@ def on(config, path: Path):
 
 
 @pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
-def test_a_checkpoint_of_another_task_is_refused(
-    make_config, make_set, checkpoints, tmp_path, capsys, kind, other
-) -> None:
-    config = make_config(kind)
-    make_set(config)
+def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, tmp_path, capsys, kind, other) -> None:
+    config = ready(kind)
     code, report, said = program(on(config, checkpoints(other)), tmp_path, capsys)
     assert code == USAGE and LOADS not in said
     assert f"is a checkpoint for {config.model.family} {other}" in report["error"]["message"]
@@ -53,10 +50,9 @@ def test_a_checkpoint_of_another_task_is_refused(
     ],
 )
 def test_without_a_model_index_the_transformers_config_tells(
-    make_config, make_set, checkpoints, tmp_path, capsys, kind, other, said
+    ready, checkpoints, tmp_path, capsys, kind, other, said
 ) -> None:
-    config = make_config(kind)
-    make_set(config)
+    config = ready(kind)
     folder, real = tmp_path / "model", checkpoints(other if other in ("t2i", "i2i", "sana") else kind)
     shutil.copytree(real, folder, ignore=shutil.ignore_patterns("model_index.json"))
     file = folder / "transformer" / "config.json"
@@ -72,9 +68,8 @@ def test_without_a_model_index_the_transformers_config_tells(
 
 
 @pytest.mark.slow
-def test_what_needs_no_model_is_compared_before_one_is_loaded(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=1, shuffle_shards=4)
-    make_set(config)
+def test_what_needs_no_model_is_compared_before_one_is_loaded(ready, make_config, tmp_path, capsys) -> None:
+    config = ready("t2i", steps=1, shuffle_shards=4)
     assert program(config, tmp_path, capsys)[0] == OK
     for change, words in (
         ({"shuffle_shards": 2}, "train.shuffle_shards.shards: 4 in the checkpoint, 2 now"),
@@ -137,11 +132,8 @@ def test_other_data_is_refused_in_words(make_config, make_set, made, tmp_path, c
 
 
 @pytest.mark.parametrize("output", ["a file", "below a file", "/proc/nowhere", "a dangling link"])
-def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(
-    make_config, make_set, tmp_path, capsys, output
-) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(ready, tmp_path, capsys, output) -> None:
+    config = ready("t2i")
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "no" / "where")
     place = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "x", "a dangling link": tmp_path / "link"}
@@ -152,9 +144,8 @@ def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_second_trainer_in_the_folder_refuses(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=1)
-    make_set(config)
+def test_a_second_trainer_in_the_folder_refuses(ready, tmp_path, capsys) -> None:
+    config = ready("t2i", steps=1)
     run_of(config).mkdir(parents=True)
     with (run_of(config) / LOCK_NAME).open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
@@ -187,9 +178,8 @@ def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'{"step": 1, "lo', b"[1]\n{}\n", b"[" * 99_999 + b"\n", b"\0" * 9])
-def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path, capsys, damage) -> None:
-    config = make_config("t2i", steps=1)
-    make_set(config)
+def test_lines_that_cant_be_read_are_passed_over(ready, make_config, tmp_path, capsys, damage) -> None:
+    config = ready("t2i", steps=1)
     assert program(config, tmp_path, capsys)[0] == OK
     path = run_of(config) / "metrics.jsonl"
     before = path.read_bytes() + damage
@@ -201,10 +191,9 @@ def test_lines_that_cant_be_read_are_passed_over(make_config, make_set, tmp_path
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_path, capsys) -> None:
+def test_a_damaged_checkpoint_costs_its_steps_alone(ready, make_config, tmp_path, capsys) -> None:
     """The run goes on from the one before and says so; where none is whole it ends as damage does everywhere."""
-    config = make_config("t2i", steps=2, checkpoint_every=1)
-    make_set(config)
+    config = ready("t2i", steps=2, checkpoint_every=1)
     assert program(config, tmp_path, capsys)[0] == OK
     folder = run_of(config) / "checkpoints"
     weights = folder / "step-000002" / "pytorch_lora_weights.safetensors"
@@ -225,9 +214,8 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(make_config, make_set, tmp_p
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000002", "adapter", "validation"])
-def test_a_file_where_a_folder_belongs_is_named(make_config, make_set, tmp_path, capsys, name) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
+def test_a_file_where_a_folder_belongs_is_named(ready, tmp_path, capsys, name) -> None:
+    config = ready("t2i", steps=2)
     path = run_of(config) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("a note")
@@ -238,9 +226,8 @@ def test_a_file_where_a_folder_belongs_is_named(make_config, make_set, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("note", ["", "[]", "\udcff", '{"step": "1"}', "nested"])
-def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp_path, capsys, note) -> None:
-    config = make_config("t2i", steps=1)
-    make_set(config)
+def test_a_damaged_note_of_the_result_is_written_anew(ready, tmp_path, capsys, note) -> None:
+    config = ready("t2i", steps=1)
     assert program(config, tmp_path, capsys)[0] == OK
     path = run_of(config) / "result.json"
     path.write_text("[" * 9999 if note == "nested" else note, errors="surrogateescape")
@@ -251,10 +238,9 @@ def test_a_damaged_note_of_the_result_is_written_anew(make_config, make_set, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
-def test_files_have_the_permissions_of_the_umask(make_config, make_set, tmp_path, capsys, kind, adapter) -> None:
+def test_files_have_the_permissions_of_the_umask(ready, tmp_path, capsys, kind, adapter) -> None:
     """Weights too: adapters, whole models, checkpoints, validation latents."""
-    config = make_config(kind, steps=1, adapter=adapter)
-    make_set(config)
+    config = ready(kind, steps=1, adapter=adapter)
     before = os.umask(0o027)
     try:
         assert program(config, tmp_path, capsys)[0] == OK
@@ -289,9 +275,8 @@ def warnings_of(config) -> str:
 
 
 @pytest.mark.slow
-def test_a_learning_rate_is_warned_of_before_training(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("sana", adapter={"type": "full"}, optimizer={"lr": 1e-4})
-    make_set(config)
+def test_a_learning_rate_is_warned_of_before_training(ready, tmp_path, capsys) -> None:
+    config = ready("sana", adapter={"type": "full"}, optimizer={"lr": 1e-4})
     code, _, said = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and warnings_of(config) in " ".join(said.split()) and "train.optimizer.lr is 0.0001" in said
 
@@ -335,11 +320,8 @@ def test_what_is_asked_for_and_not_used_yet_is_said_before_training(make_config,
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "renamed"])
-def test_damaged_weights_of_the_checkpoint_are_named(
-    make_config, make_set, checkpoints, tmp_path, capsys, damage
-) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_damaged_weights_of_the_checkpoint_are_named(ready, checkpoints, tmp_path, capsys, damage) -> None:
+    config = ready("t2i")
     folder = shutil.copytree(checkpoints("t2i"), tmp_path / "model")
     (file,) = (folder / "transformer").glob("*.safetensors")
     if damage == "renamed":

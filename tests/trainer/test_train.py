@@ -21,11 +21,12 @@ from tests.trainer.runs import (
     check_result,
     check_shown,
     lines,
+    move_adapter,
     on_ranks,
     on_two_ranks,
     opened,
+    prepared,
     program,
-    quiet,
     train,
     trained_weights,
     write,
@@ -42,11 +43,10 @@ KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
+def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     adapter = {"type": "full"} if kind == "sana" else {"rank": 2}
-    config = make_config(kind, validation=look, steps=3, checkpoint_every=2, adapter=adapter)
-    make_set(config)
+    config = ready(kind, validation=look, steps=3, checkpoint_every=2, adapter=adapter)
     result = train(config)
     folder = config.run_folder
     assert result["done"] == 3 and result["non_finite_steps"] == 0
@@ -71,12 +71,11 @@ def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
-def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> None:
+def test_accumulation_equals_one_large_batch(ready, kind) -> None:
     """The same loss within 1e-5 and the same gradient norm within 1e-4, however the global batch is cut."""
     runs = []
     for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
-        config = make_config(kind, name=name, batch_size=batch, accumulate=accumulate, steps=2)
-        make_set(config)
+        config = ready(kind, name=name, batch_size=batch, accumulate=accumulate, steps=2)
         train(config)
         runs.append((lines(config), lines(config, "grad_norm")))
     for losses, norms in runs[1:]:
@@ -86,11 +85,10 @@ def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
-def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> None:
+def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
     found = []
     for precision in ("float32", "bfloat16"):
-        config = make_config(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
-        make_set(config)
+        config = ready(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
         train(config)
         assert {value.dtype for value in trained_weights(config).values()} == {torch.float32}
         shown = load_file(config.run_folder / "validation" / "step-000000" / "one.safetensors")["latent"]
@@ -188,10 +186,9 @@ def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, m
 
 
 @pytest.mark.slow
-def test_ranks_with_other_base_weights_do_not_train(make_config, make_set, tmp_path) -> None:
+def test_ranks_with_other_base_weights_do_not_train(ready, tmp_path) -> None:
     """One bit of the second rank's copy differs; with a whole copy elsewhere both train."""
-    config = make_config("t2i", steps=1)
-    make_set(config)
+    config = ready("t2i", steps=1)
     copy = shutil.copytree(Path(config.model.path), tmp_path / "copy")
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, model in zip(paths, (Path(config.model.path), copy), strict=True):
@@ -206,10 +203,9 @@ def test_ranks_with_other_base_weights_do_not_train(make_config, make_set, tmp_p
 
 
 @pytest.mark.slow
-def test_the_optimizer_has_the_rate_of_its_step(make_config, make_set) -> None:
+def test_the_optimizer_has_the_rate_of_its_step(ready, make_config) -> None:
     """A LoRA's B begins at 0, and AdamW's first step moves every number by the rate: half of 1e-2 in the warm-up."""
-    config = make_config("t2i", steps=1, optimizer={"lr": 1e-2, "warmup": 2}, checkpoint_every=1)
-    make_set(config)
+    config = ready("t2i", steps=1, optimizer={"lr": 1e-2, "warmup": 2}, checkpoint_every=1)
     train(config)
     assert lines(config, "lr") == {1: 5e-3}
     assert furthest(config) == pytest.approx(5e-3, rel=1e-2)
@@ -223,13 +219,12 @@ def furthest(config) -> float:
 
 
 @pytest.mark.slow
-def test_gradients_are_clipped(make_config, make_set) -> None:
+def test_gradients_are_clipped(ready) -> None:
     """Clipped to far below AdamW's eps they move next to nothing; the norm that is recorded is the one before."""
     norms = []
     for name, norm in (("free", 1.0), ("clipped", 1e-10)):
         optimizer = {"lr": 1e-2, "warmup": 0, "max_grad_norm": norm}
-        config = make_config("t2i", name=name, steps=1, optimizer=optimizer, checkpoint_every=1)
-        make_set(config)
+        config = ready("t2i", name=name, steps=1, optimizer=optimizer, checkpoint_every=1)
         train(config)
         norms.append(lines(config, "grad_norm")[1])
         assert (furthest(config) < 1e-3) == (name == "clipped")
@@ -237,18 +232,14 @@ def test_gradients_are_clipped(make_config, make_set) -> None:
 
 
 @pytest.mark.slow
-def test_looking_leaves_dropout_off(make_config, make_set) -> None:
+def test_looking_leaves_dropout_off(ready) -> None:
     """An adapter's dropout is no part of the eval loss, nor of the validation latents."""
     found = []
     for dropout in (0.0, 0.9):
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-        config = make_config("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
-        make_set(config)
-        data = opened(config)
-        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1, 1), quiet(), "cpu")
-        for seed, parameter in enumerate(run.trainable.values()):
-            generator = torch.Generator().manual_seed(seed)
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        config = ready("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
+        run = prepared(config)
+        move_adapter(run)
         seen: list[dict] = []
         run.denoiser.train()
         loop.validate(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
@@ -292,9 +283,8 @@ def flip(config) -> None:
 
 
 @pytest.mark.slow
-def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path, monkeypatch, capsys) -> None:
-    config = make_config("t2i", steps=12, checkpoint_every=1)
-    make_set(config)
+def test_damage_stops_training_before_a_gradient(ready, tmp_path, monkeypatch, capsys) -> None:
+    config = ready("t2i", steps=12, checkpoint_every=1)
     flip(config)
     seen: list[str] = []
     monkeypatch.setattr(
@@ -318,9 +308,8 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
 
 
 @pytest.mark.slow
-def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, make_set, monkeypatch) -> None:
-    config = make_config("t2i", steps=8, max_bad_steps=2)
-    make_set(config)
+def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_config, monkeypatch) -> None:
+    config = ready("t2i", steps=8, max_bad_steps=2)
     bad = {1, 3}
     real = flow.loss_per_sample
     calls = iter(range(100))
@@ -332,16 +321,14 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
     assert train(make_config("t2i", steps=9, max_bad_steps=2))["non_finite_steps"] == 2, "counted before, and kept"
-    other = make_config("t2i", name="other", steps=8, max_bad_steps=2)
-    make_set(other)
+    other = ready("t2i", name="other", steps=8, max_bad_steps=2)
     bad |= set(range(100))
     with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
         train(other)
 
 
-def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
-    make_set(config)
+def test_dry_run_says_what_would_be_trained(ready, tmp_path, capsys) -> None:
+    config = ready("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
     code, report, _ = program(config, tmp_path, capsys, dry_run=True)
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
@@ -353,9 +340,8 @@ def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
+def test_the_program_trains_and_reports(ready, make_config, tmp_path, capsys) -> None:
+    config = ready("t2i", steps=2)
     code, report, _ = program(config, tmp_path, capsys)
     assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
     assert program(config, tmp_path, capsys)[1]["skipped"] == 2
@@ -364,9 +350,8 @@ def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys)
     assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 
-def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
-    make_set(config)
+def test_what_may_not_be_meant_is_said(ready, tmp_path, capsys) -> None:
+    config = ready("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
     path = write(config, tmp_path)
     run_program("train", program_run, Options(path, dry_run=True))
     said = capsys.readouterr().err
@@ -378,9 +363,8 @@ def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) 
     ("change", "said"),
     [({"adapter": {"targets": ["nothing"]}}, "nothing"), ({"path": "/no/such/folder"}, "/no/such/folder")],
 )
-def test_a_wrong_model_or_target_is_explained(make_config, make_set, tmp_path, capsys, change, said) -> None:
-    config = make_config("t2i", **{key: value for key, value in change.items() if key != "path"})
-    make_set(config)
+def test_a_wrong_model_or_target_is_explained(ready, tmp_path, capsys, change, said) -> None:
+    config = ready("t2i", **{key: value for key, value in change.items() if key != "path"})
     if "path" in change:
         config = config.model_copy(update={"model": config.model.model_copy(update=change)})
     code, report, _ = program(config, tmp_path, capsys)

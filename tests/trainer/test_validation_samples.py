@@ -25,11 +25,10 @@ def test_ranks_denoise_equally_often_and_every_sample_counts_once(count, ranks) 
 
 
 @pytest.mark.slow
-def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(make_config, make_set) -> None:
+def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(ready) -> None:
     look = {"eval_samples": 0, "steps": 2, "seed": [3, 4], "guidance": [1, 2.5]}
     prompt = {"name": "one", "prompt": "of the configuration", "seed": [4, 5]}
-    config = make_config("t2i", steps=1, validation={**look, "prompts": [prompt]})
-    make_set(config)
+    config = ready("t2i", steps=1, validation={**look, "prompts": [prompt]})
     train(config)
     found = {}
     for path in (config.run_folder / "validation" / "step-000001").iterdir():

@@ -38,16 +38,14 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize("weights", AVERAGES)
-def test_averages_are_resumed_validated_and_saved(make_config, make_set, weights) -> None:
+def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -> None:
     """A resumed run and one that never validates end with the same weights and state; the result is the average, and
     says so."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     settings = {"checkpoint_every": 3, "adapter": {"rank": 2}, **AVERAGES[weights]}
-    whole = make_config("t2i", name="whole", steps=6, validation=look, **settings)
-    make_set(whole)
+    whole = ready("t2i", name="whole", steps=6, validation=look, **settings)
     result = loop.train_loop(prepared(whole))
-    cut = make_config("t2i", name="cut", steps=3, **settings)
-    make_set(cut)
+    cut = ready("t2i", name="cut", steps=3, **settings)
     loop.train_loop(prepared(cut))
     more = make_config("t2i", name="cut", steps=6, **settings)
     assert loop.train_loop(prepared(more))["skipped"] == 3
@@ -68,15 +66,14 @@ def test_averages_are_resumed_validated_and_saved(make_config, make_set, weights
     if weights == "ema":
         with pytest.raises(ResumeError, match=r"train\.ema"):
             loop.train_loop(prepared(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))
-        plain = make_config("t2i", name="plain", steps=6, validation=look, **{**settings, "ema": {"decay": 0.6}})
-        make_set(plain)
+        plain = ready("t2i", name="plain", steps=6, validation=look, **{**settings, "ema": {"decay": 0.6}})
         loop.train_loop(prepared(plain))
         assert all(torch.equal(value, checkpoint(plain, 6)[0][name]) for name, value in trained.items())
         ours, theirs = eval_losses(whole), eval_losses(plain)
         assert ours[0] == theirs[0] and ours[-1] != theirs[-1], "with the average, if that is asked for"
 
 
-def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(make_config, make_set) -> None:
+def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> None:
     """Weights and what they lost together move as the masters do, within 15 % (4 % seen);
     without the summation, 9 in 10 weights don't move at all."""
     moved, lost = {}, {}
@@ -87,8 +84,7 @@ def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(make_confi
     ):
         settings = {"name": optimizer, "lr": 1e-5, "warmup": 0, "weight_decay": 0.0}
         train = {"weight_precision": precision, "precision": "bfloat16", "adapter": {"type": "full"}, "steps": 15}
-        config = make_config("sana", name=name, batch_size=2, optimizer=settings, **train)
-        make_set(config)
+        config = ready("sana", name=name, batch_size=2, optimizer=settings, **train)
         run = prepared(config)
         if name == "plain":
             run.optimizer = make_optimizer(run.trainable, Optimizer.model_validate({**settings, "name": "adamw"}))

@@ -1,4 +1,4 @@
-"""Tensors of adapters in files: reading them, and writing them in each format.
+"""Tensors of adapters in files: reading them, and writing them in each format, equal tensors as equal bytes.
 
 `trainer/adapters/header.py` describes the formats.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES, FileFormat
@@ -28,7 +29,6 @@ from trainer.adapters.header import (
     pair_layers,
 )
 from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
-from trainer.tensor_files import write_tensors
 
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
@@ -101,7 +101,7 @@ def adapter_contents(
 
 
 def path_of_component(path: Path, part: str) -> Path:
-    """Where ComfyUI's adapter of a further transformer is, beside that of the first."""
+    """The file of ComfyUI's adapter of a further transformer, beside that of the first."""
     return path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
 
 
@@ -191,3 +191,21 @@ def _unlike_peft(name: str, layer: Lokr) -> AdapterError:
         f"the LoKr of {name} can't be in diffusers' format: peft does not divide a weight into {shown}",
         "Merge it into the model: latentpress export-adapter --merge --to FOLDER",
     )
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of the umask; the library's own are for the owner only. Equal
+    tensors and metadata give equal bytes: the library writes metadata in an order that is drawn anew each time."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode & 0o777)
+    if metadata:
+        with path.open("r+b") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            header["__metadata__"] = dict(sorted(metadata.items()))
+            sorted_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+            assert len(sorted_header) == size, "the library escapes other characters than json"
+            file.seek(8)
+            file.write(sorted_header)

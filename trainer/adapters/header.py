@@ -1,4 +1,4 @@
-"""What adapter files hold, from their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
+"""Adapter files by their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
 
 diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.weight (outputs, rank, ...); rank and
            alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)

@@ -1,4 +1,4 @@
-"""What an adapter adds to the weight of one module: LoRA, DoRA and LoKr. Without torch until tensors are loaded.
+"""Layers of adapters, added to the weight of one module: LoRA, DoRA and LoKr. Without torch until tensors are loaded.
 
 A layer is read from a file's header first, with keys and shapes alone, and rank and strength as peft's configuration in
 it says; `trainer/adapters/files.py` loads its tensors. `trainer/adapters/header.py` describes the formats.
@@ -73,7 +73,7 @@ class Lora:
         return factor.reshape(-1, *[1] * (weight.ndim - 1)) * weight
 
     def tensors_and_alpha(self) -> tuple[Tensors, float]:
-        """What ComfyUI reads."""
+        """The tensors and alpha that ComfyUI reads."""
         return self.tensors, self.alpha
 
 
@@ -132,7 +132,7 @@ class Lokr:
         return weight + self.scale * product.reshape(weight.shape)
 
     def tensors_and_alpha(self) -> tuple[Tensors, float]:
-        """What LyCORIS and ComfyUI read: of two whole matrices the first has the scale."""
+        """The tensors and alpha that LyCORIS and ComfyUI read: of two whole matrices the first has the scale."""
         if self.tensors.keys() != set(SIDES):
             return self.tensors, self.alpha
         return {**self.tensors, SIDES[0]: self.matrix(SIDES[0]) * self.scale}, float(self.rank)

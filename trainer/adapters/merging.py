@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from cache.models.weights import MODEL_INDEX, read_object
 from schemas.weight_files import PICKLE_SUFFIXES, WEIGHTS_SUFFIX
+from trainer.adapters.files import write_tensors
 from trainer.adapters.header import FLOAT_DTYPES, AdapterError
 from trainer.adapters.layers import Layer
-from trainer.tensor_files import write_tensors
 
 
 def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]]:

@@ -103,11 +103,11 @@ class FamilyModule(Protocol):
         compiled or sharded one by one."""
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
-        """Those of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
+        """The blocks of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
         `token_grid`; of Experts, `model` is one of them."""
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
-        """That of the visual blocks."""
+        """The order of the visual blocks' tokens."""
 
     def hidden_size(self, model: Any) -> int:
         """D of the visual tokens."""
@@ -129,7 +129,7 @@ class FamilyModule(Protocol):
         depend on its batch mates."""
 
     def sampling_dtype(self, model: Any) -> torch.dtype:
-        """That of the pipeline's latents between denoising steps."""
+        """The dtype of the pipeline's latents between denoising steps."""
 
     def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
         """The latents that denoising starts from."""
@@ -152,7 +152,7 @@ class Experts(torch.nn.Module):
 
     @property
     def config(self) -> Any:
-        """That of the first; only their weights differ."""
+        """The first one's; only their weights differ."""
         return next(iter(self.experts.values())).config
 
 

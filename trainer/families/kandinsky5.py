@@ -101,7 +101,7 @@ def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[Re
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """That of frozen weights; adapters and modulations may be float32."""
+    """The dtype of frozen weights; adapters and modulations may be float32."""
     return model.visual_embeddings.in_layer.weight.dtype
 
 

@@ -177,7 +177,7 @@ def sparse_edge(model: Any) -> int:
 
 
 def take_blocks(sparse: SparseParams, positions_BK: torch.Tensor) -> SparseParams:
-    """Of some of the tokens, whole blocks (B, K)."""
+    """The parameters of some of the tokens, whole blocks (B, K)."""
     blocks_Bk = positions_BK[:, ::BLOCK_TOKENS] // BLOCK_TOKENS
     near_NN = sparse["sta_mask"][0, 0]
     return sparse | {"sta_mask": near_NN[blocks_Bk[:, :, None], blocks_Bk[:, None, :]][:, None]}

@@ -85,7 +85,7 @@ def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[Re
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """That of frozen weights; adapters may be float32."""
+    """The dtype of frozen weights; adapters may be float32."""
     return model.patch_embed.proj.weight.dtype
 
 

@@ -42,7 +42,8 @@ class EncoderMemory:
 
 
 def estimate_text(config: Config, shapes: Shapes) -> EncoderMemory:
-    """Of encode-text: the language model, other text models beside it, and a pass with texts of the greatest length."""
+    """Predict encode-text: the language model, other text models beside it, and a pass with texts of the greatest
+    length."""
     text, template = config.text, config.model.template
     dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or config.model.precision)
     types = config.model.family_spec.model_classes
@@ -96,7 +97,7 @@ def _sizes_outside(model: Any, layers: Sequence[torch.nn.Module]) -> Iterable[in
 
 
 def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemory:
-    """Of encode-latents: the autoencoder, and a batch of the bucket."""
+    """Predict encode-latents: the autoencoder, and a batch of the bucket."""
     import diffusers
 
     family, latents, size = config.model.family_spec, config.latents, Bucket.parse(bucket)

@@ -69,7 +69,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained: numbers of each dtype, and of the largest parameter."""
+    """The trained weights: how many numbers of each dtype, and of the largest parameter."""
 
     numbers: Mapping[torch.dtype, int]
     largest: int
@@ -85,7 +85,7 @@ class Trained:
 
     @property
     def working(self) -> int:
-        """Of the optimizer's step, beside weights, gradients and state."""
+        """Bytes that the optimizer's step needs beside weights, gradients and state."""
         return int(sum(count * self.states[dtype].working for dtype, count in self.numbers.items())) + int(
             max(self.largest * state.working_one for state in self.states.values())
         )
@@ -174,7 +174,7 @@ def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Par
 
 
 def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
-    """Of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
+    """Bytes of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
     chosen = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
     return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in chosen) // 2
 
@@ -199,7 +199,8 @@ def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[
 
 
 def exported_bytes(model: Any, config: Config, trained: int) -> int:
-    """Of an adapter's files in a checkpoint, or of the transformer's. trained: bytes of the model's trained weights."""
+    """Bytes of an adapter's files in a checkpoint, or the transformer's. trained: bytes of the model's trained
+    weights."""
     adapter = config.train.adapter
     if adapter.type == "full":
         return sum_bytes(model.parameters())

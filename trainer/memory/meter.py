@@ -51,7 +51,8 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class KernelMode(TorchFunctionMode):
-    """What a device's own kernels do and meta tensors do not: attention that stores no scores, and autocast."""
+    """Imitates what a device's own kernels do and meta tensors do not: attention that stores no scores, and
+    autocast."""
 
     CAST = (torch.nn.functional.linear, torch.nn.functional.conv2d, torch.matmul, torch.bmm)
 
@@ -178,7 +179,7 @@ class DequantizedProduct(torch.autograd.Function):
 
 
 def quantize_shapes(model: Any, family: FamilyModule, name: str) -> None:
-    """What `quantize_base` does, to a model on the meta device."""
+    """Do what `quantize_base` does, to a model on the meta device."""
     for path, part in base_matrices(model, family).items():
         if can_quantize(part, name):
             model.set_submodule(path, QuantizedLinear(part, name))

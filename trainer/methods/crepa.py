@@ -60,7 +60,7 @@ class CREPAMethod(Method):
         return self._projection
 
     def weight(self, number: int, steps: int) -> float:
-        """Of step `number` (from 0) of `steps`, by schedule and cut-offs."""
+        """The weight of step `number` (from 0) of `steps`, by schedule and cut-offs."""
         settings = self.settings
         if self.ended or (settings.cutoff_step is not None and number >= settings.cutoff_step):
             return 0.0
@@ -95,7 +95,7 @@ class CREPAMethod(Method):
             self._hidden_BLD = output
 
     def _release(self) -> torch.Tensor | None:
-        """What was kept, once."""
+        """Return what was kept, once."""
         if self._hook is not None:
             self._hook.remove()
         hidden_BLD, self._hidden_BLD, self._hook = self._hidden_BLD, None, None

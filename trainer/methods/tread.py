@@ -73,12 +73,13 @@ class TreadMethod(Method):
 
 
 def count_dropped(ratio: float, count: int) -> int:
-    """Of so many, rounded down; within 1e-9 of a whole number it is that one: in binary 0.29 * 100 is 28.999..."""
+    """The share of so many, rounded down; within 1e-9 of a whole number it is that one: in binary 0.29 * 100 is
+    28.999..."""
     return math.floor(round(ratio * count, 9))
 
 
 def given_squares(step: MethodStep, grid: TokenGrid) -> int:
-    """Of the leading frames that are given (i2v)."""
+    """How many squares the leading frames have that are given (i2v)."""
     latent_frames = step.batch.latents_BCTHW.shape[2] // grid.frames  # of one token
     frames = -(-step.family.clean_frames(step.task) // latent_frames)
     return frames * grid.rows * grid.columns // grid.square**2

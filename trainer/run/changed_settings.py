@@ -1,4 +1,4 @@
-"""What differs between two configurations of one run: when it was last started and now, or of two ranks."""
+"""Differences between two configurations of one run: when it was last started and now, or of two ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ def find_changed_settings(file: Path, config: Config) -> list[str]:
 
 
 def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal on all ranks before the base weights are read: settings, code, training set."""
+    """Everything that must be equal on all ranks before the base weights are read: settings, code, training set."""
     values = config.model_dump(mode="json", by_alias=True, exclude={"validation": {"prompts": {"__all__": {"image"}}}})
     code = xxhash.xxh3_64()
     packages = (package for package in PACKAGES if package.name != "stages")

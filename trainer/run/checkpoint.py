@@ -34,11 +34,11 @@ from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store import disk_space
 from cache.store.files import replacing, sync, temporary
 from cache.store.json_checks import parse_json
+from trainer.adapters.files import write_tensors
 from trainer.methods.base import Method
 from trainer.run import optimizer_state, resume
 from trainer.run.resume import OPTIMIZER_FILE, TRAINABLE_FILE
 from trainer.run.sharded import copy_values, is_sharded, load_shards, local, save_shards
-from trainer.tensor_files import write_tensors
 
 SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
 CHECKPOINTS = 2  # that are there at the same time, at least

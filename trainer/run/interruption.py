@@ -128,7 +128,7 @@ class StopRequest:
 
 
 def describe_progress(config: Config) -> str:
-    """Which steps are saved and which are lost."""
+    """Say which steps are saved and which are lost."""
     folder = config.run_folder
     try:
         newest, _ = newest_checkpoint(folder / "checkpoints")

@@ -220,7 +220,8 @@ def format_step(numbers: dict[str, Any], losses: list[float], steps: int) -> str
 
 
 def describe_results(folder: Path, trackers: Sequence[str]) -> dict[str, Any]:
-    """Where a run's results are, its best step and the share that the last steps waited for data, for the report."""
+    """The places of a run's results, its best step and the share that the last steps waited for data, for the
+    report."""
     results: dict[str, Any] = describe_best(folder)
     lines = read_last_metrics(folder / METRICS_FILE)
     if waits := [line["data_wait_share"] for line in lines if "data_wait_share" in line]:

@@ -36,7 +36,7 @@ def first_step(changes: Sequence[Change]) -> int:
 
 
 def recorded_changes(changes: Sequence[Change], data: TrainSet) -> dict[str, Any]:
-    """Of state.json, for `check_new_data` when the run goes on."""
+    """Entries of state.json, for `check_new_data` when the run goes on."""
     return {"data changes": [*changes], "held out compared": held_out_digest(data)} if changes else {}
 
 

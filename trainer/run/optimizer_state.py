@@ -113,7 +113,7 @@ def collect(
 
 
 def _state_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """What is no argument; and arguments without a value for which the optimizer has chosen one."""
+    """The keys that are no arguments; and arguments without a value for which the optimizer has chosen one."""
     arguments, keys = inspect.signature(type(optimizer).__init__).parameters, []
     for key, value in group.items():
         default = optimizer.defaults.get(key)

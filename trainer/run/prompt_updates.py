@@ -31,7 +31,7 @@ class Update(NamedTuple):
 
 
 class PromptUpdates:
-    """What a run samples: the prompts of its set, until the configuration has others. Every rank calls `check`.
+    """The prompts that a run samples: those of its set, until the configuration has others. Every rank calls `check`.
 
     reload: reads the configuration again; raises LatentpressError. warn: on rank 0, and says nothing on others.
     """
@@ -61,7 +61,7 @@ class PromptUpdates:
         return self.config, self.data
 
     def _find(self) -> Update | None:
-        """What the configuration says now, where that is something else and encoded."""
+        """The configuration's prompts now, where that is something else and encoded."""
         try:
             config = self._reload()
             if config.model != self.config.model:

@@ -106,7 +106,7 @@ class RankWatch:
             raise RankLostError(cause, HINT) from error
 
     def _find_cause(self) -> str | None:
-        """What happened to the rank that failed first, after some seconds at most."""
+        """Tell what happened to the rank that failed first, after some seconds at most."""
         start, connected = time.monotonic(), set[int]()
         while time.monotonic() - start < ANSWER_S:
             try:
@@ -199,7 +199,8 @@ class RankWatch:
         return list(range(self.ranks)) if self.rank == 0 else [0, self.rank]
 
     def _find_failure(self) -> str | None:
-        """Which of these failed some seconds ago, while this one's main thread still does not know, as it loads."""
+        """Tell which of these failed some seconds ago, while this one's main thread still does not know, as it
+        loads."""
         for rank in self._watched():
             reason = self._read(f"failed/{rank}") if rank != self.rank else None
             if reason:
@@ -209,7 +210,7 @@ class RankWatch:
         return None
 
     def _find_problem(self) -> str | None:
-        """What is wrong with these, if anything is."""
+        """Tell what is wrong with these, if anything is."""
         watched = self._watched()
         silent = [rank for rank in watched if self._silence(rank) > self._timeout]
         if silent:

@@ -243,8 +243,8 @@ def _format_value(key: str, value: Any) -> str:
 
 
 def _comparable(key: str, value: Any, old: bool) -> Any:
-    """Of the data its digest, as another set may have the same samples; of the base weights what an old checkpoint has,
-    or their content."""
+    """The part that is compared: of the data its digest, as another set may have the same samples; of the base weights
+    what an old checkpoint has, or their content."""
     if isinstance(value, dict) and key in ("data", "base weights"):
         return value.get("digest" if key == "data" else "first numbers" if old else "content")
     return value

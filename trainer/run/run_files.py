@@ -141,8 +141,8 @@ class RunFiles:
 
     @contextmanager
     def collected(self, folder: Path) -> Iterator[Path]:
-        """Where the body writes files that shall appear in `folder` of rank 0, small ones: where that can't be seen a
-        folder for a while, from which they are sent."""
+        """A folder in which the body writes files that shall appear in `folder` of rank 0, small ones: where that can't
+        be seen a folder for a while, from which they are sent."""
         if self.shared:
             yield folder
             return

@@ -117,7 +117,7 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
 
 
 def initial_adapter_checksum(config: Config) -> str | None:
-    """Of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
+    """The checksum of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
     path = config.train.adapter.init
     return None if path is None else file_checksum(find_adapter(Path(path)))
 
@@ -169,7 +169,7 @@ def fixed_shift(config: Config) -> float:
 
 
 def train_shift(config: Config, bucket: str) -> float:
-    """That of sigma for samples of a bucket ("WxH@F")."""
+    """The shift of sigma for samples of a bucket ("WxH@F")."""
     if not config.train.timesteps.auto_shift:
         return fixed_shift(config)
     size, token = Bucket.parse(bucket), config.model.family_spec.side_multiple  # pixels

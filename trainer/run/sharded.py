@@ -84,8 +84,8 @@ def _fill_whole(stored: TensorStorageMetadata) -> bool:
 
 
 def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """What `save_shards` wrote, by any number of processes, each sharded as its owner is. owner: name -> weight of the
-    same shape; a tensor without one is whole and on the host."""
+    """Read what `save_shards` wrote, by any number of processes, each sharded as its owner is. owner: name -> weight of
+    the same shape; a tensor without one is whole and on the host."""
     wanted: dict[str, torch.Tensor] = {}
     for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):

@@ -33,8 +33,8 @@ def check_offload(offload: Offload, device: torch.device, ranks: int) -> None:
 
 
 def loading_device(offload: Offload, sharded: bool, device: torch.device) -> torch.device:
-    """Where the checkpoint is loaded to: the host for block offload and for FSDP2, so that the device never holds all
-    weights."""
+    """The device that the checkpoint is loaded to: the host for block offload and for FSDP2, so that the device never
+    holds all weights."""
     return torch.device("cpu") if offload.blocks or sharded else device
 
 

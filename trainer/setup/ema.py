@@ -45,8 +45,8 @@ class MovingAverage:
 
 
 def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:
-    """Which weights are validated and saved: the moving average where there is one, the average of a schedule-free
-    optimizer, or the trained weights."""
+    """Name the weights that are validated and saved: the moving average where there is one, the average of a
+    schedule-free optimizer, or the trained weights."""
     if average is not None:
         return "ema"
     return "schedule-free average" if averages_weights(optimizer) else "trained"

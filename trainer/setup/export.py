@@ -1,4 +1,4 @@
-"""What is trained, in files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
+"""Export of what is trained to files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

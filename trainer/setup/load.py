@@ -64,9 +64,9 @@ def explain_checkpoint_errors(config: Config) -> Iterator[None]:
 
 
 def fingerprint_base(config: Config, model: torch.nn.Module, loaded: bool) -> dict[str, Any]:
-    """What identifies the base weights. content: of the files of the transformer, as the encoders' are identified, or
-    None where they were not loaded from files. first numbers: what checkpoints of format version 4 have, a hash of the
-    first numbers of each weight as bfloat16, which says too little."""
+    """Hashes that identify the base weights. content: of the files of the transformer, as the encoders' are identified,
+    or None where they were not loaded from files. first numbers: what checkpoints of format version 4 have, a hash of
+    the first numbers of each weight as bfloat16, which says too little."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
         first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)

@@ -104,7 +104,7 @@ class BlockGroup:
             setattr(hosted.module, hosted.name, copy_weight(hosted.weight, self.device, self.stream is not None))
 
     def wait(self) -> None:
-        """What is computed from now on finds the weights."""
+        """Have what is computed from now on find the weights."""
         if self.copied is not None:
             torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copied)
 
@@ -116,7 +116,8 @@ class BlockGroup:
 
 
 class GroupScheduler:
-    """Which groups are on the device: that of the block that computes, and with `prefetch` the next one, too."""
+    """Decides which groups are on the device: that of the block that computes, and with `prefetch` the next one,
+    too."""
 
     def __init__(self, groups: Sequence[BlockGroup], prefetch: bool = False) -> None:
         self.groups, self.prefetch, self.current = groups, prefetch, -1

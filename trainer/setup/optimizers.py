@@ -169,7 +169,7 @@ def averages_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _options(settings: Optimizer) -> list[dict[str, Any]]:
-    """Of each group its own settings, as keys of a parameter group."""
+    """Each group's settings, as keys of a parameter group."""
     return [group.model_dump(include={"lr", "weight_decay"}, exclude_none=True) for group in settings.groups]
 
 

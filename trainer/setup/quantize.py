@@ -77,8 +77,8 @@ def can_quantize(part: torch.nn.Linear, name: str) -> bool:
 
 
 def packed_bytes(part: torch.nn.Linear, name: str) -> int:
-    """Of a quantized weight: each number has 8 or 4 bits, and scales come on top, in the weight's dtype for a row, in
-    float32 for 64 numbers of nf4-bnb."""
+    """Bytes of a quantized weight: each number has 8 or 4 bits, and scales come on top, in the weight's dtype for a
+    row, in float32 for 64 numbers of nf4-bnb."""
     count = part.weight.numel()
     return int(count * 0.5625) if name == "nf4-bnb" else count + part.out_features * part.weight.element_size()
 
@@ -114,13 +114,13 @@ def return_freed_memory() -> None:
 
 
 def count_numbers(weights: Iterable[torch.Tensor]) -> int:
-    """Of weights that may be quantized: bitsandbytes packs two numbers of 4 bits into one."""
+    """How many numbers weights have that may be quantized: bitsandbytes packs two numbers of 4 bits into one."""
     states = ((weight, getattr(weight, "quant_state", None)) for weight in weights)
     return sum(weight.numel() if state is None else state.shape.numel() for weight, state in states)
 
 
 def stored_bytes(weight: torch.Tensor) -> int:
-    """Of a quantized weight with its scales."""
+    """Bytes of a quantized weight with its scales."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         return weight.numel() * weight.element_size() + state.absmax.numel() * state.absmax.element_size()
@@ -146,7 +146,7 @@ def to_torchao(kind: str, part: torch.nn.Linear) -> torch.nn.Linear:
 
 
 def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
-    """Where `part` is; `Params4bit.to` quantizes."""
+    """Quantize on the part's device; `Params4bit.to` does."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     settings: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}

@@ -39,7 +39,7 @@ def uses_sharding(settings: Parallel, ranks: int) -> bool:
 
 
 def gathered_dtype(settings: Train, autocast: torch.dtype | None) -> torch.dtype | None:
-    """That in which `shard_model` gathers weights that autocast casts to it; None: in their own.
+    """The dtype in which `shard_model` gathers weights that autocast casts to it; None: in their own.
 
     A compiled block has its linear layers in its graph, without the hooks by which a group of them is gathered.
     """
@@ -114,7 +114,7 @@ class QuantizedWeight(torch.nn.Module):
         self._dtypes = [part.dtype for part in parts]
 
     def right_inverse(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """What the parameters are made of when this is registered."""
+        """The tensors that the parameters are made of when this is registered."""
         return [part if part.is_floating_point() else part.view(BYTES) for part in take_apart(weight)[0]]
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Denoiser(torch.nn.Module):
 
 
 def find_device(device: str) -> torch.device:
-    """What auto, cpu, cuda or cuda:N is here. RunError where there is no such card."""
+    """The device that auto, cpu, cuda or cuda:N is here. RunError where there is no such card."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
         if index >= count:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import OK, USAGE
 from schemas.config.adapter import Adapter
-from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, random, trained
+from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random, trained
 from tests.trainer.runs import LOADS, program
 from trainer.adapters.header import AdapterError
 from trainer.memory.estimate import estimate_memory
@@ -25,11 +25,10 @@ SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "sana"])
-def test_training_starts_from_an_adapter_and_goes_on_with_it(make_config, make_set, tmp_path, capsys, kind) -> None:
+def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config, tmp_path, capsys, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 10}
     formats = ["diffusers", "comfyui"]
-    first = make_config(kind, steps=3, validation=look, adapter={**SETTINGS, "formats": formats})
-    make_set(first)
+    first = ready(kind, steps=3, validation=look, adapter={**SETTINGS, "formats": formats})
     code, report, _ = program(first, tmp_path, capsys)
     assert code == OK
     run = first.run_folder
@@ -95,9 +94,8 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, tmp_path
 
 
 @pytest.mark.slow
-def test_a_format_that_is_added_later_is_written_without_a_step(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=1, adapter={"rank": 2})
-    make_set(config)
+def test_a_format_that_is_added_later_is_written_without_a_step(ready, make_config, tmp_path, capsys) -> None:
+    config = ready("t2i", steps=1, adapter={"rank": 2})
     assert program(config, tmp_path, capsys)[0] == OK
     both = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
     code, report, _ = program(both, tmp_path, capsys)
@@ -137,21 +135,6 @@ def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, 
     pipe.unload_lora_weights()
     pipe.load_lora_weights(tmp_path / "again")
     torch.testing.assert_close(output(kind, pipe.transformer), theirs, rtol=0, atol=atol)
-
-
-def test_files_of_other_programs_have_several_ranks(tiny, tmp_path) -> None:
-    """Without a header each module's alpha is its rank; ComfyUI's have alpha tensors."""
-    kind = "sana"
-    first = trained(kind, tiny(kind), **BY_MODULE)
-    save_file(load_file(export.save_lora(first, tmp_path, kind)), tmp_path / "bare.safetensors")
-    export.save_lora(first, tmp_path, kind, formats=["comfyui"])
-    bare, comfyui = pipeline(kind, tiny(kind)), pipeline(kind, tiny(kind)).transformer
-    bare.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    apply_as_comfyui(comfyui, tmp_path / "comfyui_lora.safetensors")
-    for name, theirs in (("bare", bare.transformer), ("comfyui_lora", comfyui)):
-        model = load(kind, tiny)
-        make_trainable(model, KINDS[kind][0], Adapter(init=str(tmp_path / f"{name}.safetensors")))
-        torch.testing.assert_close(output(kind, model.eval()), output(kind, theirs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])

@@ -73,9 +73,8 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "i2i", "t2v", "i2v", "sana"])
-def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(make_config, make_set, kind) -> None:
-    config = make_config(kind)
-    make_set(config)
+def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kind) -> None:
+    config = ready(kind)
     data = opened(config)
     [part] = BatchLoader(data, BatchSchedule(data.spans, 0, 2, 2), 0.0).step(0).micro_batches
     family, called = module_of(config.model.family_spec), []

@@ -26,7 +26,7 @@ def on(device: str, **settings: dict) -> dict:
     return {"device": device, "steps": STEPS, "adapter": {"rank": 2}, **settings}
 
 
-def test_offload_and_compilation_change_no_loss(make_config, make_set, device) -> None:
+def test_offload_and_compilation_change_no_loss(ready, device) -> None:
     """On a CPU one of them, as tests/trainer/setup/ has each there."""
     on_card = device == "cuda"
     compiled = {"compile": "blocks"}
@@ -41,8 +41,7 @@ def test_offload_and_compilation_change_no_loss(make_config, make_set, device) -
         options["compiled, offloaded"] = {**compiled, "offload": blocks}
     options["blocks and activations"] = {"offload": {**blocks, "activations": True}}
     for name, each in options.items():
-        config = make_config("t2i", name=name, **on(device, **each))
-        make_set(config)
+        config = ready("t2i", name=name, **on(device, **each))
         train(config)
         found[name] = lines(config)
     assert len(found["plain"]) == STEPS and len({*found["plain"].values()}) == STEPS

@@ -73,11 +73,10 @@ LONG_GRID = {
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_it_and_loads_nothing(make_config, make_set, tmp_path, capsys) -> None:
+def test_a_dry_run_shows_it_and_loads_nothing(ready, tmp_path, capsys) -> None:
     shown = {}
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
-        config = make_config("i2v", name=name, **options)
-        make_set(config)
+        config = ready("i2v", name=name, **options)
         path = write(config, tmp_path / f"{name}.yaml")
         assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
         said = capsys.readouterr()
@@ -170,9 +169,8 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_fit_the_card(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
-    config = make_config("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
-    make_set(config)
+def test_a_dry_run_says_what_would_fit_the_card(ready, tmp_path, capsys, monkeypatch) -> None:
+    config = ready("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
     path = write(config, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -84,10 +84,9 @@ def test_the_documents_say_of_each_method_which_others_it_goes_with() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
-    make_config, make_set, tapping: Tapping, checkpointing: bool
+    ready, make_config, tapping: Tapping, checkpointing: bool
 ) -> None:
-    config = make_config("t2i", steps=2, accumulate=2, gradient_checkpointing=checkpointing)
-    make_set(config)
+    config = ready("t2i", steps=2, accumulate=2, gradient_checkpointing=checkpointing)
     run = prepared(config)
     before = tapping.head.weight.detach().clone()
     loop.train_loop(run)
@@ -107,12 +106,11 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
 
 
 @pytest.mark.slow
-def test_random_numbers_depend_on_the_position_alone(make_config, make_set, tapping: Tapping) -> None:
+def test_random_numbers_depend_on_the_position_alone(ready, tapping: Tapping) -> None:
     drawn = []
     for batch_size, accumulate in ((2, 2), (4, 1)):
         tapping.drawn.clear()
-        config = make_config("t2i", name=f"by{batch_size}", steps=2, batch_size=batch_size, accumulate=accumulate)
-        make_set(config)
+        config = ready("t2i", name=f"by{batch_size}", steps=2, batch_size=batch_size, accumulate=accumulate)
         loop.train_loop(prepared(config))
         drawn.append(torch.cat(tapping.drawn))
     assert torch.equal(drawn[0], drawn[1]) and len(set(drawn[0].tolist())) == 8
@@ -136,12 +134,11 @@ class Replacing(Method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [{"dropout": 0.5, "dora": True}, {"type": "lokr"}])
-def test_a_method_replaces_input_and_target(make_config, make_set, monkeypatch, adapter) -> None:
+def test_a_method_replaces_input_and_target(ready, monkeypatch, adapter) -> None:
     """A difference of 1 everywhere is a loss of 1, until the adapter changes the model."""
     method = Replacing()
     monkeypatch.setattr(prepare, "make_methods", lambda settings: {"replacing": method})
-    config = make_config("t2i", steps=2, batch_size=2, adapter={"rank": 2, **adapter})
-    make_set(config)
+    config = ready("t2i", steps=2, batch_size=2, adapter={"rank": 2, **adapter})
     run = prepared(config)
     trainable = {name: id(parameter) for name, parameter in run.denoiser.trainable().items()}
     loop.train_loop(run)

@@ -228,10 +228,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
 
 
 def test_what_can_not_be_aligned_is_refused_before_a_model_is_loaded(
-    make_config, make_set, made, tmp_path, capsys
+    ready, make_config, make_set, made, tmp_path, capsys
 ) -> None:
-    config = make_config("t2i", methods={"crepa": {"block_index": 0}})
-    make_set(config)
+    config = ready("t2i", methods={"crepa": {"block_index": 0}})
     code, _, said = program(config, tmp_path, capsys)
     said = " ".join(said.split())
     assert code == USAGE and "train.methods.crepa needs vision, which no sample of set set1 has" in said

@@ -155,12 +155,9 @@ def test_options_without_effect_are_refused(options, said) -> None:
         MaskedLoss(**options)
 
 
-def test_a_set_without_masks_is_refused_before_a_model_is_loaded(
-    make_config, make_set, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
-    config = make_config("t2i", methods={"masked_loss": {}})
-    make_set(config)
+    config = ready("t2i", methods={"masked_loss": {}})
     path = write(config, tmp_path)
     for dry_run in (True, False):
         assert run_program("train", program_run, Options(path, dry_run=dry_run)) == USAGE

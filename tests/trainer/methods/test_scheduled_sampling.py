@@ -158,11 +158,10 @@ def no_prediction(*_, **__):
 
 
 @pytest.mark.slow
-def test_share_zero_is_bit_equal_to_no_method(make_config, make_set) -> None:
+def test_share_zero_is_bit_equal_to_no_method(ready) -> None:
     found = []
     for name, methods in (("none", {}), ("zero", {"scheduled_sampling": {"probability": 0.0}})):
-        config = make_config("t2i", name=name, steps=2, adapter={"rank": 2, "dropout": 0.3}, methods=methods)
-        make_set(config)
+        config = ready("t2i", name=name, steps=2, adapter={"rank": 2, "dropout": 0.3}, methods=methods)
         train(config)
         found.append((lines(config), trained_weights(config)))
     assert found[0][0] == found[1][0] and all(

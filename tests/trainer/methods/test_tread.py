@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
 from examples.tiny_models import build, make_model
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
-from tests.trainer.runs import LOADS, lines, on_two_ranks, opened, program, quiet, train, write
+from tests.trainer.runs import LOADS, lines, on_two_ranks, prepared, program, train, write
 from trainer import train as loop
 from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
@@ -83,10 +82,7 @@ def samples(made, config: Config, bucket: str, masks: bool):
 
 
 def prepare(config: Config) -> loop.TrainState:
-    data = opened(config)
-    size, share = config.train.batch_size, config.train.batch_size * config.train.accumulate
-    plan = BatchSchedule(data.spans, 0, size, share)
-    run = loop.prepare_training(config, data, plan, quiet(), "cpu")
+    run = prepared(config)
     if config.model.family != "sana":  # rounding to bfloat16 would make a last bit's difference 60,000 times larger
         install_processors(run.model, float32_rotary=True)
     return run
@@ -223,10 +219,9 @@ def test_masks_that_keep_tokens_are_used(make_config) -> None:
 
 
 def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(
-    make_config, make_set, tmp_path: Path, capsys
+    ready, make_config, tmp_path: Path, capsys
 ) -> None:
-    config = make_config("sana")
-    make_set(config)
+    ready("sana")
     for (start, end), more, words in (
         ((1, 3), [], "routes.0.end_layer_idx: 3 is outside of the transformer's blocks, 0 to 2"),
         ((-4, -1), [], "routes.0.start_layer_idx: -4 is outside of the transformer's blocks, 0 to 2"),

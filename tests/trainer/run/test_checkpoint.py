@@ -124,9 +124,7 @@ def described(change) -> dict[str, str]:
 ONE = {"a.bias": torch.ones(1)}
 CRAFTED = {
     "broadcast": ("trainable", lambda tensors, _: tensors.update(ONE), r"a\.bias is of shape \(1,\).*of shape \(3,\)"),
-    "transposed": ("trainable", lambda t, _: t.update({"b.weight": t["b.weight"].T.contiguous()}), "b.weight is of"),
     "moment": ("optimizer", lambda t, _: t.update({"a.bias/exp_avg": torch.ones(1)}), "a.bias/exp_avg is of shape"),
-    "moment lost": ("optimizer", lambda t, _: t.__delitem__("a.bias/exp_avg"), "a.bias/exp_avg"),
     "converted": (
         "trainable",
         lambda t, _: t.update({"a.bias": t["a.bias"].to(torch.complex64)}),
@@ -137,27 +135,15 @@ CRAFTED = {
         lambda t, _: t.update({"a.bias": t["a.bias"] * float("nan")}),
         "a.bias has numbers that are not finite",
     ),
-    "average infinite": (
-        "optimizer",
-        lambda t, _: t.update({"ema/a.bias": t["ema/a.bias"] + float("inf")}),
-        "the moving average of a.bias has numbers",
-    ),
     "moment of integers": (
         "optimizer",
         lambda t, _: t.update({"a.bias/exp_avg": t["a.bias/exp_avg"].to(torch.int32)}),
         r"a\.bias/exp_avg is of shape \(3,\) in torch\.int32",
     ),
     "steps": ("optimizer", lambda t, _: t.update({"a.bias/step": torch.ones(3)}), "a.bias/step is .* no single number"),
-    "average": (
-        "optimizer",
-        lambda t, _: t.update({"ema/a.bias": torch.ones(1)}),
-        "the moving average of a.bias is of",
-    ),
     "average lost": ("optimizer", lambda t, _: t.__delitem__("ema/a.bias"), "the moving average of a.bias is missing"),
     "no header": ("optimizer", lambda *_: "none", ""),
     "header cut": ("optimizer", lambda _, header: {key: value[:-1] for key, value in header.items()}, ""),
-    "header a list": ("optimizer", lambda *_: described([]), "description is no object"),
-    "no groups": ("optimizer", lambda *_: described({"parameters": {}}), "groups is no list"),
     "another weight": (
         "optimizer",
         lambda *_: described({"parameters": {"x": {}}, "groups": [{}]}),
@@ -169,7 +155,6 @@ CRAFTED = {
         "a.bias/step is no value",
     ),
     "overlap": ("trainable", overlap, "[oO]ffset"),
-    "overlap of moments": ("optimizer", overlap, "[oO]ffset"),
 }
 
 

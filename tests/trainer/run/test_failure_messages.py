@@ -44,10 +44,9 @@ def test_a_config_that_diffusers_cant_use_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["checkpoint", "result"])
-def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_set, monkeypatch, victim) -> None:
+def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch, victim) -> None:
     """A file-size limit during the second checkpoint, or during the result; later training goes on to its end."""
-    config = make_config("t2i", steps=4, checkpoint_every=2)
-    make_set(config)
+    config = ready("t2i", steps=4, checkpoint_every=2)
     owner, name = (checkpoint, "save") if victim == "checkpoint" else (loop, "save_result")
     real, calls = getattr(owner, name), iter(range(9))
 
@@ -76,10 +75,9 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
-def test_killed_while_the_result_is_saved(make_config, make_set, monkeypatch, tmp_path, capsys, kind, adapter) -> None:
+def test_killed_while_the_result_is_saved(ready, monkeypatch, tmp_path, capsys, kind, adapter) -> None:
     """The next start saves it, trains nothing again, and the one after that does nothing."""
-    config = make_config(kind, steps=2, adapter=adapter)
-    make_set(config)
+    config = ready(kind, steps=2, adapter=adapter)
 
     def work() -> None:
         monkeypatch.setattr(run_state, "record_result", lambda *_: os._exit(7))
@@ -93,9 +91,8 @@ def test_killed_while_the_result_is_saved(make_config, make_set, monkeypatch, tm
     assert json.loads((config.run_folder / "result.json").read_text())["step"] == 2
 
 
-def test_no_memory_is_said_with_what_to_lower(make_config, make_set, monkeypatch) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_no_memory_is_said_with_what_to_lower(ready, monkeypatch) -> None:
+    config = ready("t2i")
 
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -107,9 +104,8 @@ def test_no_memory_is_said_with_what_to_lower(make_config, make_set, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(make_config, make_set, tmp_path, capsys, device) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(ready, tmp_path, capsys, device) -> None:
+    config = ready("t2i")
     code, report, _ = program(config, tmp_path, capsys, device=device)
     assert code == USAGE and f"device {device} was asked for" in report["error"]["message"]
 

@@ -93,12 +93,9 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert steps == {"step-000000", "step-000003", "step-000005"}
 
 
-def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
-    make_config, make_set, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(ready, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(interruption, "REPEATED_S", 0.0)
-    config = make_config("t2i", steps=9, checkpoint_every=3)
-    make_set(config)
+    config = ready("t2i", steps=9, checkpoint_every=3)
     for step, expected in (
         (3, "there is no checkpoint yet: steps 1 to 2 are lost, and started again the run begins at step 1"),
         (6, "the last checkpoint is at step 3: steps 4 to 5 are lost, and started again the run goes on with step 4"),
@@ -116,9 +113,8 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
     assert list(lines(config)) == list(range(1, 10)), "each step of the run as it stands, once"
 
 
-def test_while_the_model_is_loaded_it_ends_at_once(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
-    config = make_config("t2i", steps=2, checkpoint_every=1)
-    make_set(config)
+def test_while_the_model_is_loaded_it_ends_at_once(ready, tmp_path, capsys, monkeypatch) -> None:
+    config = ready("t2i", steps=2, checkpoint_every=1)
 
     def interrupted(*_: object) -> None:
         tell(signal.SIGTERM)
@@ -136,13 +132,10 @@ def test_while_the_model_is_loaded_it_ends_at_once(make_config, make_set, tmp_pa
                 program(config, tmp_path, capsys)
 
 
-def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(
-    make_config, make_set, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, tmp_path, capsys, monkeypatch) -> None:
     """At step 2, and the last one, after which only the result is missing."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    config = make_config("t2i", steps=4, checkpoint_every=100, validation=look)
-    make_set(config)
+    config = ready("t2i", steps=4, checkpoint_every=100, validation=look)
     real = loop.validation.write_validation_latents
 
     def interrupted(model, family, config, data, folder, *rest):
@@ -163,9 +156,8 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(
     assert found == {"step-000000", "step-000002", "step-000004"}
 
 
-def test_max_time_is_a_limit_of_training_too(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", **ENDLESS)
-    make_set(config)
+def test_max_time_is_a_limit_of_training_too(ready, make_config, tmp_path, capsys) -> None:
+    config = ready("t2i", **ENDLESS)
     began = time.monotonic()
     code, report, said = program(config, tmp_path, capsys, {"max_time": 3.0})
     assert code == INCOMPLETE and time.monotonic() - began >= 3.0
@@ -178,10 +170,9 @@ def test_max_time_is_a_limit_of_training_too(make_config, make_set, tmp_path, ca
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_all_ranks_stop_after_the_same_step(make_config, make_set, tmp_path, told) -> None:
+def test_all_ranks_stop_after_the_same_step(ready, tmp_path, told) -> None:
     """One rank receives the signal; of the other one nobody knows which. Then one process goes on."""
-    config = make_config("t2i", batch_size=2, accumulate=1, **ENDLESS)
-    make_set(config)
+    config = ready("t2i", batch_size=2, accumulate=1, **ENDLESS)
 
     def signal_one(children: list[int]) -> None:
         wait_for_step(config, 2)
@@ -211,12 +202,9 @@ def interrupt_twice_at_step_3() -> None:
 
 
 @pytest.mark.parametrize("whom", ["the program", "its group"])
-def test_under_run_the_whole_chain_ends_with_a_checkpoint(
-    make_config, make_set, tmp_path, forked_programs, whom
-) -> None:
+def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
     """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""
-    config = make_config("t2i", **ENDLESS)
-    make_set(config)
+    config = ready("t2i", **ENDLESS)
     started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)
@@ -242,11 +230,10 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(
             time.sleep(0.01)
 
 
-def test_under_run_a_second_ctrl_c_is_told_truly(make_config, make_set, tmp_path, forked_programs, monkeypatch) -> None:
+def test_under_run_a_second_ctrl_c_is_told_truly(ready, tmp_path, forked_programs, monkeypatch) -> None:
     """What train says is lost stands in the report of `run`, which promises nothing else."""
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(interrupt_twice_at_step_3))
-    config = make_config("t2i", **ENDLESS)
-    make_set(config)
+    config = ready("t2i", **ENDLESS)
     started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)

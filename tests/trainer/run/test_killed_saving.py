@@ -43,10 +43,9 @@ def kill_at_size(size: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), long("sana", {"type": "full"})])
-def test_the_checkpoint_before_is_never_harmed(make_config, make_set, kind, adapter) -> None:
+def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter) -> None:
     """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many."""
-    config = make_config(kind, steps=9, adapter=adapter, keep_checkpoints=1)
-    make_set(config)
+    config = ready(kind, steps=9, adapter=adapter, keep_checkpoints=1)
     run = prepared(config)
     folder = run.folder / "checkpoints"
     for step, batches in enumerate(run.loader.steps(0, 3), 1):

@@ -64,9 +64,8 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
 
 
 @pytest.mark.slow
-def test_by_default_it_is_refused_and_what_works_is_named(make_config, make_set, made) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
+def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, make_set, made) -> None:
+    config = ready("t2i", steps=2)
     train(config)
     write_set(make_set, made, config, "set2", seed=1)
     with pytest.raises(ResumeError, match=r"training data: set set1 with 12 samples .* set set2") as caught:

@@ -59,11 +59,10 @@ def train_beside(make_config, make_set, made):
 
 
 @pytest.mark.slow
-def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(make_config, make_set, train_beside) -> None:
+def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(ready, train_beside) -> None:
     look = {"prompts": NEW, "seed": 9, "eval_samples": 1, "eval_sigmas": [0.1]}
     updated, said = train_beside([{}, {"seed": [1, 2]}, look, ConfigError(["a typing error"]), {}])
-    alone = make_config("t2i", name="alone", steps=4, validation=LOOK)
-    make_set(alone)
+    alone = ready("t2i", name="alone", steps=4, validation=LOOK)
     train(alone)
     assert shown(updated, 0) == shown(updated, 4) == ["one"]
     assert shown(updated, 1) == ["one_seed1", "one_seed2"]

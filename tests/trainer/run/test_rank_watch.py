@@ -19,12 +19,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reas
 
 
 @pytest.fixture
-def run_ranks(make_config, make_set, tmp_path):
+def run_ranks(ready, tmp_path):
     """run_ranks(timeout, codes, signals) -> what rank 0 reports. signals: rank -> signal that it gets after a step."""
 
     def run(timeout: float, codes: tuple[int, int], signals: dict[int, int], strategy: str = "ddp") -> dict:
-        config = make_config("t2i", steps=100_000, parallel={"timeout": timeout, "strategy": strategy})
-        make_set(config)
+        config = ready("t2i", steps=100_000, parallel={"timeout": timeout, "strategy": strategy})
         path = write(config, tmp_path)
 
         def send(children: list[int]) -> None:

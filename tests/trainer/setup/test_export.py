@@ -29,11 +29,8 @@ FILE = "pytorch_lora_weights.safetensors"
     ],
     ids=["alpha", "another format", "sana", "full", "converted", "lokr", "lokr of sana"],
 )
-def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
-    make_config, make_set, kind, name, adapter
-) -> None:
-    config = make_config(kind, steps=2, checkpoint_every=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
-    make_set(config)
+def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, kind, name, adapter) -> None:
+    config = ready(kind, steps=2, checkpoint_every=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
     loop.train_loop(prepared(config))
     seen = []
     for path in list_checkpoints(config.run_folder / "checkpoints"):

@@ -82,11 +82,10 @@ def test_loss_prediction_and_gradients_are_those_without_offload(make, name) -> 
 
 
 @pytest.mark.slow
-def test_a_run_on_a_quantized_base_goes_as_without_offload(make_config, make_set) -> None:
+def test_a_run_on_a_quantized_base_goes_as_without_offload(ready) -> None:
     losses = []
     for offload in ({}, {"blocks": True, "blocks_per_group": 2}):
-        config = make_config("t2i", name=str(len(offload)), steps=2, base_precision="int8-torchao", offload=offload)
-        make_set(config)
+        config = ready("t2i", name=str(len(offload)), steps=2, base_precision="int8-torchao", offload=offload)
         train(config)
         losses.append(lines(config))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2  # of some seeds not to the last bit

@@ -209,10 +209,9 @@ def test_settings_that_do_not_go_together_are_refused(settings, said):
 
 
 def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(
-    make_config, make_set, tmp_path, capsys, monkeypatch
+    ready, make_config, tmp_path, capsys, monkeypatch
 ):
-    config = make_config("sana", base_precision="nf4-bnb")
-    make_set(config)
+    config = ready("sana", base_precision="nf4-bnb")
 
     def refused(config) -> str:
         code, report, said = program(config, tmp_path, capsys)

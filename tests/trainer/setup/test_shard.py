@@ -183,14 +183,13 @@ FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gra
     ids=["ddp", "fsdp2", "fsdp2 on four"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
-    make_config, make_set, tmp_path, kind, adapter, settings, last
+    ready, make_config, make_set, tmp_path, kind, adapter, settings, last
 ) -> None:
     """2, 1 and 4 (of those that share a model 2, in the long form 4), with the samples and noise of one process."""
     plan = [2, 1, last]
     path = tmp_path / "pipeline.yaml"
     common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}
-    alone = make_config(kind, name="alone", accumulate=4, steps=2 * len(plan), **common)
-    make_set(alone)
+    alone = ready(kind, name="alone", accumulate=4, steps=2 * len(plan), **common)
     make_set(make_config(kind, name="elastic", **common))
     train(alone)
     for steps, ranks in zip(range(2, 9, 2), plan, strict=False):

@@ -86,14 +86,13 @@ def written_to_wandb(folder: Path) -> list[bytes]:
 
 @pytest.mark.slow
 def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
-    make_config, make_set, tmp_path, capsys, wandb_offline
+    ready, make_config, tmp_path, capsys, wandb_offline
 ) -> None:
     """Weights & Biases offline. A resumed run continues the same one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    config = make_config("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
-    make_set(config)
+    config = ready("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
     folder = config.run_folder
     code, report, said = program(config, tmp_path, capsys)
     assert code == OK and "loading the transformer" in said and "done, after 0:00:" in said
@@ -129,11 +128,10 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
 
 @pytest.mark.slow
 def test_wandb_that_cant_be_used_is_said_before_a_model_is_loaded(
-    make_config, make_set, tmp_path, capsys, monkeypatch, wandb_offline
+    ready, tmp_path, capsys, monkeypatch, wandb_offline
 ) -> None:
 
-    config = make_config("t2i", steps=2, trackers=["wandb"])
-    make_set(config)
+    config = ready("t2i", steps=2, trackers=["wandb"])
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
