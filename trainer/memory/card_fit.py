@@ -5,7 +5,7 @@ For the latter nothing is downloaded: shapes of a published repository are the c
 buckets are the plan's, and where there is none those that the datasets' sizes allow; texts have their greatest length.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ from trainer.memory import encoders as encoder_memory
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 Shapes = dict[str, dict[str, Any]]
+#: Bytes of a card, for the CUDA context, kernels' own memory and fragments
+RESERVED = 1 << 30
+LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
+OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
 
 
 def check_card(config: Config, card: float, ranks: int) -> Report:
@@ -54,48 +58,25 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
         return encoder_memory.estimate_latents(changed, shapes, largest)
 
     rows: list[dict[str, Any]] = []
-    for program, predict, changes in (
-        ("encode-text", text, encoder_memory.text_changes(config)),
-        ("encode-latents", latents, encoder_memory.latent_changes(config)),
-        ("train", train, None),
+    elsewhere = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
+    for program, subject, predict, changes, otherwise in (
+        ("encode-text", "encode-text", text, encoder_memory.text_changes(config), elsewhere),
+        ("encode-latents", "encode-latents", latents, encoder_memory.latent_changes(config), elsewhere),
+        ("train", "the run", train, train_changes(config.train, ranks), OTHERWISE),
     ):
         with activity(f"predicting {program}"):
-            estimate = predict(config)
-        fits = estimate.device + RESERVED <= size
-        row = {"program": program, "weights_gib": estimate.weights, "activations_gib": estimate.activations}
-        row |= {"all_gib": estimate.device + RESERVED}
-        rows.append({key: _round(value) for key, value in row.items()} | {"fits": fits})
-        if fits:
-            continue
-        if isinstance(estimate, MemoryEstimate):
-            message = explain_fit(config, ranks, (f"a card of {card:g} GiB", size), estimate, train) or ""
-        else:
-            message = _explain(config, program, card, estimate.device, changes or [], predict)
-        report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
+            estimate: MemoryEstimate | encoder_memory.EncoderMemory = predict(config)
+        need = estimate.device + RESERVED
+        sizes = {"weights_gib": estimate.weights, "activations_gib": estimate.activations, "all_gib": need}
+        row = {name: round(size / 2**30, 1) for name, size in sizes.items()}
+        rows.append({"program": program, **row, "fits": need <= size})
+        if need > size:
+            described = (f"a card of {card:g} GiB", size)
+            message = explain(config, subject, described, estimate.device, changes, predict, otherwise.format(program))
+            report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
     report.details = {"card_gib": card, "buckets_of": where, "largest_bucket": largest, "memory": rows}
     report.details |= {"assumed": assumed} if assumed else {}
     return report
-
-
-def _explain(
-    config: Config,
-    program: str,
-    card: float,
-    need: int,
-    changes: list[tuple[str, dict[str, Any]]],
-    predict: Callable[[Config], Any],
-) -> str:
-    limit = int(card * 2**30) - RESERVED
-    shown, least = try_changes(config, changes, need, limit, lambda changed: predict(changed).device)
-    sentences = [f"{program} would need {gib(need + RESERVED)}, 1 GiB of it for CUDA and its kernels."]
-    sentences += [list_smaller(shown)] if shown else []
-    if least > limit:
-        sentences.append(f"It runs on the CPU with stages.{program}.device: cpu, or on another machine.")
-    return " ".join(sentences)
-
-
-def _round(value: Any) -> Any:
-    return round(value / 2**30, 1) if isinstance(value, int) else value
 
 
 def _numbers(config: Config, bucket: str) -> int:
@@ -153,11 +134,6 @@ def _possible_buckets(config: Config, multiple: int) -> Iterator[str]:
         yield from (str(Bucket(width, height, frames)) for width, height in sizes)
 
 
-#: of a card, for the CUDA context, kernels' own memory and fragments
-RESERVED = 1 << 30
-LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
-
-
 def find_card(device: str) -> tuple[str, int] | None:
     """Name and bytes of the card that a run on `device` (auto, cpu, cuda or cuda:N) would use; None without one."""
     index = int(device.partition(":")[2] or 0)
@@ -174,21 +150,28 @@ def explain_fit(
     estimate: MemoryEstimate,
     predict: Callable[[Config], MemoryEstimate],
 ) -> str | None:
-    """A warning where `found`, the prediction for `config`, exceeds the card, with the options that help; else None."""
-    name, size = card
-    if estimate.device + RESERVED <= size:
+    """A warning where `estimate`, the prediction for `config`, exceeds the card, with the options that help."""
+    if estimate.device + RESERVED <= card[1]:
         return None
-    train = [(label, {"train": values}) for label, values in list_changes(config.train, ranks).items()]
-    shown, need = try_changes(config, train, estimate.device, size - RESERVED, lambda changed: predict(changed).device)
-    message = (
-        f"the run would need {gib(estimate.device + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, "
-        f"and {name} has {gib(size)}."
-    )
-    if shown:
-        message += f" {list_smaller(shown)}"
-    if need + RESERVED > size:
-        message += " A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
-    return message
+    return explain(config, "the run", card, estimate.device, train_changes(config.train, ranks), predict, OTHERWISE)
+
+
+def explain(
+    config: Config,
+    subject: str,
+    card: tuple[str, int],
+    need: int,
+    changes: Iterable[tuple[str, dict[str, Any]]],
+    predict: Callable[[Config], Any],
+    otherwise: str,
+) -> str:
+    """Say what is needed, which of `changes` help (see `try_changes`), and `otherwise` where they are not enough."""
+    name, size = card
+    shown, least = try_changes(config, changes, need, size - RESERVED, lambda changed: predict(changed).device)
+    message = f"{subject} would need {gib(need + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, "
+    message += f"and {name} has {gib(size)}."
+    message += f" It would need less with {', and with '.join(shown)}." if shown else ""
+    return message + (f" {otherwise}" if least + RESERVED > size else "")
 
 
 def try_changes(
@@ -216,26 +199,22 @@ def try_changes(
     return shown, need
 
 
-def list_smaller(shown: Sequence[str]) -> str:
-    return f"It would need less with {', and with '.join(shown)}."
-
-
-def list_changes(settings: Train, ranks: int) -> dict[str, dict[str, Any]]:
-    """Options that change nothing of what is trained -> values of `train`, in the order in which they are tried."""
+def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]]]:
+    """Options that change nothing of what is trained, and their values, in the order in which they are tried."""
     every_block = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
-    changes: dict[str, dict[str, Any]] = {"train.gradient_checkpointing true of every block": every_block}
+    changes: list[tuple[str, dict[str, Any]]] = [("gradient_checkpointing true of every block", every_block)]
     if settings.ema:
-        changes["train.ema.device cpu"] = {"ema": {"device": "cpu"}}
-    changes["train.offload.streams false"] = {"offload": {"streams": False}}
-    changes["train.offload.blocks_per_group 1"] = {"offload": {"blocks_per_group": 1}}
-    changes["train.offload.activations true"] = {"offload": {"activations": True}}
+        changes.append(("ema.device cpu", {"ema": {"device": "cpu"}}))
+    changes.append(("offload.streams false", {"offload": {"streams": False}}))
+    changes.append(("offload.blocks_per_group 1", {"offload": {"blocks_per_group": 1}}))
+    changes.append(("offload.activations true", {"offload": {"activations": True}}))
     if ranks == 1:
-        changes["train.offload.blocks true"] = {**every_block, "offload": {"blocks": True}}
+        changes.append(("offload.blocks true", {**every_block, "offload": {"blocks": True}}))
     else:
-        changes["train.parallel.strategy fsdp2"] = {"parallel": {"strategy": "fsdp2"}}
-        changes["train.parallel.reshard_after_forward true"] = {"parallel": {"reshard_after_forward": True}}
-        changes["train.parallel.cpu_offload true"] = {"parallel": {"cpu_offload": True}}
-    return changes
+        changes.append(("parallel.strategy fsdp2", {"parallel": {"strategy": "fsdp2"}}))
+        changes.append(("parallel.reshard_after_forward true", {"parallel": {"reshard_after_forward": True}}))
+        changes.append(("parallel.cpu_offload true", {"parallel": {"cpu_offload": True}}))
+    return [(f"train.{label}", {"train": values}) for label, values in changes]
 
 
 def change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
