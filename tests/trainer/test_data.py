@@ -1,7 +1,6 @@
 """Shards become batches: exact values, padding, randomness by position, a thread that hides nothing."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +10,6 @@ import torch
 
 from cache.order.schedule import BatchSchedule
 from cache.shards.tensors import Array
-from cache.store.damage import DamageError
 from tests.trainer.runs import opened
 from trainer import data as trainer_data
 from trainer.data import BatchLoader, prefetch
@@ -89,33 +87,6 @@ def test_ranks_share_the_micro_batches_of_a_step(ready) -> None:
         assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4
     uniform = torch.cat([part.uniform_B for part in whole.micro_batches])
     assert sorted((uniform * 8).long().tolist()) == list(range(8)), "one draw in each eighth of the last step"
-
-
-@pytest.mark.slow
-def test_reading_ahead_keeps_order_and_is_bounded() -> None:
-    asked: list[int] = []
-
-    def read(number: int) -> int:
-        asked.append(number)
-        return number * number
-
-    results = prefetch(read, range(3, 50), depth=2)
-    assert next(results) == 9
-    time.sleep(0.3)
-    assert len(asked) <= 4
-    assert list(results) == [n * n for n in range(4, 50)]
-
-
-def test_an_error_in_the_thread_arrives_at_its_place() -> None:
-    def read(number: int) -> int:
-        if number == 2:
-            raise DamageError("x/latents/f/u.arrow", "its checksum does not match", 2, "id")
-        return number
-
-    results = prefetch(read, range(5))
-    assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(DamageError):
-        next(results)
 
 
 def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

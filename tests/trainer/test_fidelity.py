@@ -22,6 +22,8 @@ from trainer.noise import seeded_noise
 from trainer.run import metrics
 from trainer.validation import SHIFT_KEYS
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
 
@@ -38,7 +40,6 @@ def stock_transformer(config):
     return getattr(diffusers, name).from_pretrained(folder).eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shift", [None, 6.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_definition(ready, kind, shift) -> None:
@@ -79,7 +80,6 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
@@ -152,7 +152,6 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
 LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_latents_are_the_pipelines_with_what_was_saved(
     make_config, make_set, made, kind, record_property

@@ -19,6 +19,8 @@ from trainer import train as loop
 from trainer import validation
 from trainer.reading import BatchReader
 
+pytestmark = pytest.mark.slow
+
 GRID = {"eval_samples": 8, "eval_sigmas": [0.2, 0.4, 0.6, 0.8], "every": 100_000}
 SEEDS = (0, long(1), long(2))
 FAST = {"batch_size": 8, "caption_dropout": 0.0, "gradient_checkpointing": False}
@@ -82,7 +84,6 @@ def learn(make_config, make_set, made):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> None:
     """At most 0.75 of the first loss; exchanged captions cost at least a quarter more."""
@@ -92,7 +93,6 @@ def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.25 * loss["after"], loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> None:
     """At most 0.6 of the first loss; exchanged captions cost at least half more."""
@@ -102,7 +102,6 @@ def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.5 * loss["after"], loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "steps", "share", "more"), [("i2i", 70, 0.75, 1.25), ("i2v", 90, 0.8, 1.15)])
 def test_conditions_are_read(learn, kind: str, steps: int, share: float, more: float) -> None:
     """What follows from the source image, or from the first frame, is learned, and another's misleads."""

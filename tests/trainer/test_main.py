@@ -87,27 +87,6 @@ def test_what_needs_no_model_is_compared_before_one_is_loaded(ready, make_config
 
 
 @pytest.mark.slow
-def test_a_validation_prompt_can_be_added_to_a_run(make_config, make_set, made, tmp_path, capsys) -> None:
-    """Everything else of validation may change, too: another set of the same samples is no other training."""
-    config = make_config("t2i", steps=1, validation={"eval_samples": 2, "eval_sigmas": [0.5]})
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts)
-    assert program(config, tmp_path, capsys)[0] == OK
-    more = [*prompts, made.Prompt("two", "96x64", prompts[0].text)]
-    make_set(config, items, null, more, name="set2")
-    look = {"steps": 3, "every": 7, "guidance": 2.0, "shift": 3.0, "seed": 5, "eval_samples": 3, "eval_sigmas": [0.3]}
-    code, report, said = program(make_config("t2i", steps=2, validation=look), tmp_path, capsys)
-    assert (code, report["done"], report["skipped"]) == (OK, 1, 1) and "can't be continued" not in said
-    assert report["details"]["lowest_loss_on_training_samples"]["step"] == 2, (
-        "the loss at step 0 was that of other samples"
-    )
-    assert {path.name for path in run_of(config).glob("validation/step-000002/*")} == {
-        "one.safetensors",
-        "two.safetensors",
-    }
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["a caption", "a repeat", "a sample less", "null prompt", "another id"])
 def test_other_data_is_refused_in_words(make_config, make_set, made, tmp_path, capsys, change) -> None:
     config = make_config("t2i", steps=1)

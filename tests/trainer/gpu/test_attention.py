@@ -1,5 +1,5 @@
-"""Every attention backend whose package is there, at the models' head sizes, and a run with each; NABLA by compiled flex
-attention on CUDA, which a CPU has no backward pass of, equals a dense mask."""
+"""Every attention backend whose package is there, at the head sizes of models, and a run with each; NABLA by compiled
+flex attention on CUDA, which a CPU has no backward pass of, equals a dense mask."""
 
 from typing import get_args
 
@@ -46,7 +46,6 @@ def test_training_with_a_backend_has_the_losses_of_torchs_own_choice(ready, devi
 GRID = (4, 16, 16)  # tokens: 16 blocks
 
 
-@pytest.mark.slow
 def test_flex_attention_equals_a_dense_mask_forward_and_backward(device) -> None:
     inputs, sparse = nabla.make_inputs(GRID, 2, torch.device(device), torch.bfloat16, share=0.5)
     sparse["sta_mask"] = torch.zeros_like(sparse["sta_mask"])  # else the window has nearly all of so few blocks

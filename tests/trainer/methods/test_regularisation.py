@@ -14,6 +14,8 @@ from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.methods.selection import METHODS
 
+pytestmark = pytest.mark.slow
+
 ROLLOUT = {"scheduled_sampling": {"probability": 0.6, "max_step_offset": 2, "schedule_steps": 10}}
 ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}]}}
 
@@ -28,7 +30,6 @@ def marked(made, config, every: int = 2):
     return items, null, prompts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapter", "options"),
     [
@@ -68,7 +69,6 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
     assert not all(torch.equal(*pair) for pair in zip(before, run.trainable.values(), strict=True)), "it is trained"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -85,7 +85,6 @@ def test_a_new_adapter_agrees_with_its_base(make_config, make_set, made, kind, s
     assert lines(config).keys() == {1, 2} and max(lines(config).values()) < 1e-10
 
 
-@pytest.mark.slow
 def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None:
     """Routed, the new adapter's model is not its base."""
     config = make_config("t2i", steps=1, methods=ROUTE)
@@ -94,7 +93,6 @@ def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None
     assert lines(config)[1] > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
     make_config, make_set, made, tmp_path, strategy
@@ -130,7 +128,6 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
         assert torch.equal(value, trained_weights(whole)[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "settings", "said"),
     [

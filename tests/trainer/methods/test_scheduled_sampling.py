@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from schemas.config.methods import ScheduledSampling
 from schemas.identity import derive_seed
-from tests.trainer.runs import lines, move_adapter, prepared, train, trained_weights
+from tests.trainer.runs import move_adapter, prepared
 from trainer import train as loop
 from trainer.batch import Batch
 from trainer.families.base import module_of
@@ -155,15 +155,3 @@ def module_of_sana():
 
 def no_prediction(*_, **__):
     raise AssertionError("drawing takes no forward pass")
-
-
-@pytest.mark.slow
-def test_share_zero_is_bit_equal_to_no_method(ready) -> None:
-    found = []
-    for name, methods in (("none", {}), ("zero", {"scheduled_sampling": {"probability": 0.0}})):
-        config = ready("t2i", name=name, steps=2, adapter={"rank": 2, "dropout": 0.3}, methods=methods)
-        train(config)
-        found.append((lines(config), trained_weights(config)))
-    assert found[0][0] == found[1][0] and all(
-        torch.equal(value, found[1][1][key]) for key, value in found[0][1].items()
-    )

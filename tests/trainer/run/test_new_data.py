@@ -17,6 +17,8 @@ from tests.trainer.runs import check_result, lines, on_ranks, opened, plan_batch
 from trainer.run import metrics, resume
 from trainer.run.resume import ResumeError
 
+pytestmark = pytest.mark.slow
+
 CONTINUE = {"on_new_data": "continue", "batch_size": 2, "checkpoint_every": 2}
 
 
@@ -33,7 +35,6 @@ def state(config) -> dict:
     return found.state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", [None, 2])
 def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, made, order) -> None:
     """Two changes; a run that is killed after the second one ends with the same numbers, bit for bit."""
@@ -63,7 +64,6 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
     assert [buckets[8 + n] for n in range(6)] == [fresh.step_buckets(n) for n in range(6)], "the order begins anew"
 
 
-@pytest.mark.slow
 def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, make_set, made) -> None:
     config = ready("t2i", steps=2)
     train(config)
@@ -76,7 +76,6 @@ def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, ma
     assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
 
 
-@pytest.mark.slow
 def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
     settings = CONTINUE | {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
     config = make_config("t2i", steps=4, **settings)
@@ -92,7 +91,6 @@ def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
     assert best is not None and best.step == 6
 
 
-@pytest.mark.slow
 def test_losses_on_other_captions_are_not_compared(make_config, make_set, made) -> None:
     """Of the same held-out samples, and with the same training data."""
     settings = {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
@@ -116,7 +114,6 @@ def change(store: Store, rel: str, edit) -> None:
     store.write_table(rel, pa.Table.from_pylist(rows, table.schema))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["other encoders", "trained sample", "trained media", "set is gone", "gone before"])
 def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case: str) -> None:
     config, longer = (make_config("t2i", steps=steps, on_new_data="continue") for steps in (2, 3))
@@ -162,7 +159,6 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         train(longer)
 
 
-@pytest.mark.slow
 def test_two_processes_go_on_as_one_does(make_config, make_set, made, tmp_path) -> None:
     common = {"on_new_data": "continue", "checkpoint_every": 2}
     for number, steps in enumerate((2, 5)):

@@ -23,6 +23,8 @@ from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.run.prompt_updates import PromptUpdates
 
+pytestmark = pytest.mark.slow
+
 LOOK = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 1, "steps": 2}
 NEW = [{"name": "two", "prompt": "two", "seed": [4, 5]}]
 
@@ -58,7 +60,6 @@ def train_beside(make_config, make_set, made):
     return run
 
 
-@pytest.mark.slow
 def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(ready, train_beside) -> None:
     look = {"prompts": NEW, "seed": 9, "eval_samples": 1, "eval_sigmas": [0.1]}
     updated, said = train_beside([{}, {"seed": [1, 2]}, look, ConfigError(["a typing error"]), {}])
@@ -73,7 +74,6 @@ def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(ready, train_
     assert "can't be read: a typing error" in problem
 
 
-@pytest.mark.slow
 def test_prompts_that_are_not_encoded_are_named_once_with_the_command(train_beside) -> None:
     more = {"prompts": [{"name": "three", "prompt": "3"}]}
     config, said = train_beside([more, more, {"prompts": NEW}])
@@ -82,7 +82,6 @@ def test_prompts_that_are_not_encoded_are_named_once_with_the_command(train_besi
     assert "three, which are not encoded" in line and "`latentpress run --prompts`" in line
 
 
-@pytest.mark.slow
 def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, tmp_path, capsys) -> None:
     whole = make_config("t2i", name="whole", steps=4, validation=LOOK)
     cut = make_config("t2i", name="cut", steps=2, validation=LOOK)
@@ -103,7 +102,6 @@ def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, tmp
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-@pytest.mark.slow
 def test_every_rank_takes_the_new_prompts(make_config, make_set, made, tmp_path, monkeypatch) -> None:
     """They divide them, and the latents are those of one process."""
     runs = [make_config("t2i", name=name, steps=1, batch_size=2, validation=LOOK) for name in ("one", "two")]

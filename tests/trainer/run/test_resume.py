@@ -19,6 +19,8 @@ from trainer.__main__ import run as program_run
 from trainer.run import metrics
 from trainer.run.resume import ResumeError, write_manifest
 
+pytestmark = pytest.mark.slow
+
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
@@ -42,7 +44,6 @@ def kill_at(config, step: int) -> None:
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_and_resumed_gives_the_same_losses(ready) -> None:
     """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
@@ -69,7 +70,6 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_resumed_run_tells_every_step_once(ready) -> None:
     """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
@@ -92,7 +92,6 @@ def test_a_resumed_run_tells_every_step_once(ready) -> None:
         assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
 
 
-@pytest.mark.slow
 def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, tmp_path, capsys, monkeypatch) -> None:
     config = ready("t2i", steps=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
@@ -100,7 +99,6 @@ def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, tmp_path, capsy
     assert "has 1.0 KiB, so that saving a checkpoint may fail; free space, or set `output`" in said
 
 
-@pytest.mark.slow
 def test_settings_that_changed_are_named_where_a_run_goes_on(ready, tmp_path, capsys) -> None:
     config = ready("t2i", steps=1)
     assert "changed since" not in program(config, tmp_path, capsys)[2]
@@ -111,16 +109,6 @@ def test_settings_that_changed_are_named_where_a_run_goes_on(ready, tmp_path, ca
     assert code == OK and f"train.steps: 1, now 2; train.optimizer.lr: {was}, now 0.25" in " ".join(log.split())
 
 
-@pytest.mark.slow
-def test_a_finished_run_does_nothing_more(ready) -> None:
-    config = ready("t2i", steps=2)
-    train(config)
-    before = lines(config)
-    assert train(config)["done"] == 0
-    assert lines(config) == before
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -147,7 +135,6 @@ def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
     )
 
 
-@pytest.mark.slow
 def test_more_steps_go_on_and_other_terms_are_refused(ready, make_config) -> None:
     config = ready("t2i", steps=2)
     train(config)
@@ -171,7 +158,6 @@ def test_more_steps_go_on_and_other_terms_are_refused(ready, make_config) -> Non
         train(longer)
 
 
-@pytest.mark.slow
 def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_config, tmp_path, capsys) -> None:
     config = ready("t2i", steps=3)
     train(config)
@@ -187,7 +173,6 @@ def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_conf
     assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
     """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
     from examples.tiny_models import build
@@ -212,7 +197,6 @@ def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
         train(other(tmp_path / "same"))
 
 
-@pytest.mark.slow
 def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(ready, make_config, tmp_path) -> None:
     """And the checkpoints that follow have the new one."""
     config = ready("t2i", steps=1)
