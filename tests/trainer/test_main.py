@@ -19,21 +19,13 @@ from trainer.run import metrics
 from trainer.run.output_folder import LOCK_NAME, OutputLocked, lock_output
 
 
-def run_of(config) -> Path:
-    return config.run_folder
-
-
-def on(config, path: Path):
-    return moved(config, path)
-
-
 @pytest.mark.parametrize(("kind", "other"), [("i2v", "t2v"), ("i2i", "t2i"), ("t2i", "i2i"), ("t2v", "i2v")])
 def test_a_checkpoint_of_another_task_is_refused(ready, checkpoints, tmp_path, capsys, kind, other) -> None:
     config = ready(kind)
-    code, report, said = program(on(config, checkpoints(other)), tmp_path, capsys)
+    code, report, said = program(moved(config, checkpoints(other)), tmp_path, capsys)
     assert code == USAGE and LOADS not in said
     assert f"is a checkpoint for {config.model.family} {other}" in report["error"]["message"]
-    assert "model.flavour" in report["error"]["next_step"] and not run_of(config).exists()
+    assert "model.flavour" in report["error"]["next_step"] and not config.run_folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +54,7 @@ def test_without_a_model_index_the_transformers_config_tells(
         shutil.rmtree(folder / "transformer")
     elif other in ("no JSON", "a list"):
         file.write_text("[1]" if other == "a list" else "{")
-    code, report, log = program(on(config, folder), tmp_path, capsys)
+    code, report, log = program(moved(config, folder), tmp_path, capsys)
     assert code in (USAGE, INCOMPLETE) and LOADS not in log
     assert said in report["error"]["message"] and report["error"]["next_step"]
 
@@ -125,12 +117,12 @@ def test_an_output_that_cant_be_written_is_found_before_a_model_is_loaded(ready,
 @pytest.mark.slow
 def test_a_second_trainer_in_the_folder_refuses(ready, tmp_path, capsys) -> None:
     config = ready("t2i", steps=1)
-    run_of(config).mkdir(parents=True)
-    with (run_of(config) / LOCK_NAME).open("w") as first:
+    config.run_folder.mkdir(parents=True)
+    with (config.run_folder / LOCK_NAME).open("w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
         code, report, log = program(config, tmp_path, capsys)
         assert code == INCOMPLETE and LOADS not in log
-        assert f"another trainer is at work in {run_of(config)}" in report["error"]["message"]
+        assert f"another trainer is at work in {config.run_folder}" in report["error"]["message"]
         assert program(config, tmp_path, capsys, dry_run=True)[0] == OK
     assert program(config, tmp_path, capsys)[0] == OK
 
@@ -160,7 +152,7 @@ def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
 def test_lines_that_cant_be_read_are_passed_over(ready, make_config, tmp_path, capsys, damage) -> None:
     config = ready("t2i", steps=1)
     assert program(config, tmp_path, capsys)[0] == OK
-    path = run_of(config) / "metrics.jsonl"
+    path = config.run_folder / "metrics.jsonl"
     before = path.read_bytes() + damage
     path.write_bytes(before)
     code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
@@ -174,7 +166,7 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(ready, make_config, tmp_path
     """The run goes on from the one before and says so; where none is whole it ends as damage does everywhere."""
     config = ready("t2i", steps=2, checkpoint_every=1)
     assert program(config, tmp_path, capsys)[0] == OK
-    folder = run_of(config) / "checkpoints"
+    folder = config.run_folder / "checkpoints"
     weights = folder / "step-000002" / "pytorch_lora_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     code, report, log = program(make_config("t2i", steps=3), tmp_path, capsys)
@@ -195,7 +187,7 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(ready, make_config, tmp_path
 @pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000002", "adapter", "validation"])
 def test_a_file_where_a_folder_belongs_is_named(ready, tmp_path, capsys, name) -> None:
     config = ready("t2i", steps=2)
-    path = run_of(config) / name
+    path = config.run_folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("a note")
     code, report, log = program(config, tmp_path, capsys)
@@ -208,7 +200,7 @@ def test_a_file_where_a_folder_belongs_is_named(ready, tmp_path, capsys, name) -
 def test_a_damaged_note_of_the_result_is_written_anew(ready, tmp_path, capsys, note) -> None:
     config = ready("t2i", steps=1)
     assert program(config, tmp_path, capsys)[0] == OK
-    path = run_of(config) / "result.json"
+    path = config.run_folder / "result.json"
     path.write_text("[" * 9999 if note == "nested" else note, errors="surrogateescape")
     code, report, _ = program(config, tmp_path, capsys)
     assert (code, report["done"], report["skipped"]) == (OK, 0, 1)
@@ -225,7 +217,7 @@ def test_files_have_the_permissions_of_the_umask(ready, tmp_path, capsys, kind, 
         assert program(config, tmp_path, capsys)[0] == OK
     finally:
         os.umask(before)
-    files = [path for path in run_of(config).rglob("*") if path.is_file()]
+    files = [path for path in config.run_folder.rglob("*") if path.is_file()]
     assert len([path for path in files if path.suffix == ".safetensors"]) >= 4
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(
         (path.name for path in files), "0o640"
@@ -307,7 +299,7 @@ def test_damaged_weights_of_the_checkpoint_are_named(ready, checkpoints, tmp_pat
         file.rename(file.with_suffix(".txt"))
     else:
         file.write_bytes(file.read_bytes()[: 1000 if damage == "cut" else 0])
-    code, report, _ = program(on(config, folder), tmp_path, capsys)
+    code, report, _ = program(moved(config, folder), tmp_path, capsys)
     assert code == USAGE and str(folder) in report["error"]["message"]
     assert "whole copy" in report["error"]["next_step"]
 

@@ -26,16 +26,12 @@ ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
-def run_of(config) -> Path:
-    return config.run_folder
-
-
 def checkpoints(config) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run_of(config) / "checkpoints").glob("step-*"))
+    return sorted(int(path.name[5:]) for path in (config.run_folder / "checkpoints").glob("step-*"))
 
 
 def weights(config) -> dict[str, torch.Tensor]:
-    return load_file(run_of(config) / "adapter" / "pytorch_lora_weights.safetensors")
+    return load_file(config.run_folder / "adapter" / "pytorch_lora_weights.safetensors")
 
 
 def at_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
@@ -89,7 +85,7 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert lines(cut, "eval_loss") == lines(whole, "eval_loss") and list(lines(cut, "eval_loss")) == [0, 3, 5]
     expected = weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights(cut).items())
-    steps = {path.parent.name for path in (run_of(cut) / "validation").glob("*/*")}
+    steps = {path.parent.name for path in (cut.run_folder / "validation").glob("*/*")}
     assert steps == {"step-000000", "step-000003", "step-000005"}
 
 
@@ -101,7 +97,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(ready, tmp_path, cap
         (6, "the last checkpoint is at step 3: steps 4 to 5 are lost, and started again the run goes on with step 4"),
         (4, "nothing is lost: the checkpoint at step 3 has all of it, and the run goes on with step 4"),
     ):
-        path = run_of(config) / "metrics.jsonl"
+        path = config.run_folder / "metrics.jsonl"
         before = path.read_bytes() if path.exists() else b""
         with monkeypatch.context() as during:
             at_step(during, step, lambda: tell(signal.SIGINT, signal.SIGTERM, signal.SIGINT))
@@ -148,11 +144,11 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, tmp_pat
         code, report, _ = program(config, tmp_path, capsys)
         assert code == INCOMPLETE and said in report["details"]["stopped"] and checkpoints(config)[-1] == step
         assert list(lines(config)) == list(range(1, step + 1))
-        assert not list((run_of(config) / f"validation/step-{step:06d}").glob("*.safetensors"))
+        assert not list((config.run_folder / f"validation/step-{step:06d}").glob("*.safetensors"))
     assert (report["done"], report["skipped"], report["remaining"]) == (2, 2, 1)
     code, report, _ = program(config, tmp_path, capsys)
     assert (code, report["done"], report["skipped"]) == (OK, 0, 4) and "saved" in report["details"]
-    found = {path.parent.name for path in (run_of(config) / "validation").glob("*/*.safetensors")}
+    found = {path.parent.name for path in (config.run_folder / "validation").glob("*/*.safetensors")}
     assert found == {"step-000000", "step-000002", "step-000004"}
 
 
