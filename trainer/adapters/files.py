@@ -97,12 +97,8 @@ def adapter_contents(
     else:
         for part, modules in _by_component(layers).items():
             starts = {f"{COMFYUI_PREFIX}{name}.": layer for name, layer in modules.items()}
-            yield path_of_component(path, part), _name_with_alpha(starts), make_header(notes)
-
-
-def path_of_component(path: Path, part: str) -> Path:
-    """The file of ComfyUI's adapter of a further transformer, beside that of the first."""
-    return path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
+            final = path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
+            yield final, _name_with_alpha(starts), make_header(notes)
 
 
 def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:

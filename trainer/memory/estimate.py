@@ -33,10 +33,10 @@ from trainer.memory.meter import (
     quantize_shapes,
 )
 from trainer.methods.selection import make_methods
-from trainer.run.run_state import train_precision
 from trainer.setup.adapters import MUTATING_INITS
 from trainer.setup.attach import fit_initial, make_trainable
 from trainer.setup.blocks import checkpoint_blocks
+from trainer.setup.load import choose_dtypes
 from trainer.setup.offload import largest_groups
 from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
 from trainer.setup.wrap import Denoiser
@@ -104,9 +104,7 @@ def estimate_memory(
     RunError where the optimizer is not installed. Any train.device but cpu counts as a GPU.
     """
     settings, family = config.train, module_of(config.model.family_spec)
-    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
-    half = train_precision(config) == "bfloat16"
-    dtype = torch.bfloat16 if half and not masters else torch.float32
+    dtype, autocast = choose_dtypes(config)
     # Its values change no size.
     adapter = settings.adapter.model_copy(update={"init_weights": "default"})
     file = read_initial(adapter)
@@ -120,7 +118,7 @@ def estimate_memory(
         make_trainable(model, family, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
-    kernels = KernelMode(torch.bfloat16 if half and masters else None)
+    kernels = KernelMode(autocast)
     for block in family.blocks(model):
         kernels.follow(block)
     weights = sum_bytes(model.parameters())
@@ -140,7 +138,7 @@ def estimate_memory(
     parts: Parts = (weights + sum_bytes(added) - hosted + copies, gradients, trained.state, near)
     offloaded = hosted + moved + average - near
     if sharded:
-        cast = gathered_dtype(settings, torch.bfloat16 if half and masters else None) is not None
+        cast = gathered_dtype(settings, autocast) is not None
         sizes = [gathered_bytes(block, cast) for block in family.blocks(model)]
         outside = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
         parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)

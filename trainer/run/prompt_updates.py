@@ -66,7 +66,8 @@ class PromptUpdates:
             config = self._reload()
             if config.model != self.config.model:
                 return None  # of another model, which this run does not train
-            validation = _update(self.config.validation, config.validation)
+            changes = {option: getattr(config.validation, option) for option in UPDATED}
+            validation = self.config.validation.model_copy(update=changes)
             if validation == self.config.validation:
                 return None
             updated = self.config.model_copy(update={"validation": validation})
@@ -96,7 +97,3 @@ class PromptUpdates:
         if message != self._said:
             self._warn(message)
         self._said = message
-
-
-def _update(old: Validation, new: Validation) -> Validation:
-    return old.model_copy(update={option: getattr(new, option) for option in UPDATED})

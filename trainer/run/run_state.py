@@ -53,7 +53,7 @@ class RunFinished(Exception):
 
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
-    shards = config.train.shuffle_shards
+    shards, init = config.train.shuffle_shards, config.train.adapter.init
     return {
         "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
         "family": config.model.family,
@@ -72,7 +72,8 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
             for name, section in used_methods(config, data).items()
         },
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
-        "initial adapter": initial_adapter_checksum(config),
+        # Of the file's bytes, so that the same adapter may be elsewhere when the run goes on.
+        "initial adapter": init and file_checksum(find_adapter(Path(init))),
         "optimizer": config.train.optimizer.name,
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
@@ -114,12 +115,6 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
         for key, problem in method.layer_problems(count):
             option = ".".join(map(str, ("train.methods", name, *key)))
             raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
-
-
-def initial_adapter_checksum(config: Config) -> str | None:
-    """The checksum of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
-    path = config.train.adapter.init
-    return None if path is None else file_checksum(find_adapter(Path(path)))
 
 
 BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels

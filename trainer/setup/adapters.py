@@ -200,19 +200,13 @@ class KroneckerLinear(Linear):
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x, *args, **kwargs)
+        sides = (self.lokr_w1, self.lokr_w1_a, self.lokr_w1_b), (self.lokr_w2, self.lokr_w2_a, self.lokr_w2_b)
         for name in self.active_adapters:
-            w1, w2 = kronecker_factors(self, name)
+            w1, w2 = (whole[name] if name in whole else a[name] @ b[name] for whole, a, b in sides)
             x_MN = x.to(w1.dtype).unflatten(-1, (w1.shape[1], w2.shape[1]))
             update = (w1 @ (x_MN @ w2.T)).flatten(-2)  # (..., M, K) -> (..., L, K) -> (..., L * K)
             result = result + self.scaling[name] * update
         return result.to(x.dtype)
-
-
-def kronecker_factors(layer: LoKrLayer, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """w1 and w2, multiplied out where they are stored as two factors."""
-    sides = (layer.lokr_w1, layer.lokr_w1_a, layer.lokr_w1_b), (layer.lokr_w2, layer.lokr_w2_a, layer.lokr_w2_b)
-    w1, w2 = (whole[name] if name in whole else a[name] @ b[name] for whole, a, b in sides)
-    return w1, w2
 
 
 def add_lokr(

@@ -99,18 +99,14 @@ def quantize_base(
         part = QUANTIZERS[name](part.to(device) if via == "device" else part).to(home)
         model.set_submodule(path, part)
         after += stored_bytes(part.weight)
-        return_freed_memory()
+        with suppress(AttributeError):  # another C library
+            # glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model.
+            ctypes.CDLL(None).malloc_trim(0)
     model.to(home)
     left = len(can) - len(paths)
     kept = f"; {left} keep their dtype, as their sides are no multiples of {NF4_COLUMN_MULTIPLE}" if left else ""
     sizes = f"{before / MIB:,.1f} MiB before, {after / MIB:,.1f} MiB now"
     return f"{len(paths)} matrices of the base quantized ({name}): {sizes}{kept}"
-
-
-def return_freed_memory() -> None:
-    """To the system: glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def count_numbers(weights: Iterable[torch.Tensor]) -> int:

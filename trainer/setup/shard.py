@@ -155,10 +155,6 @@ def make_nf4(settings: dict[str, Any], parts: Sequence[torch.Tensor]) -> torch.T
 def split_quantized(model: torch.nn.Module) -> None:
     """Replace the quantized weights of a model by parameters that can be sharded. In place."""
     for part in [*model.modules()]:
-        weight = dict(part.named_parameters(recurse=False)).get("weight")
-        if weight is not None and is_quantized(weight):
+        weight: Any = dict(part.named_parameters(recurse=False)).get("weight")
+        if hasattr(weight, "__tensor_flatten__") or getattr(weight, "quant_state", None) is not None:
             parametrize.register_parametrization(part, "weight", QuantizedWeight(weight), unsafe=True)
-
-
-def is_quantized(weight: torch.Tensor) -> bool:
-    return hasattr(weight, "__tensor_flatten__") or getattr(weight, "quant_state", None) is not None
