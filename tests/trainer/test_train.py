@@ -357,15 +357,3 @@ def test_what_may_not_be_meant_is_said(ready, tmp_path, capsys) -> None:
     said = capsys.readouterr().err
     assert "96x64 (4)" in said and "train.batch_size: 4;" in said
     assert "validation prompts new are not in set set1" in said and "latentpress run" in said
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"adapter": {"targets": ["nothing"]}}, "nothing"), ({"path": "/no/such/folder"}, "/no/such/folder")],
-)
-def test_a_wrong_model_or_target_is_explained(ready, tmp_path, capsys, change, said) -> None:
-    config = ready("t2i", **{key: value for key, value in change.items() if key != "path"})
-    if "path" in change:
-        config = config.model_copy(update={"model": config.model.model_copy(update=change)})
-    code, report, _ = program(config, tmp_path, capsys)
-    assert code == USAGE and said in report["error"]["message"]

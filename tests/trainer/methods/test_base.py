@@ -13,7 +13,6 @@ from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import METHODS
-from trainer.run.metrics import read_metrics
 from trainer.setup import prepare
 
 
@@ -103,46 +102,3 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     noise = [again.gradient_noise.noise, again.gradient_noise.signal]
     assert noise == resumed.state["gradient noise"] and all(noise), "what a measurement is averaged with is kept"
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)
-
-
-@pytest.mark.slow
-def test_random_numbers_depend_on_the_position_alone(ready, tapping: Tapping) -> None:
-    drawn = []
-    for batch_size, accumulate in ((2, 2), (4, 1)):
-        tapping.drawn.clear()
-        config = ready("t2i", name=f"by{batch_size}", steps=2, batch_size=batch_size, accumulate=accumulate)
-        loop.train_loop(prepared(config))
-        drawn.append(torch.cat(tapping.drawn))
-    assert torch.equal(drawn[0], drawn[1]) and len(set(drawn[0].tolist())) == 8
-
-
-class Replacing(Method):
-    """Trains on other noise towards the base model's own prediction plus one."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
-
-    def prepare(self, step: MethodStep) -> None:
-        self.seen.append((step.number, step.steps))
-        before = torch.get_rng_state()
-        step.noisy_BCTHW = step.noisy_BCTHW.flip(-1)
-        adapted, base = (step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, base=base) for base in (False, True))
-        assert not adapted.requires_grad and torch.equal(adapted, base) == (step.number == 0), "a new LoRA does nothing"
-        assert torch.equal(before, torch.get_rng_state()) and step.model.training, "dropout was off"
-        step.target_BCTHW = base + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{"dropout": 0.5, "dora": True}, {"type": "lokr"}])
-def test_a_method_replaces_input_and_target(ready, monkeypatch, adapter) -> None:
-    """A difference of 1 everywhere is a loss of 1, until the adapter changes the model."""
-    method = Replacing()
-    monkeypatch.setattr(prepare, "make_methods", lambda settings: {"replacing": method})
-    config = ready("t2i", steps=2, batch_size=2, adapter={"rank": 2, **adapter})
-    run = prepared(config)
-    trainable = {name: id(parameter) for name, parameter in run.denoiser.trainable().items()}
-    loop.train_loop(run)
-    assert method.seen == [(0, 2), (1, 2)]
-    assert {name: id(parameter) for name, parameter in run.denoiser.trainable().items()} == trainable
-    first, second = (line["loss"] for line in read_metrics(run.folder / "metrics.jsonl") if "loss" in line)
-    assert first == pytest.approx(1, rel=1e-5) and second != pytest.approx(1, rel=1e-5)
