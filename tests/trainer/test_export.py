@@ -1,12 +1,10 @@
-"""A root, an export of it, and an import of that train alike: the same batches bit by bit, the same losses."""
+"""A root, an export of it, and an import of that train alike: the same losses and gradients bit by bit."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from cache.order.schedule import BatchSchedule
 from cache.sets.exporter import Exporter
 from cache.sets.importer import Importer
 from cache.sets.set_lookup import find_set
@@ -16,7 +14,6 @@ from schemas.cli.console import DAMAGE, OK, Options
 from schemas.config.pipeline import Config
 from tests.trainer.runs import quiet
 from trainer.__main__ import run
-from trainer.data import BatchLoader
 from trainer.run import metrics
 
 
@@ -58,32 +55,8 @@ def three(ready, tmp_path: Path, request) -> list[Config]:
     return [config, exported, at(config, str(tmp_path / "import" / "sets" / "set1"), "imported")]
 
 
-def flat(feed: BatchLoader, step: int) -> list:
-    data = feed.step(step)
-    values: list = [data.step, data.epoch, data.buckets]
-    for part in data.micro_batches:
-        for value in (*vars(part.batch).values(), part.noise_BCTHW, part.uniform_B):
-            values.append((value.dtype, value.shape, value.tolist()) if isinstance(value, torch.Tensor) else value)
-    return values
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "three", [("t2i", "arrow"), ("i2i", "webdataset"), ("i2v", "arrow"), ("sana", "webdataset")], indirect=True
-)
-def test_batches_are_the_same_bit_by_bit(three: list[Config]) -> None:
-    sets = [found(config) for config in three]
-    assert len({type(data).__name__ for data in sets}) == 2
-    feeds = [BatchLoader(data, BatchSchedule(data.spans, 5, 2, 4), 0.3) for data in sets]
-    for step in range(feeds[0].schedule.micro_batches_per_epoch):
-        expected, *others = [flat(feed, step) for feed in feeds]
-        assert others == [expected, expected]
-    assert sets[0].validation == sets[1].validation == sets[2].validation
-    assert {data.id for data in sets} == {"set1"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("three", [("t2i", "arrow")], indirect=True)
+@pytest.mark.parametrize("three", [("t2i", "arrow"), ("i2v", "webdataset")], indirect=True)
 def test_losses_are_the_same(three: list[Config]) -> None:
     losses = []
     for config in three:

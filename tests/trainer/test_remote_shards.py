@@ -1,6 +1,5 @@
 """Training on a set in an S3 store, through copies of its shards: as on a disk, killed, damaged, by two ranks."""
 
-import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from cache.store.bad_answers import ANSWERS
 from cache.store.store import Store
 from cache.supply.limited_shards import SupplyError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, USAGE
+from schemas.errors import USAGE
 from tests.forms import long
 from tests.processes import kill_when
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
-from tests.trainer.runs import lines, on_two_ranks, program
+from tests.trainer.runs import lines, program
 from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -119,36 +117,6 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)
     assert [path for path in remote.copies if path.suffix == ".tmp"] == []
-
-
-def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
-    """After ANSWERS fetches, with the row, by the remote name; nothing is trained on it."""
-    name = next(name for name in remote.shards if name.startswith("latents"))
-    path = Path(remote.here.root) / name
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
-    Store(f"s3://{BUCKET}/work").publish_bytes(name, bytes(whole))
-    found = [program(config, tmp_path, capsys)[:2] for config in (remote.here, remote.config("far"))]
-    assert [code for code, _ in found] == [DAMAGE, DAMAGE]
-    (local,), (far,) = (report["damage"] for _, report in found)
-    assert far["path"] == f"s3://{BUCKET}/work/{name}" and local["path"] == str(path)
-    assert {key: far[key] for key in ("item", "row", "message")} == {
-        key: local[key] for key in ("item", "row", "message")
-    }
-    assert gets(s3).count(name) == ANSWERS
-
-
-@pytest.mark.long
-def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
-    local, far = remote.config("ranks-here", far=False, batch_size=1), remote.config("ranks", batch_size=1)
-    for config in (local, far):
-        path = tmp_path / f"{Path(config.output).parent.name}.json"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-        s3.reset()
-        on_two_ranks(path)
-    assert gets(s3) == sorted(remote.shards)
-    assert len(lines(far)) == 8 and lines(far) == lines(local)
 
 
 @pytest.mark.long

@@ -8,12 +8,11 @@ import torch
 
 from cache.runs.best_step import best_evaluation
 from cache.store.store import Store
-from schemas.cli.console import OK
 from schemas.tables import SAMPLES_SCHEMA
 from tests.stages.planning.draft_plans import config as plan_config
 from tests.stages.planning.draft_plans import planned, row
 from tests.trainer.run.test_resume import kill_at
-from tests.trainer.runs import check_result, lines, on_ranks, opened, plan_batches, train, trained_weights, write
+from tests.trainer.runs import lines, opened, plan_batches, train, trained_weights
 from trainer.run import metrics, resume
 from trainer.run.resume import ResumeError
 
@@ -157,17 +156,3 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         return
     with pytest.raises(ResumeError, match=said[case]):
         train(longer)
-
-
-def test_two_processes_go_on_as_one_does(make_config, make_set, made, tmp_path) -> None:
-    common = {"on_new_data": "continue", "checkpoint_every": 2}
-    for number, steps in enumerate((2, 5)):
-        alone = make_config("t2i", name="alone", steps=steps, accumulate=2, **common)
-        two = make_config("t2i", name="two", steps=steps, **common)
-        for config in (alone, two):
-            write_set(make_set, made, config, f"set{number}", seed=number)
-        train(alone)
-        path = write(two, tmp_path)
-        assert on_ranks(path, (OK, OK))["done"] == (2, 3)[number]
-    assert lines(two) == pytest.approx(lines(alone), rel=2e-4)
-    check_result(two, alone)
