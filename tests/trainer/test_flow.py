@@ -9,7 +9,6 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from schemas.config.objective import Loss
 from trainer.batch import Batch, pad_text
@@ -198,16 +197,3 @@ def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     at = 1 / (1 + math.sqrt(gamma))
     assert loss_weight(settings, SIGMA).max().item() == pytest.approx((1 - at) ** 2, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"huber_c": 0.2}, "option of type huber or smooth_l1, and type is mse"),
-        ({"snr_gamma": 1.0}, "option of weighting min_snr"),
-        ({"type": "huber", "huber_c": 2.0, "huber_schedule": "snr"}, "at most 1"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(given: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Loss(**given)

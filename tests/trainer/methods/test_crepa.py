@@ -175,26 +175,6 @@ def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
             again.load_state(crafted)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"weight_end": 2.0, "schedule": "linear"}, "weight_end"),
-        ({"decay_steps": 5}, "option of schedule linear or cosine or polynomial, and schedule is constant; remove it"),
-        ({"weight_end": 0.1}, "schedule is constant; remove it"),
-        ({"power": 2.0, "schedule": "cosine"}, "option of schedule polynomial, and schedule is cosine; remove it"),
-        ({"similarity_ema_decay": 0.9}, "no effect without similarity_threshold; set that, or remove this"),
-        ({"threshold_mode": "recoverable"}, "no effect without similarity_threshold; set that, or remove this"),
-        ({"adjacent_distance": 0, "adjacent_tau": 2.0}, "no effect with adjacent_distance 0, .*raise that, or remove"),
-        ({"adjacent_distance": 0, "cumulative_neighbors": True}, "no effect with adjacent_distance 0"),
-        ({"schedule": "step"}, "schedule"),
-        ({"weight": 0.0}, "weight"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        CREPA(**options)
-
-
 # --- runs ---
 
 

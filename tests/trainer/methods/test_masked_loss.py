@@ -6,7 +6,6 @@ import torch
 from pydantic import ValidationError
 
 from schemas.cli.console import Options, run_program
-from schemas.config.methods import MaskedLoss
 from schemas.errors import USAGE
 from tests.trainer.runs import prepared, write
 from trainer import flow
@@ -135,24 +134,6 @@ def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> No
         make_set(config, items, null, prompts)
         found[name] = first_loss(config)
     assert found["all"] == pytest.approx(found["plain"], rel=1e-6) and found["none"] == 0 < found["plain"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"unmasked_weight": 1.0, "normalize_area": True}, "no effect with unmasked_weight 1: .*lower that, or remove"),
-        *(
-            (
-                {"unmasked_probability": 1.0, name: value},
-                "no effect with unmasked_probability 1, .*lower that, or remove",
-            )
-            for name, value in (("unmasked_weight", 0.5), ("normalize_area", True), ("prior_weight", 1.0))
-        ),
-    ],
-)
-def test_options_without_effect_are_refused(options, said) -> None:
-    with pytest.raises(ValidationError, match=said):
-        MaskedLoss(**options)
 
 
 def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, tmp_path, capsys, monkeypatch) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from pydantic import ValidationError
 
 from schemas.config.methods import ScheduledSampling
 from schemas.identity import derive_seed
@@ -126,25 +125,6 @@ def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:
         assert near.max() == 3 and near[-1] == 0, "50 steps from noise to data: none before the noise itself"
     assert found["biased_early"][1] > found["uniform"][1] > found["biased_late"][1] > 0
     assert found["biased_early"][4] < found["uniform"][4] < found["biased_late"][4]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"ramp_shape": "cosine"}, "no effect without ramp_steps; set that, or remove this"),
-        ({"ramp_shape": "cosine", "start_step": 9}, "no effect without ramp_steps; set that, or remove this"),
-        ({"prob_start": 0.1}, "no effect without start_step and ramp_steps, .*set one of them, or remove this"),
-        (
-            {"strategy": "biased_late", "max_step_offset": 1},
-            "no effect with max_step_offset 1, .*raise that, or remove",
-        ),
-    ],
-)
-def test_options_without_effect_are_refused(options, said) -> None:
-    with pytest.raises(ValidationError, match=said):
-        ScheduledSampling(**options)
-    for ramp in ({"ramp_steps": 9, "ramp_shape": "cosine"}, {"start_step": 9}):
-        assert ScheduledSampling(prob_start=0.1, **ramp).prob_start == 0.1
 
 
 def module_of_sana():

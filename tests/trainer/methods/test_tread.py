@@ -184,19 +184,6 @@ def test_shares_are_of_decimal_numbers_rounded_down() -> None:
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    ("routes", "words"),
-    [
-        ([{"selection_ratio": 1.0, "start_layer_idx": 0, "end_layer_idx": 1}], "less than 1"),
-        ([{"selection_ratio": 0.5, "start_layer_idx": 3, "end_layer_idx": 1}], "1 is before start_layer_idx"),
-        ([], "at least 1 item"),
-    ],
-)
-def test_what_is_wrong_in_any_transformer_is_refused_with_the_configuration(make_config, routes, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_config("t2i", methods={"tread": {"routes": routes}})
-
-
 def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
     with pytest.raises(ValueError, match="for the convolution inside of a block of sana"):
         make_config("sana", compile="blocks", methods={"tread": {"routes": ROUTES[:1]}})

@@ -176,26 +176,3 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     assert torch.equal(output(kind, pipeline(kind, tmp_path).transformer), output(kind, model.eval()))
     with pytest.raises(ValueError, match="'attn1' matches no module with weights"):
         make_trainable(model, sana, Adapter(type="full", targets=["attn1"]))
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"type": "full", "dora": True}, "it is an option of type lora, and type is full"),
-        ({"type": "full", "alpha": 8}, "it is an option of type lora or lokr, and type is full"),
-        ({"type": "lokr", "dropout": 0.1}, "option of type lora, and type is lokr"),
-        ({"decompose_factor": 4}, "it is an option of type lokr"),
-        ({"init_weights": "pissa", "dora": True}, "which DoRA has no place for"),
-        ({"init_weights": "orthogonal", "rank": 3}, "orthogonal needs even ranks"),
-        ({"rank_pattern": {"(": 3}}, "is not a regular expression"),
-        ({"dora": True, "formats": ["diffusers", "comfyui"]}, "no place for DoRA's magnitudes"),
-        (
-            {"init": "a.safetensors", "rank_pattern": {"a": 2}, "init_weights": "pissa"},
-            "file; remove rank_pattern, init_w",
-        ),
-        ({"init": "a.safetensors", "type": "full"}, "only with type: lora or lokr"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        Adapter(**given)

@@ -78,23 +78,6 @@ def test_every_nth_block_is_computed_again(ready) -> None:
         assert sorted(began[len(blocks) :]) == [*range(0, len(blocks), interval)]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"offload": {"blocks": True}, "adapter": {"type": "full"}}, "adapter.type full trains all"),
-        ({"offload": {"blocks": True}, "gradient_checkpointing": False}, "set gradient_checkpointing to true"),
-        ({"gradient_checkpointing": False, "gradient_checkpointing_interval": 2}, "it is for gradient_checkpointing"),
-        ({"offload": {"blocks": True}, "gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval to 1"),
-        ({"offload": {"blocks": True, "to": "disk"}}, "trained ones would be lost; use host"),
-        ({"offload": {"streams": True}}, "streams copy blocks: set blocks to true"),
-        ({"offload": {"blocks_per_group": 2}}, "blocks_per_group: is of block offload"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(make_config, options, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_config("t2i", **options)
-
-
 @pytest.mark.slow
 def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_config, capsys) -> None:
     for options, words in (

@@ -8,7 +8,6 @@ import torch
 
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
-from schemas.config.training import Train
 from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights, write
@@ -186,26 +185,6 @@ def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
 
 
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"base_precision": "nf4-bnb", "adapter": {"type": "full"}},
-            r"to lora \(LoRA\) or lokr \(LoKr\)",
-        ),
-        (
-            {"base_precision": "int8-quanto", "adapter": {"dora": True}},
-            "to int8-torchao or nf4-bnb, or adapter.dora to false",
-        ),
-        ({"base_precision": "fp8-torchao", "adapter": {"init_weights": "pissa"}}, "could not hold the rest"),
-        ({"base_precision": "bf16", "adapter": {"type": "full"}}, "full set weight_precision to bfloat16"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
-        Train.model_validate(settings)
 
 
 def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(

@@ -161,19 +161,6 @@ def test_one_process_has_nothing_to_share(make_config, make_set, tmp_path, capsy
     assert code == OK and "the model is whole and not sharded" in said
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        ({"offload": {"blocks": True}}, "use parallel.cpu_offload"),
-        ({"base_precision": "nf4-bnb", "adapter": {"dora": True}}, "peft sets base weights"),
-        ({"parallel": FSDP | {"gradient_compression": "bfloat16"}}, "it is an option of strategy ddp"),
-    ],
-)
-def test_what_sharded_models_can_not_do_is_refused(make_config, other, reason) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make_config(**{"parallel": FSDP, **other})
-
-
 FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2})
 
 
