@@ -165,10 +165,3 @@ def on_ranks(
 
 def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = None, code: int = OK) -> dict:
     return on_ranks(path, (code, code), signalled)
-
-
-def program(config, tmp_path: Path, capsys, values: dict | None = None, **options) -> tuple[int, dict, str]:
-    """Exit code, report, and what was said. values: of the program's own options."""
-    code = run_program("train", program_run, Options(write(config, tmp_path), json=True, **options), values or {})
-    said = capsys.readouterr()
-    return code, json.loads(said.out or "{}"), said.err

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas.cli.console import Console
 from schemas.errors import OK
-from tests.trainer.runs import LOADS, prepared, program
+from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
 from trainer.attention import find_problem
 from trainer.run.run_state import RunError
@@ -107,11 +107,11 @@ def test_what_can_not_be_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_whether_a_backend_can_be_used(ready, tmp_path, capsys, monkeypatch) -> None:
+def test_a_dry_run_says_whether_a_backend_can_be_used(ready, program, monkeypatch) -> None:
     """And goes on, as it may be asked on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
     config = ready("t2i", attention_backend="flash", validation=validation)
-    code, report, said = program(config, tmp_path, capsys, dry_run=True)
+    code, report, said = program(config, dry_run=True)
     keys = ("option", "backend", "device", "usable")
     expected = [("train.attention_backend", "flash", False), ("validation.attention_backend", "_native_flash", True)]
     rows = [dict(zip(keys, (option, backend, "cpu", usable), strict=True)) for option, backend, usable in expected]
@@ -121,7 +121,7 @@ def test_a_dry_run_says_whether_a_backend_can_be_used(ready, tmp_path, capsys, m
     assert "Please install `flash-attn" in said and "Training here would end with that. Install what it needs" in said
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda:7"})})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    code, report, said = program(config, tmp_path, capsys, dry_run=True)
+    code, report, said = program(config, dry_run=True)
     assert code == OK and report["details"]["attention"] == []
     assert "not tried: device cuda:7 was asked for and this torch" in " ".join(said.split())
 

@@ -17,7 +17,7 @@ from tests.forms import long
 from tests.processes import kill_when
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
-from tests.trainer.runs import lines, program
+from tests.trainer.runs import lines
 from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -70,14 +70,14 @@ def gets(s3: S3Server) -> list[str]:
 
 
 @pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
-def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, tmp_path, capsys) -> None:
+def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
     """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""
-    assert program(remote.here, tmp_path, capsys)[0] == OK
+    assert program(remote.here)[0] == OK
     wanted = lines(remote.here), lines(remote.here, "eval_loss")
     assert len(wanted[0]) == 8 and len(wanted[1]) == 3
     first = remote.config("first")
     s3.reset()
-    assert program(first, tmp_path, capsys)[0] == OK
+    assert program(first)[0] == OK
     assert (lines(first), lines(first, "eval_loss")) == wanted
     assert gets(s3) == sorted(remote.shards), "whole shards, each once, and no rows"
     assert len(s3.requests) <= FIXED + len(remote.shards)
@@ -88,13 +88,13 @@ def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, 
     damaged.write_bytes(whole)
     second = remote.config("second")
     s3.reset()
-    assert program(second, tmp_path, capsys)[0] == OK
+    assert program(second)[0] == OK
     assert (lines(second), lines(second, "eval_loss")) == wanted
     assert len({name.partition(".")[0] for name in gets(s3)}) == 1 and fetched(second) <= 1
 
 
-def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
-    assert program(remote.here, tmp_path, capsys)[0] == OK
+def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
+    assert program(remote.here)[0] == OK
     arrived = threading.Semaphore(0)
     config = remote.config("killed", checkpoint_every=1, local_cache={"downloads": 1})
     seen = set[str]()
@@ -109,11 +109,11 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
         return "cut" if late else ""
 
     killing, s3.answer = True, notice
-    kill_when(arrived, lambda: program(config, tmp_path, capsys))
+    kill_when(arrived, lambda: program(config))
     killing = False
     done = len(lines(config))
     assert [path.suffix for path in remote.copies].count(".arrow") == 2 * PARTS - 1
-    code, report, _ = program(config, tmp_path, capsys)
+    code, report, _ = program(config)
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)
     assert [path for path in remote.copies if path.suffix == ".tmp"] == []
@@ -121,13 +121,13 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", 12)], indirect=True)
-def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, capsys) -> None:
+def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, program) -> None:
     """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is looked at all
     the while; each shard is fetched about once in an epoch at most."""
     order = {"shuffle_shards": 2, "batch_size": 1, "steps": 48, "reading": {"threads": 1}}
     total = sum((Path(remote.here.root) / name).stat().st_size for name in remote.shards)
     local = remote.config("local-order", far=False, **order)
-    assert program(local, tmp_path, capsys)[0] == OK
+    assert program(local)[0] == OK
     config = remote.config("order", local_cache={"max_gb": 0.7 * total / 1e9}, **order)
     most, ended = 0, threading.Event()
 
@@ -140,7 +140,7 @@ def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, caps
     watcher = threading.Thread(target=watch)
     watcher.start()
     s3.reset()
-    code, _, said = program(config, tmp_path, capsys)
+    code, _, said = program(config)
     ended.set()
     watcher.join()
     assert code == OK and "In an order over the whole set" not in said
@@ -148,21 +148,21 @@ def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, caps
     assert 0 < most <= 0.7 * total and len(remote.shards) < len(gets(s3)) <= 5 * len(remote.shards)
 
 
-def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, capsys) -> None:
+def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, program) -> None:
     sizes = {name: (Path(remote.here.root) / name).stat().st_size for name in remote.shards}
     config = remote.config("small", local_cache={"max_gb": max(sizes.values()) / 1e9})
-    code, report, said = program(config, tmp_path, capsys)
+    code, report, said = program(config)
     assert code == USAGE and "loading the transformer" not in said
     assert "train.local_cache.max_gb" in report["error"]["message"] and "read at a time" in str(report)
     config = remote.config("large", local_cache={"max_gb": 1e6})
-    code, report, _ = program(config, tmp_path, capsys)
+    code, report, _ = program(config)
     assert code == USAGE and "has room for" in report["error"]["message"]
     # Less than the set, and enough for the steps: a warning with the rate that the order needs.
     total = sum(sizes.values())
     config = remote.config(
         "warned", batch_size=1, reading={"threads": 1}, local_cache={"max_gb": 0.99 * total / 1e9}, steps=2
     )
-    code, report, said = program(config, tmp_path, capsys)
+    code, report, said = program(config)
     assert code == OK and "In an order over the whole set" in said and "MB a step" in said
     assert "Set train.shuffle_shards: 2, or raise max_gb" in said
     assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
 from cache.store.damage import DamageError
-from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
+from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
 from schemas.config.validation import Validation
 from tests.trainer.runs import (
     check_result,
@@ -26,14 +26,12 @@ from tests.trainer.runs import (
     on_two_ranks,
     opened,
     prepared,
-    program,
     train,
     trained_weights,
     write,
 )
 from trainer import flow, validation
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.reading import BatchReader
 from trainer.run import metrics
 from trainer.setup.optimizers import DivergedError
@@ -121,8 +119,7 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     make_set(alone, items, null, prompts)
     make_set(two, items, null, prompts)
     train(alone)
-    path = write(two, tmp_path)
-    assert on_two_ranks(path)["done"] == 4, "one report, from rank 0"
+    assert on_two_ranks(write(two, tmp_path))["done"] == 4, "one report, from rank 0"
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     assert len(list(entered.iterdir())) == 3, "this process and both ranks"
     rows = metrics.read_metrics(two.run_folder / "metrics.jsonl")
@@ -283,7 +280,7 @@ def flip(config) -> None:
 
 
 @pytest.mark.slow
-def test_damage_stops_training_before_a_gradient(ready, tmp_path, monkeypatch, capsys) -> None:
+def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) -> None:
     config = ready("t2i", steps=12, checkpoint_every=1)
     flip(config)
     seen: list[str] = []
@@ -298,9 +295,8 @@ def test_damage_stops_training_before_a_gradient(ready, tmp_path, monkeypatch, c
     with pytest.raises(DamageError) as caught:
         train(config)
     assert caught.value.id is not None and caught.value.id not in seen
-    path = write(config, tmp_path)
-    assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
-    report = json.loads(capsys.readouterr().out)
+    code, report, _ = program(config)
+    assert code == DAMAGE
     damage = report["damage"][0]
     assert damage["item"] == caught.value.id and f"row {caught.value.row}" in damage["message"]
     (step,) = report["next_steps"]
@@ -327,9 +323,9 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_conf
         train(other)
 
 
-def test_dry_run_says_what_would_be_trained(ready, tmp_path, capsys) -> None:
+def test_dry_run_says_what_would_be_trained(ready, program) -> None:
     config = ready("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
-    code, report, _ = program(config, tmp_path, capsys, dry_run=True)
+    code, report, _ = program(config, dry_run=True)
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
@@ -340,20 +336,18 @@ def test_dry_run_says_what_would_be_trained(ready, tmp_path, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_trains_and_reports(ready, make_config, tmp_path, capsys) -> None:
+def test_the_program_trains_and_reports(ready, make_config, program) -> None:
     config = ready("t2i", steps=2)
-    code, report, _ = program(config, tmp_path, capsys)
+    code, report, _ = program(config)
     assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
-    assert program(config, tmp_path, capsys)[1]["skipped"] == 2
+    assert program(config)[1]["skipped"] == 2
     missing = make_config("sana", name="work")
-    code, report, _ = program(missing, tmp_path, capsys)
+    code, report, _ = program(missing)
     assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 
-def test_what_may_not_be_meant_is_said(ready, tmp_path, capsys) -> None:
+def test_what_may_not_be_meant_is_said(ready, program) -> None:
     config = ready("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
-    path = write(config, tmp_path)
-    run_program("train", program_run, Options(path, dry_run=True))
-    said = capsys.readouterr().err
+    said = program(config, dry_run=True)[2]
     assert "96x64 (4)" in said and "train.batch_size: 4;" in said
     assert "validation prompts new are not in set set1" in said and "latentpress run" in said

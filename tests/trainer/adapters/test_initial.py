@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from schemas.cli.console import OK, USAGE
 from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random, trained
-from tests.trainer.runs import LOADS, program
+from tests.trainer.runs import LOADS
 from trainer.adapters.header import AdapterError
 from trainer.memory.estimate import estimate_memory
 from trainer.setup import adapters, export
@@ -25,11 +25,11 @@ SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "sana"])
-def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config, tmp_path, capsys, kind) -> None:
+def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config, program, tmp_path, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 10}
     formats = ["diffusers", "comfyui"]
     first = ready(kind, steps=3, validation=look, adapter={**SETTINGS, "formats": formats})
-    code, report, _ = program(first, tmp_path, capsys)
+    code, report, _ = program(first)
     assert code == OK
     run = first.run_folder
     ended = report["details"]["eval_loss"]["last"]
@@ -45,7 +45,7 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
     for name, init in (("ours", run), ("comfyui", run / "adapter" / "comfyui_lora.safetensors"), ("bare", bare)):
         settings: dict = {"init": str(init)}
         config = make_config(kind, run=name, steps=1, validation=look, adapter=settings)
-        code, report, _ = program(config, tmp_path, capsys)
+        code, report, _ = program(config)
         assert code == OK and report["details"]["eval_loss"]["first"] == pytest.approx(ended, rel=1e-5)
         assert "rank" not in YAML(typ="safe").load(run.with_name(name) / "config.yaml")["train"]["adapter"]
     # A dry run counts the file's ranks.
@@ -55,20 +55,18 @@ def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config,
     # The same file elsewhere goes on; another one, or none, does not.
     moved = bare.rename(tmp_path / "moved.safetensors")
     settings |= {"init": str(moved)}
-    code, report, _ = program(
-        make_config(kind, run="bare", steps=2, validation=look, adapter=settings), tmp_path, capsys
-    )
+    code, report, _ = program(make_config(kind, run="bare", steps=2, validation=look, adapter=settings))
     assert code == OK and report["done"] == 1 and report["skipped"] == 1
     save_file({key: value * 2 for key, value in held.items()}, moved)
     for init in (str(moved), None):
         config = make_config(kind, run="bare", steps=3, validation=look, adapter={**settings, "init": init})
-        code, report, said = program(config, tmp_path, capsys)
+        code, report, said = program(config)
         assert code == USAGE and "train.adapter.init is another adapter, or none" in report["error"]["message"]
         assert "loading the transformer" not in said and "Set train.adapter.init back" in report["error"]["next_step"]
 
 
 @pytest.mark.slow
-def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, tmp_path, capsys) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, program, tmp_path) -> None:
     """Before a model is loaded."""
     make_set(make_config("sana"))
     name, file = "transformer.transformer_blocks.0.attn1.to_q", tmp_path / "a.safetensors"
@@ -80,7 +78,7 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, tmp_path
         ({"init": str(tmp_path / "absent")}, "absent is not there"),
     ):
         config = make_config("sana", adapter={"init": str(file), **settings})
-        code, report, log = program(config, tmp_path, capsys, dry_run=True)
+        code, report, log = program(config, dry_run=True)
         assert code == USAGE and said in report["error"]["message"] and "loading" not in log
     save_file(held, file)
     for settings, said in (
@@ -89,19 +87,19 @@ def test_an_adapter_that_does_not_fit_is_refused(make_config, make_set, tmp_path
     ):
         config = make_config("sana", adapter={"init": str(file), **settings})
         for dry in (True, False):
-            code, report, log = program(config, tmp_path, capsys, dry_run=dry)
+            code, report, log = program(config, dry_run=dry)
             assert code == USAGE and said in report["error"]["message"] and LOADS not in log
 
 
 @pytest.mark.slow
-def test_a_format_that_is_added_later_is_written_without_a_step(ready, make_config, tmp_path, capsys) -> None:
+def test_a_format_that_is_added_later_is_written_without_a_step(ready, make_config, program) -> None:
     config = ready("t2i", steps=1, adapter={"rank": 2})
-    assert program(config, tmp_path, capsys)[0] == OK
+    assert program(config)[0] == OK
     both = make_config("t2i", steps=1, adapter={"rank": 2, "formats": ["diffusers", "comfyui"]})
-    code, report, _ = program(both, tmp_path, capsys)
+    code, report, _ = program(both)
     assert code == OK and (report["done"], report["skipped"]) == (0, 1)
     assert (config.run_folder / "adapter" / "comfyui_lora.safetensors").exists()
-    assert "loading" not in program(both, tmp_path, capsys)[2]
+    assert "loading" not in program(both)[2]
 
 
 BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_pattern": {r".*\.0\..*": 3.0}}

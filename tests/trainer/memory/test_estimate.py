@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from examples.tiny_shapes import KINDS, SHAPES
-from schemas.cli.console import OK, Options, run_program
+from schemas.cli.console import OK
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from tests.trainer.runs import moved, write
-from trainer.__main__ import run as program_run
 from trainer.families.base import module_of
 from trainer.memory.card_fit import RESERVED, explain_fit, find_card, try_changes
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
@@ -73,15 +72,13 @@ LONG_GRID = {
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_it_and_loads_nothing(ready, tmp_path, capsys) -> None:
+def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
     shown = {}
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
         config = ready("i2v", name=name, **options)
-        path = write(config, tmp_path / f"{name}.yaml")
-        assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
-        said = capsys.readouterr()
-        details = json.loads(said.out)["details"]
-        assert "loading the transformer" not in said.err and details["memory_of_bucket"] == "96x64@5"
+        code, report, said = program(config, dry_run=True)
+        details = report["details"]
+        assert code == OK and "loading the transformer" not in said and details["memory_of_bucket"] == "96x64@5"
         shown[name] = {row["part"]: row["mib"] for row in details["memory"]}
         assert [*shown[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
     assert shown["more"]["activations"] > shown["less"]["activations"]
@@ -169,17 +166,15 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_fit_the_card(ready, tmp_path, capsys, monkeypatch) -> None:
+def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> None:
     config = ready("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
-    path = write(config, tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     def said(size: int) -> str:
         card = SimpleNamespace(name="a small card", total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-        assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
-        return " ".join(capsys.readouterr().err.split())
+        return " ".join(program(config, dry_run=True)[2].split())
 
     shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
     length = config.text.max_length or config.model.template.max_length

@@ -19,7 +19,6 @@ from tests.trainer.runs import (
     lines,
     move_adapter,
     prepared,
-    program,
     train,
     trained_weights,
 )
@@ -208,15 +207,15 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
 
 
 def test_what_can_not_be_aligned_is_refused_before_a_model_is_loaded(
-    ready, make_config, make_set, made, tmp_path, capsys
+    ready, make_config, make_set, made, program
 ) -> None:
     config = ready("t2i", methods={"crepa": {"block_index": 0}})
-    code, _, said = program(config, tmp_path, capsys)
+    code, _, said = program(config)
     said = " ".join(said.split())
     assert code == USAGE and "train.methods.crepa needs vision, which no sample of set set1 has" in said
     assert "vision.model" in said and "latentpress run" in said
     config = make_config("t2i", name="deep", methods={"crepa": {}})
     make_set(config, *with_features(made, config))
-    code, _, said = program(config, tmp_path, capsys)
+    code, _, said = program(config)
     assert code == USAGE and LOADS not in said
     assert "train.methods.crepa.block_index: 8 is outside of the transformer's blocks, 0 to 1" in " ".join(said.split())

@@ -5,12 +5,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from schemas.cli.console import Options, run_program
 from schemas.errors import USAGE
-from tests.trainer.runs import prepared, write
+from tests.trainer.runs import prepared
 from trainer import flow
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.run import metrics
 from trainer.timesteps import sample_sigma
 
@@ -136,12 +134,10 @@ def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> No
     assert found["all"] == pytest.approx(found["plain"], rel=1e-6) and found["none"] == 0 < found["plain"]
 
 
-def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, tmp_path, capsys, monkeypatch) -> None:
+def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, program, monkeypatch) -> None:
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
     config = ready("t2i", methods={"masked_loss": {}})
-    path = write(config, tmp_path)
     for dry_run in (True, False):
-        assert run_program("train", program_run, Options(path, dry_run=dry_run)) == USAGE
-        said = capsys.readouterr().err
-        assert "train.methods.masked_loss needs mask, which no sample of set set1 has" in said
+        code, _, said = program(config, dry_run=dry_run)
+        assert code == USAGE and "train.methods.masked_loss needs mask, which no sample of set set1 has" in said
         assert "mask_data" in said and "latentpress run" in said

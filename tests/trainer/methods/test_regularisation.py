@@ -115,8 +115,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     for config in (alone, two, cut):
         make_set(config, items, *others)
     train(alone)
-    path = write(two, tmp_path)
-    assert on_two_ranks(path)["done"] == 2
+    assert on_two_ranks(write(two, tmp_path))["done"] == 2
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
     if strategy == "fsdp2":
         return

@@ -19,7 +19,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
-from tests.trainer.runs import LOADS, lines, prepared, program, train
+from tests.trainer.runs import LOADS, lines, prepared, train
 from trainer import train as loop
 from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
@@ -196,9 +196,7 @@ def test_masks_that_keep_tokens_are_used(make_config) -> None:
         assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == said
 
 
-def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(
-    ready, make_config, tmp_path: Path, capsys
-) -> None:
+def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(ready, make_config, program) -> None:
     ready("sana")
     for (start, end), more, words in (
         ((1, 3), [], "routes.0.end_layer_idx: 3 is outside of the transformer's blocks, 0 to 2"),
@@ -209,6 +207,6 @@ def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_load
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
         for options in ({"dry_run": True}, {}):
-            code, _, said = program(refused, tmp_path, capsys, **options)
+            code, _, said = program(refused, **options)
             assert code == USAGE and f"train.methods.tread.{words}" in said and LOADS not in said
             assert "has 3 blocks; correct" in said

@@ -1,6 +1,5 @@
 """Shards whose checksums are right and whose tensors can't be trained on: each is named, before a gradient."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +7,7 @@ import pytest
 
 from cache.sets.set_lookup import find_set
 from cache.store.damage import DamageError
-from schemas.cli.console import DAMAGE, Options, run_program
-from tests.trainer.runs import write
-from trainer.__main__ import run as program_run
+from schemas.cli.console import DAMAGE
 from trainer.run import metrics
 
 
@@ -128,15 +125,14 @@ def narrow(items, null, prompts) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("craft", [no_text, swapped, not_a_number, narrow])
-def test_training_ends_as_damage_does(make_config, make_set, made, tmp_path, capsys, craft) -> None:
+def test_training_ends_as_damage_does(make_config, make_set, made, program, craft) -> None:
     """Not one step was taken on it. Texts of another width than the transformer reads are damage to it as well."""
     config = make_config("t2i", steps=40, caption_dropout=0.0, validation={"eval_samples": 0})
     items, null, prompts = made.mixed_items(config)
     craft(items, null, prompts)
     make_set(config, items, null, [])
-    path = write(config, tmp_path)
-    assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
-    report = json.loads(capsys.readouterr().out)
+    code, report, _ = program(config)
+    assert code == DAMAGE
     damage = report["damage"][0]
     assert damage["item"].startswith("set1-") and f"row {damage['row']}: " in damage["message"]
     assert "--repair" in report["next_steps"][0]

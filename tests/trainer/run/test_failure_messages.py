@@ -12,7 +12,7 @@ import torch
 from cache.store.files import StoreError
 from schemas.cli.console import INCOMPLETE, OK, USAGE
 from tests.processes import in_child
-from tests.trainer.runs import moved, program, train
+from tests.trainer.runs import moved, train
 from trainer import train as loop
 from trainer.run import checkpoint, run_state
 from trainer.run.output_folder import DeviceOutOfMemory
@@ -29,14 +29,14 @@ from trainer.run.output_folder import DeviceOutOfMemory
     ],
 )
 def test_a_config_that_diffusers_cant_use_is_named(
-    make_config, make_set, checkpoints, tmp_path, capsys, kind, key, value, dry_run
+    make_config, make_set, checkpoints, program, tmp_path, kind, key, value, dry_run
 ) -> None:
     config, folder = make_config(kind), shutil.copytree(checkpoints(kind), tmp_path / "model")
     make_set(config)
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     config = moved(config, folder)
-    code, report, _ = program(config, tmp_path, capsys, dry_run=dry_run)
+    code, report, _ = program(config, dry_run=dry_run)
     assert code == INCOMPLETE
     assert "transformer/config.json has a value that no model can be made with" in report["error"]["message"]
     assert "replace it" in report["error"]["next_step"]
@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
-def test_killed_while_the_result_is_saved(ready, monkeypatch, tmp_path, capsys, kind, adapter) -> None:
+def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, adapter) -> None:
     """The next start saves it, trains nothing again, and the one after that does nothing."""
     config = ready(kind, steps=2, adapter=adapter)
 
@@ -84,9 +84,9 @@ def test_killed_while_the_result_is_saved(ready, monkeypatch, tmp_path, capsys, 
         train(config)
 
     assert in_child(work) == 7
-    assert program(config, tmp_path, capsys, dry_run=True)[1]["skipped"] == 2
+    assert program(config, dry_run=True)[1]["skipped"] == 2
     for _ in range(2):
-        code, report, _ = program(config, tmp_path, capsys)
+        code, report, _ = program(config)
         assert (code, report["done"], report["skipped"]) == (OK, 0, 2)
     assert json.loads((config.run_folder / "result.json").read_text())["step"] == 2
 
@@ -104,16 +104,16 @@ def test_no_memory_is_said_with_what_to_lower(ready, monkeypatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(ready, tmp_path, capsys, device) -> None:
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(ready, program, device) -> None:
     config = ready("t2i")
-    code, report, _ = program(config, tmp_path, capsys, device=device)
+    code, report, _ = program(config, device=device)
     assert code == USAGE and f"device {device} was asked for" in report["error"]["message"]
 
 
-def test_float16_is_refused(make_config, make_set, tmp_path, capsys) -> None:
+def test_float16_is_refused(make_config, make_set, program) -> None:
     """model.precision may name it, for the encoders; training would have to scale its loss."""
     config = make_config("t2i")
     config = config.model_copy(update={"model": config.model.model_copy(update={"precision": "float16"})})
     make_set(config)
-    code, report, _ = program(config, tmp_path, capsys, dry_run=True)
+    code, report, _ = program(config, dry_run=True)
     assert code == USAGE and "train.precision" in report["error"]["next_step"]

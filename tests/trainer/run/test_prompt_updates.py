@@ -13,7 +13,6 @@ from tests.trainer.runs import (
     lines,
     on_two_ranks,
     plan_batches,
-    program,
     quiet,
     train,
     trained_weights,
@@ -82,17 +81,17 @@ def test_prompts_that_are_not_encoded_are_named_once_with_the_command(train_besi
     assert "three, which are not encoded" in line and "`latentpress run --prompts`" in line
 
 
-def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, tmp_path, capsys) -> None:
+def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, program) -> None:
     whole = make_config("t2i", name="whole", steps=4, validation=LOOK)
     cut = make_config("t2i", name="cut", steps=2, validation=LOOK)
     items, null, prompts = made.mixed_items(whole)
     for config in (whole, cut):
         make_set(config, items, null, prompts)
-        assert program(config, tmp_path, capsys)[0] == OK
+        assert program(config)[0] == OK
     later = make_config("t2i", name="cut", steps=4, validation={**LOOK, "prompts": NEW, "size": ["64x64", "96x64"]})
     more = [made.Prompt("two", size, prompts[0].text) for size in ("64x64", "96x64")]
     make_set(later, items, null, [*prompts, *more], name="set2")
-    code, report, _ = program(later, tmp_path, capsys)
+    code, report, _ = program(later)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 2)
     assert shown(cut, 2) == ["one"]
     assert shown(cut, 4) == ["one", *(f"two_{size}_seed{seed}" for size in ("64x64", "96x64") for seed in (4, 5))]

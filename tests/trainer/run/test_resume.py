@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from schemas.cli.console import OK, Options, run_program
-from tests.trainer.runs import lines, moved, program, train, trained_weights
+from schemas.cli.console import OK
+from tests.trainer.runs import lines, moved, train, trained_weights
 from trainer import validation
-from trainer.__main__ import run as program_run
 from trainer.run import metrics
 from trainer.run.resume import ResumeError, write_manifest
 
@@ -92,19 +91,19 @@ def test_a_resumed_run_tells_every_step_once(ready) -> None:
         assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
 
 
-def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, tmp_path, capsys, monkeypatch) -> None:
+def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, program, monkeypatch) -> None:
     config = ready("t2i", steps=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
-    said = " ".join(program(config, tmp_path, capsys)[2].split())
+    said = " ".join(program(config)[2].split())
     assert "has 1.0 KiB, so that saving a checkpoint may fail; free space, or set `output`" in said
 
 
-def test_settings_that_changed_are_named_where_a_run_goes_on(ready, tmp_path, capsys) -> None:
+def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> None:
     config = ready("t2i", steps=1)
-    assert "changed since" not in program(config, tmp_path, capsys)[2]
+    assert "changed since" not in program(config)[2]
     optimizer = config.train.optimizer.model_copy(update={"lr": 0.25})
     later = config.train.model_copy(update={"steps": 2, "optimizer": optimizer})
-    code, _, log = program(config.model_copy(update={"train": later}), tmp_path, capsys)
+    code, _, log = program(config.model_copy(update={"train": later}))
     was = config.train.optimizer.lr
     assert code == OK and f"train.steps: 1, now 2; train.optimizer.lr: {was}, now 0.25" in " ".join(log.split())
 
@@ -158,19 +157,19 @@ def test_more_steps_go_on_and_other_terms_are_refused(ready, make_config) -> Non
         train(longer)
 
 
-def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_config, tmp_path, capsys) -> None:
+def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_config, program) -> None:
     config = ready("t2i", steps=3)
     train(config)
     saved = config.run_folder / "adapter" / "pytorch_lora_weights.safetensors"
     for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
         if lost:
             (config.run_folder / "result.json").unlink()
-        code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
+        code, report, _ = program(make_config("t2i", steps=2))
         assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
         with safe_open(saved, "pt") as file:
             assert file.metadata()["latentpress.steps"] == "3"
-    run_program("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
-    assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
+    said = program(make_config("t2i", steps=2), dry_run=True)[2]
+    assert "has done 3 steps, more than train.steps (2)" in said
 
 
 def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
@@ -197,7 +196,7 @@ def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
         train(other(tmp_path / "same"))
 
 
-def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(ready, make_config, tmp_path) -> None:
+def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(ready, make_config) -> None:
     """And the checkpoints that follow have the new one."""
     config = ready("t2i", steps=1)
     train(config)

@@ -10,7 +10,7 @@ from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
 from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
-from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights, write
+from tests.trainer.runs import LOADS, lines, on_two_ranks, train, trained_weights, write
 from trainer.run import run_state
 from trainer.run.resume import ResumeError
 from trainer.run.run_state import RunError
@@ -188,12 +188,12 @@ def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
 
 
 def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(
-    ready, make_config, tmp_path, capsys, monkeypatch
+    ready, make_config, program, monkeypatch
 ):
     config = ready("sana", base_precision="nf4-bnb")
 
     def refused(config) -> str:
-        code, report, said = program(config, tmp_path, capsys)
+        code, report, said = program(config)
         assert code == 2 and LOADS not in said, report
         return report["error"]["message"] + report["error"]["next_step"]
 
@@ -217,7 +217,7 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8-quanto", "int8-torchao", "nf4-bnb"])
-def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, tmp_path, name):
+def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, name):
     def config(run: str, **settings) -> Config:
         made = make_config("t2i", name=run, **{"base_precision": name, "checkpoint_every": 2, **settings})
         model = made.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
@@ -255,8 +255,7 @@ def test_two_processes_train_a_quantized_model_as_one(make_config, make_set, wid
         if run == "alone":
             train(config)
         else:
-            path = write(config, tmp_path)
-            assert on_two_ranks(path)["done"] == 2
+            assert on_two_ranks(write(config, tmp_path))["done"] == 2
         found.append((lines(config), lines(config, "grad_norm")))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4 if half else 1e-5)
     assert found[1][1] == pytest.approx(found[0][1], rel=2**-8 if half else 1e-4)

@@ -14,7 +14,7 @@ from schemas.errors import OK, USAGE
 from tests.forms import long
 from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
-from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train, write
+from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, train, write
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
 from trainer.setup import shard
@@ -136,8 +136,7 @@ def test_two_processes_share_a_model(
     make_set(alone)
     make_set(two)
     train(alone)
-    path = write(two, tmp_path)
-    assert on_ranks(path)["done"] == 2
+    assert on_ranks(write(two, tmp_path))["done"] == 2
     assert sharded.exists()
     rounded = "precision" in settings  # weights that differ in their last bits may be two bfloat16 numbers
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4 if rounded else 1e-5)
@@ -150,14 +149,14 @@ def test_two_processes_share_a_model(
     check_result(two, alone)
 
 
-def test_one_process_has_nothing_to_share(make_config, make_set, tmp_path, capsys) -> None:
+def test_one_process_has_nothing_to_share(make_config, make_set, program) -> None:
     common = {"steps": 1, "validation": {"eval_samples": 0, "every": 2}}
     plain, offloaded = (make_config(parallel=FSDP | more, **common) for more in ({}, {"cpu_offload": True}))
     make_set(plain)
-    code, report, said = program(offloaded, tmp_path, capsys)
+    code, report, said = program(offloaded)
     assert code == USAGE and LOADS not in said and "train.parallel.cpu_offload" in report["error"]["message"]
     assert "train.offload.blocks" in report["error"]["next_step"]
-    code, _, said = program(plain, tmp_path, capsys)
+    code, _, said = program(plain)
     assert code == OK and "the model is whole and not sharded" in said
 
 
