@@ -15,6 +15,10 @@ import torch
 
 from schemas.config.objective import Loss
 
+SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
+BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1
+BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - BELL_END
+
 
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
     """s u / (1 + (s - 1) u): monotonic from 0 to 1; the shift 1 / s is its inverse."""
@@ -54,11 +58,6 @@ def loss_per_sample(
         weight_BCTHW = weight_BTHW.float()[:, None]
         losses = losses * (weight_BCTHW if weight_BCTHW.shape[2] == 1 else weight_BCTHW[:, :, skip_frames:])
     return losses.flatten(1).mean(1)
-
-
-SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
-BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1
-BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - BELL_END
 
 
 def mse(error: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from trainer.run.new_data import Change
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
 PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+SHIFT_KEYS = ("shift", "flow_shift")  # of FlowMatchEulerDiscreteScheduler, and of the others
 
 
 @torch.no_grad()
@@ -187,9 +188,6 @@ def describe_sample(
         "steps": sample.steps,
         "guidance": sample.guidance,
     }
-
-
-SHIFT_KEYS = ("shift", "flow_shift")  # of FlowMatchEulerDiscreteScheduler, and of the others
 
 
 def load_scheduler(source: str, revision: str | None = None, shift: float | None = None) -> Any:

@@ -72,6 +72,12 @@ _OTHER_KINDS = {
     "text_encoder": "an adapter of a text encoder",
 }
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
+#: Kind of a file -> what the configuration must say for it.
+_SETTINGS = {
+    "LoRA": "Set train.adapter.type to lora and train.adapter.dora to false.",
+    "DoRA": "Set train.adapter.type to lora and train.adapter.dora to true.",
+    "LoKr": "Set train.adapter.type to lokr.",
+}
 
 
 class AdapterError(LatentpressError, ValueError):
@@ -276,14 +282,6 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
                 f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, and in {model} {size[0]} x {size[1]}",
                 "It was made for a model of another size: set model.flavour or model.path to that.",
             )
-
-
-#: Kind of a file -> what the configuration must say for it.
-_SETTINGS = {
-    "LoRA": "Set train.adapter.type to lora and train.adapter.dora to false.",
-    "DoRA": "Set train.adapter.type to lora and train.adapter.dora to true.",
-    "LoKr": "Set train.adapter.type to lokr.",
-}
 
 
 def read_initial(settings: Adapter) -> AdapterFile | None:

@@ -27,6 +27,9 @@ Strength = Callable[[int | None], tuple[int | None, float]]
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 SIDES = ("lokr_w1", "lokr_w2")
 LOKR_TENSORS = tuple(f"{side}{end}" for side in SIDES for end in ("", "_a", "_b"))
+METADATA_KEY = "lora_adapter_metadata"
+MAX_ALPHA = 1e30  # well below float32's largest number, as which other programs read alpha
+MAX_PATTERNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -172,11 +175,6 @@ def pair_lokr(name: str, keys: dict[str, str], shapes: Shapes, alpha: float | No
     else:
         scale = 1.0 if rank is None else alpha / rank
     return Lokr(keys, sizes, scale, rank)
-
-
-METADATA_KEY = "lora_adapter_metadata"
-MAX_ALPHA = 1e30  # well below float32's largest number, as which other programs read alpha
-MAX_PATTERNS = 10_000
 
 
 def check_alpha(value: Any, what: str) -> float:

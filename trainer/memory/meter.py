@@ -20,6 +20,9 @@ from trainer.setup.optimizers import averages_weights, find_class, make_optimize
 from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
 
 META = torch.device("meta")
+TRIAL_SHAPE = (256, 256)
+#: Matrices of two trials. A loop over parameters may keep what the one before needed, so no trial has only one.
+FEW, MORE = 2, 6
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -183,11 +186,6 @@ def quantize_shapes(model: Any, family: FamilyModule, name: str) -> None:
     for path, part in base_matrices(model, family).items():
         if can_quantize(part, name):
             model.set_submodule(path, QuantizedLinear(part, name))
-
-
-TRIAL_SHAPE = (256, 256)
-#: Matrices of two trials. A loop over parameters may keep what the one before needed, so no trial has only one.
-FEW, MORE = 2, 6
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ QUANTIZATION_LIBRARIES = {
 }
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
 RANDOM_NUMBERS = "philox4x64-10"
+BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
+BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
+HASH_ROWS = 1 << 18  # rows hashed at a time
+HASHED_STRINGS = ("sample_id", "bucket", "dataset")
+HASHED_NUMBERS = ("repeats", "weight", "regularisation")
 
 
 class RunError(LatentpressError):
@@ -115,13 +120,6 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
         for key, problem in method.layer_problems(count):
             option = ".".join(map(str, ("train.methods", name, *key)))
             raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
-
-
-BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
-BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
-HASH_ROWS = 1 << 18  # rows hashed at a time
-HASHED_STRINGS = ("sample_id", "bucket", "dataset")
-HASHED_NUMBERS = ("repeats", "weight", "regularisation")
 
 
 def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:

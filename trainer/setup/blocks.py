@@ -15,6 +15,7 @@ from trainer.run.run_state import RunError
 from trainer.setup.offload import offload_blocks
 
 STREAM_DEVICES = ("cuda", "xpu")
+MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
 
 
 def check_offload(offload: Offload, device: torch.device, ranks: int) -> None:
@@ -88,9 +89,6 @@ def save_on_host(pin_memory: bool) -> saved_tensors_hooks:
         return tensor.to(device, non_blocking=pin_memory)
 
     return saved_tensors_hooks(pack, unpack)
-
-
-MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
 
 
 def check_compile(settings: Train) -> None:

@@ -26,6 +26,7 @@ from trainer.schedules import scheduled_value
 
 TRIAL_SHAPE = (64, 64)  # the smallest that bitsandbytes keeps in 8 bits
 TRIAL_STEPS = 3
+BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
 
 
 def check_optimizer(config: Config, device: torch.device, sharded: bool = False) -> None:
@@ -190,9 +191,6 @@ def _make(
     if averages_weights(optimizer):
         optimizer.train()
     return optimizer
-
-
-BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
 
 
 class DivergedError(LatentpressError):

@@ -31,6 +31,9 @@ from trainer.families.base import FamilyModule, components
 GATHERS_GROUPS = torch.__version__ >= "2.13"
 #: Modules whose weights autocast casts to its dtype.
 AUTOCAST = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+#: The numbers of 8 or 4 bits go under a dtype that torch takes for floating-point, as each parameter that it shards
+#: must be; nothing computes in it.
+BYTES = torch.float8_e5m2
 
 
 def uses_sharding(settings: Parallel, ranks: int) -> bool:
@@ -98,11 +101,6 @@ def shard_model(
         fully_shard(part, mp_policy=uncast, **options)
     plain = [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]
     assert not plain, f"not sharded: {plain[:5]}"
-
-
-#: The numbers of 8 or 4 bits go under a dtype that torch takes for floating-point, as each parameter that it shards
-#: must be; nothing computes in it.
-BYTES = torch.float8_e5m2
 
 
 class QuantizedWeight(torch.nn.Module):

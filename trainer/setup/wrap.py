@@ -26,6 +26,11 @@ from trainer.run.run_state import RunError
 from trainer.setup.adapters import adapter_off
 from trainer.setup.blocks import around_forward
 
+# The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
+PROCESS_TIMEOUT = timedelta(hours=6)
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HINT = "Look at what these processes say; start training on all machines at about the same time, with the same command."
+
 
 class Denoiser(torch.nn.Module):
     """The transformer from noisy latents to float32 velocity, and the methods' own weights. This is what DDP wraps."""
@@ -125,12 +130,6 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
 def send_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's hook. Under its own name it is refused where torch has no CUDA, but gloo adds bfloat16, too."""
     return bf16_compress_hook(group, bucket)
-
-
-# The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
-PROCESS_TIMEOUT = timedelta(hours=6)
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-HINT = "Look at what these processes say; start training on all machines at about the same time, with the same command."
 
 
 def connect_ranks(device: str, parallel: Parallel) -> Store | None:
