@@ -7,6 +7,7 @@ kernel clears each page first.
 
 import mmap
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import memmove, memset
@@ -24,8 +25,7 @@ from trainer.batch import Batch, make_batch, stack
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 SMALLEST = 1 << 12  # bytes of a buffer
-KEPT_BUFFERS = 16  # while nothing uses them
-MOST_ROOM = 8  # times the bytes that are asked for
+KEPT_BUFFERS = 16  # of a size, while nothing uses them
 HUGE_PAGE = 2 << 20  # bytes
 ALIGNMENT = 64  # bytes, of each tensor
 
@@ -33,61 +33,45 @@ ALIGNMENT = 64  # bytes, of each tensor
 class HostBlock:
     """Uninitialized memory that tensors share; it lives as long as one of them. address: of its first byte."""
 
-    def __init__(self, memory: np.ndarray | torch.Tensor) -> None:
-        self._memory = memory
-        self.address: int = memory.data_ptr() if isinstance(memory, torch.Tensor) else memory.ctypes.data
-        self.bytes: memoryview = memory.numpy().data if isinstance(memory, torch.Tensor) else memory.data
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self.address = memory, memory.data_ptr()
+        self.bytes: memoryview = memory.numpy().data
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> torch.Tensor:
         """A tensor of `size` bytes, one or more, that starts at `offset`."""
-        memory = self._memory
-        if isinstance(memory, torch.Tensor):
-            return memory[offset : offset + size].view(dtype).view(shape)
-        return torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=offset).view(shape)
+        return self._memory[offset : offset + size].view(dtype).view(shape)
 
 
 class HostMemory:
     """Makes blocks of host memory. pinned: page-locked, from torch's cache of such memory, which knows until when a
-    copy to the device reads from it. Threads may share it."""
+    copy to the device reads from it. Threads may share it: each call on a list is whole, and there is no lock, as
+    `_give_back` may be called in between."""
 
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
-        self._free: list[np.ndarray] = []  # the one used last at the end
+        self._free = defaultdict[int, list[np.ndarray]](list)  # by size, the one used last at the end
         self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
 
     def block(self, size: int) -> HostBlock:
         """A block of `size` bytes."""
         if self.pinned:
             return HostBlock(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-        buffer = self._take(size)
-        if buffer is None:
-            buffer = make_buffer(max(SMALLEST, 1 << (size - 1).bit_length()))
+        capacity = max(SMALLEST, 1 << (size - 1).bit_length())
+        try:
+            buffer = self._free[capacity].pop()
+        except IndexError:
+            buffer = make_buffer(capacity)
         part = buffer[:size]
         # The storages of all tensors of the block refer to `part`: it dies with the last of them, and of their views.
         # Not weakref.finalize, which takes 3 microseconds.
         lent = weakref.ref(part, self._give_back)
         self._lent[id(lent)] = lent, buffer
-        return HostBlock(part)
-
-    def _take(self, size: int) -> np.ndarray | None:
-        """The buffer used last that is large enough, but not far too large: the fewer take turns, the more of them is
-        in the processor's caches. No lock, as `_give_back` may be called in between: each call on the list is whole."""
-        others, chosen = [], None
-        with suppress(IndexError):
-            while chosen is None:
-                buffer = self._free.pop()
-                if size <= len(buffer) <= MOST_ROOM * max(size, SMALLEST):
-                    chosen = buffer
-                else:
-                    others.append(buffer)
-        self._free.extend(reversed(others))
-        return chosen
+        return HostBlock(torch.from_numpy(part))
 
     def _give_back(self, lent: weakref.ref) -> None:
-        self._free.append(self._lent.pop(id(lent))[1])
-        if len(self._free) > KEPT_BUFFERS:
-            with suppress(IndexError):
-                self._free.pop(0)
+        buffer = self._lent.pop(id(lent))[1]
+        if len(self._free[len(buffer)]) < KEPT_BUFFERS:
+            self._free[len(buffer)].append(buffer)
 
 
 def make_buffer(capacity: int) -> np.ndarray:
