@@ -51,6 +51,8 @@ def run(
     rehash: Annotated[bool, typer.Option("--rehash", help=_REHASH_HELP)] = False,
 ) -> Report:
     refuse_partition(options, "discover")
+    for message in config.unused_features("sizes"):
+        console.warn(message)
     store = Store(config.root)
     report = Report(program="discover", dry_run=options.dry_run)
     discovered: list[Dataset] = []

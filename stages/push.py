@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from cache.runs.training_run import RESULT_NOTE
+from cache.runs.training_run import RESULT_NOTE, read_result_step
 from cache.store.files import replacing
-from cache.store.json_checks import check_count, check_object, parse_json, printable
+from cache.store.json_checks import parse_json, printable
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
@@ -92,14 +92,13 @@ def _read_trained(config: Config, folder: Path) -> Config:
 
 
 def _finished_step(folder: Path) -> int:
-    path = folder / RESULT_NOTE
     try:
-        return check_count(check_object(parse_json(path.read_bytes()), "the whole").get("step"), "step")
+        return read_result_step(folder)
     except FileNotFoundError as error:
         raise HubError(f"the run in {folder} is not finished", "latentpress run goes on with it.") from error
     except (OSError, ValueError) as error:
         step = "latentpress train saves the result again."
-        raise HubError(f"{path} can't be read: {printable(error)}", step) from error
+        raise HubError(f"{folder / RESULT_NOTE} can't be read: {printable(error)}", step) from error
 
 
 def _read_pushed(folder: Path) -> dict:

@@ -165,7 +165,7 @@ def google(google_server: GoogleServer, monkeypatch: pytest.MonkeyPatch, tmp_pat
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("cache.store.store.spool_folder", lambda: tmp_path / "scratch")
+    monkeypatch.setattr("cache.store.files.spool_folder", lambda: tmp_path / "scratch")
     forget_forkserver()
     GCSFileSystem.clear_instance_cache()
     google_server.reset()

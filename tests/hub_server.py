@@ -161,7 +161,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with serve_hub(tmp_path / "hub") as server:
         use_hub(monkeypatch, server.url, "hf_test")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr("cache.store.store.spool_folder", lambda: tmp_path / "scratch")
+        monkeypatch.setattr("cache.store.files.spool_folder", lambda: tmp_path / "scratch")
         forget_forkserver()
         HfFileSystem.clear_instance_cache()
         yield server

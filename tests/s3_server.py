@@ -158,7 +158,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("cache.store.store.spool_folder", lambda: tmp_path / "scratch")
+    monkeypatch.setattr("cache.store.files.spool_folder", lambda: tmp_path / "scratch")
     forget_forkserver()
     s3fs.S3FileSystem.clear_instance_cache()
     s3_server.reset()

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from cache.runs.process_record import FAILURE_NOTE, read_failure
 from cache.store.files import explained, replacing
-from cache.store.json_checks import parse_json
+from cache.store.json_checks import check_count, check_object, parse_json
 from schemas.config.pipeline import Config
+from schemas.regular_files import open_regular
 from schemas.text_format import format_duration
 
 METRICS_FILE, LOCK_NAME, RESULT_NOTE, CHECKPOINTS = "metrics.jsonl", ".lock", "result.json", "checkpoints"
@@ -71,6 +72,13 @@ def parse_metrics(content: bytes) -> list[dict[str, Any]]:
         else:
             lines.append(line)
     return lines
+
+
+def read_result_step(folder: Path) -> int:
+    """Read the step at which the run was finished. FileNotFoundError where it is not; OSError, ValueError: its note
+    can't be read."""
+    with open_regular(folder / RESULT_NOTE) as file:
+        return check_count(check_object(parse_json(file.read()), "the whole").get("step"), "step")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -157,7 +165,7 @@ def may_be_running(folder: Path, elsewhere: bool = False) -> bool:
 class RunProgress:
     """The progress of a run, by its files. steps: those that the configuration asks for. state: "not started",
     "running", "stopped", "finished", or "unknown" where `is_running` can't say. checkpoint: step of the newest.
-    eval_loss: the last and its step."""
+    eval_loss: the last, its step, and "on training samples" where nothing is held out."""
 
     run: str
     state: str
@@ -211,11 +219,16 @@ def read_progress(config: Config) -> RunProgress:
     speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
     left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
-    shown = f"{evals[-1]['eval_loss'] or math.nan:.4g} at step {evals[-1]['step']}" if evals else ""
     return RunProgress(
         *(config.train.run, state, step, steps, smoothed_loss(losses), speed, waited, left),
-        *(max(saved, default=None), shown),
+        *(max(saved, default=None), _format_last_eval(evals[-1]) if evals else ""),
     )
+
+
+def _format_last_eval(line: Mapping[str, Any]) -> str:
+    """Of a line of metrics: "0.8123 at step 100", and what it was measured on where nothing is held out."""
+    on = " on training samples" if line.get("eval_on") == "training samples" else ""
+    return f"{line['eval_loss'] or math.nan:.4g} at step {line['step']}{on}"
 
 
 def _was_started_since(folder: Path) -> bool:

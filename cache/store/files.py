@@ -245,6 +245,11 @@ def make_folders(folder: Path) -> None:
         sync(created.parent)
 
 
+def spool_folder() -> Path:
+    """Where files for object stores are written before they are uploaded; one folder for each user. TMPDIR moves it."""
+    return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
+
+
 class WriteBehind(io.BufferedWriter):
     """A temporary file that the disk writes while more data comes. Otherwise the kernel keeps most of it in memory
     until it is synced: 128 MiB took 0.20 s to write and then sync, and 0.13 s this way."""

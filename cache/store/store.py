@@ -7,7 +7,6 @@ finished file, and what a killed process leaves behind is never listed.
 
 import errno
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -110,7 +109,7 @@ class Store:
         if local is None and temporaries:
             with self._explained(prefix):
                 found = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
-            local = spool_folder()
+            local = files.spool_folder()
         shown = activity(f"listing {self.path(prefix)}", unit="files")
         with self._explained(prefix) if local is None else explained(str(local)), shown as task:
             if local is None:
@@ -218,7 +217,7 @@ class Store:
     def open_temp(self, rel: str) -> BinaryIO:
         """A new file for what will become `rel`. Give its `.name` to `publish`, or the file to `discard_temp`."""
         local = self.local(rel)
-        folder = spool_folder() if local is None else local.parent
+        folder = files.spool_folder() if local is None else local.parent
         with explained(self.path(rel) if local is not None else str(folder)):
             temp = files.temporary(folder / rel.rpartition("/")[2])
             if local is None and not self._unfinished:
@@ -329,7 +328,7 @@ class Store:
         """Remove temporary files not written to for `older_than_s` seconds, and abort uploads begun before; returns
         their paths. Give more than the longest time that one file takes to write, since another process may be writing.
         Only names that `open_temp` makes count, and uploads of this project's files: others belong to someone else."""
-        top, before, removed = self.root or spool_folder(), time.time() - older_than_s, []
+        top, before, removed = self.root or files.spool_folder(), time.time() - older_than_s, []
         with explained(str(top)):
             for folder, _, names in os.walk(top):
                 for path in (Path(folder, name) for name in names if is_temporary(name)):
@@ -345,8 +344,3 @@ class Store:
                             object_store.abort_upload(self.fs, self.key(upload.name), name)
                             removed.append(f"{self.path(upload.name)} (an upload that was not completed)")
         return sorted(removed)
-
-
-def spool_folder() -> Path:
-    """Where files for object stores are written before they are uploaded; one folder for each user. TMPDIR moves it."""
-    return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"

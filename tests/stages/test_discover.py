@@ -164,6 +164,15 @@ def test_too_many_rejects_stop_with_the_list(project) -> None:
         home.run(discover.run)
 
 
+def test_sizes_that_have_no_effect_are_said_where_they_are_met_first(project) -> None:
+    home = project()
+    home.image("a.png")
+    home.run(discover.run, "datasets.photos.buckets=family", "datasets.photos.resolution=512")
+    assert "resolution: not used with buckets: family" in home.said
+    home.run(discover.run)
+    assert "not used with" not in home.said
+
+
 def test_an_absent_folder_is_named(project) -> None:
     home = project()
     home.media.rmdir()

@@ -129,6 +129,14 @@ def test_a_malformed_result_is_named(home: Project, models: ModelHub, step: Any)
         home.run(push.run)
 
 
+def test_a_result_that_is_a_pipe_is_named(home: Project, models: ModelHub) -> None:
+    note = finished(home).folder / "result.json"
+    note.unlink()
+    os.mkfifo(note)
+    with pytest.raises(LatentpressError, match=r"result\.json can't be read: .*is no regular file"):
+        home.run(push.run)
+
+
 def test_nothing_private_is_uploaded(home: Project, models: ModelHub) -> None:
     finished(home)
     report = home.run(push.run)

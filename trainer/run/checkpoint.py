@@ -20,14 +20,14 @@ state is (seed, step), since every random number of a step is a function of them
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 from cache.runs.training_run import checkpoint_step, list_checkpoints
@@ -118,9 +118,9 @@ def restore(
     model, or no state of a run although their checksums match."""
     try:
         states = _restore_weights(checkpoint, trainable)
-        with safe_open(checkpoint.path / OPTIMIZER_FILE, framework="pt") as file:
-            rest = parse_json((file.metadata() or {}).get(OPTIMIZER_KEY, "").encode())
-        states = {**load_file(checkpoint.path / OPTIMIZER_FILE), **states}
+        with _opened(checkpoint.path / OPTIMIZER_FILE) as file:
+            rest = _read_description(file)
+            states = {**{name: file.get_tensor(name) for name in file.keys()}, **states}  # noqa: SIM118 (no mapping)
         for name, average in (averages or {}).items():
             _copy(f"the moving average of {name}", average, states.get(f"ema/{name}"))
         optimizer_state.restore(trainable, optimizer, states, rest)
@@ -138,12 +138,33 @@ def restore(
         ) from error
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. ValueError, with its name, for what is none, or lacks a tensor that is asked for."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def _read_description(file: Any) -> Any:
+    """The JSON that `optimizer_state.collect` returned, from the header of an open OPTIMIZER_FILE."""
+    description = (file.metadata() or {}).get(OPTIMIZER_KEY)
+    if description is None:
+        raise ValueError(f"the header of {OPTIMIZER_FILE} lacks {OPTIMIZER_KEY}")
+    try:
+        return parse_json(description.encode())
+    except ValueError as error:
+        raise ValueError(f"{OPTIMIZER_KEY} in the header of {OPTIMIZER_FILE}: {error}") from error
+
+
 def _restore_weights(
     checkpoint: resume.Checkpoint, trainable: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
     """Load the weights, in place; returns the other sharded tensors."""
     weights: dict[str, dict[str, str]] = dict(checkpoint.state["weights"])
-    with safe_open(checkpoint.path / TRAINABLE_FILE, "pt") as file:
+    with _opened(checkpoint.path / TRAINABLE_FILE) as file:
         weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
     folder = checkpoint.path / SHARDS_FOLDER if "shards" in checkpoint.state else None
     shards = {} if folder is None else load_shards(folder, lambda key: find_owner(key, trainable))
@@ -153,7 +174,7 @@ def _restore_weights(
         message = f"{checkpoint.path} holds other weights than this model trains: {names}"
         raise resume.ResumeError(message, resume.NEW_RUN_HINT)
     for part, keys in weights.items():
-        with safe_open(checkpoint.path / part, "pt") as file:
+        with _opened(checkpoint.path / part) as file:
             for name, key in keys.items():
                 _copy(name, trainable[name], file.get_tensor(key))
     for name, value in sharded.items():

@@ -7,13 +7,15 @@ converts the tensors to their parameter's dtype.
 """
 
 import inspect
+import io
 import math
 from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 
-from cache.store.json_checks import check_list, check_object
+from cache.store.json_checks import check_count, check_list, check_object
 from schemas.errors import LatentpressError
 from trainer.run.sharded import local, shard_like
 
@@ -21,8 +23,9 @@ Json = Any
 #: Of a group, beside the class' arguments: what training sets.
 SET_BY_TRAINING = ("params", "lr", "initial_lr")
 PAGED = {"state1", "state2"}  # of bitsandbytes' paged optimizers
-#: State of the weight's shape, in these packages' optimizers; others keep projections or rows of it.
-LIKE_WEIGHTS, KNOWN_PACKAGES = {"exp_avg", "exp_avg_sq", "z"}, {"torch", "optimi", "prodigyopt", "schedulefree"}
+#: State that is compared with that of a first step, in these packages' optimizers; others keep projections or rows.
+CHECKED_KEYS, KNOWN_PACKAGES = ("exp_avg", "exp_avg_sq", "z", "step"), {"torch", "optimi", "prodigyopt", "schedulefree"}
+TRIAL_SHAPE = (2, 3)
 
 
 class OptimizerStateError(LatentpressError):
@@ -136,12 +139,14 @@ def restore(
     if len(groups) != len(optimizer.param_groups):
         raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
     known = type(optimizer).__module__.partition(".")[0] in KNOWN_PACKAGES
+    kinds = {(trainable[name].dtype, trainable[name].device) for name in parameters if known}
+    first_states = {kind: _first_state(optimizer, *kind) for kind in kinds}
     for name, values in parameters.items():
         weight = trainable[name]
         state = {key: joiner.join(value, weight.device, f"{name}/{key}") for key, value in values.items()}
+        if known:
+            _check_state(name, state, first_states[weight.dtype, weight.device], weight)
         for key, value in state.items():
-            if known:
-                _check_state(f"{name}/{key}", value, weight)
             if isinstance(value, torch.Tensor) and value.shape == weight.shape:
                 state[key] = shard_like(value, weight)
         if getattr(optimizer, "is_paged", False):  # memory that the driver may move to the host
@@ -155,16 +160,39 @@ def restore(
                 group[key] = joiner.join(value, device, f"groups/{number}/{key}")
 
 
-def _check_state(name: str, value: Any, weight: torch.Tensor) -> None:
-    """ValueError for a value that no optimizer of KNOWN_PACKAGES keeps under this name."""
-    key, about = name.rpartition("/")[2], getattr(value, "dtype", type(value).__name__)
-    if key in LIKE_WEIGHTS and not (
-        isinstance(value, torch.Tensor) and value.shape == weight.shape and value.is_floating_point()
-    ):
-        shape = tuple(getattr(value, "shape", ()))
-        raise ValueError(f"{name} is of shape {shape} in {about}, and its weight of {tuple(weight.shape)}")
-    if key == "step" and isinstance(value, torch.Tensor) and value.ndim:
-        raise ValueError(f"{name} is of shape {tuple(value.shape)}, and no single number")
+def _first_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What an optimizer of this class and these arguments keeps of a weight of TRIAL_SHAPE after its first step."""
+    arguments = inspect.signature(type(optimizer).__init__).parameters
+    weight = torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype, device=device))
+    weight.grad = torch.ones_like(weight)
+    with redirect_stdout(io.StringIO()):  # prodigyopt prints
+        trial: Any = type(optimizer)(
+            [weight], **{key: value for key, value in optimizer.defaults.items() if key in arguments}
+        )
+    if callable(getattr(trial, "train", None)):  # schedule-free
+        trial.train()
+    trial.step()
+    return trial.state[weight]
+
+
+def _check_state(name: str, state: Mapping[str, Any], first: Mapping[str, Any], weight: torch.Tensor) -> None:
+    """ValueError where the state of a weight lacks one of CHECKED_KEYS that `first`, that of a first step, has, or has
+    another kind of value there, or numbers that are not finite, or negative squares or steps."""
+    for key in CHECKED_KEYS:
+        if key not in first:
+            continue
+        value, expected, path = state.get(key), first[key], f"{name}/{key}"
+        if not isinstance(expected, torch.Tensor):  # the steps of Prodigy
+            check_count(value, path)
+            continue
+        shape = weight.shape if expected.shape == TRIAL_SHAPE else expected.shape
+        if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point():
+            actual = tuple(getattr(value, "shape", ())), getattr(value, "dtype", type(value).__name__)
+            raise ValueError(f"{path} is of shape {actual[0]} in {actual[1]}, and should be of shape {tuple(shape)}")
+        if not local(value).isfinite().all():
+            raise ValueError(f"{path} has numbers that are not finite")
+        if key in ("exp_avg_sq", "step") and (local(value) < 0).any():
+            raise ValueError(f"{path} has negative numbers")
 
 
 def _check_description(description: Json, trainable: Collection[str]) -> tuple[dict[str, Json], list[Json]]:

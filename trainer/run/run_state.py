@@ -14,12 +14,11 @@ import xxhash
 
 from cache.models import weights
 from cache.order.schedule import BatchSchedule
-from cache.runs.training_run import RESULT_NOTE
+from cache.runs.training_run import RESULT_NOTE, read_result_step
 from cache.sets.exported_set import source_fingerprints
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
 from cache.store.files import replacing
-from cache.store.json_checks import check_object, parse_json
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
@@ -254,7 +253,7 @@ def write_config(config: Config, data: TrainSet) -> None:
 
 def record_result(config: Config, step: int, weights: str) -> None:
     """Record that the result of `step` steps has been saved. weights: which (`trainer.setup.ema.inference_weights`)."""
-    with replacing(_result_note(config)) as temporary:
+    with replacing(config.run_folder / RESULT_NOTE) as temporary:
         temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config)), "weights": weights}))
 
 
@@ -266,10 +265,6 @@ def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
     if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
         return False  # a format was added
     try:
-        return check_object(parse_json(_result_note(config).read_bytes()), "the whole").get("step") == state["step"]
-    except (FileNotFoundError, IsADirectoryError, ValueError):  # save it again
+        return read_result_step(config.run_folder) == state["step"]
+    except (OSError, ValueError):  # save it again
         return False
-
-
-def _result_note(config: Config) -> Path:
-    return config.run_folder / RESULT_NOTE

@@ -15,7 +15,7 @@ import pytest
 from cache.shards import shard_io
 from cache.shards.shard import ShardMeta, ShardRow, find_done_units
 from cache.shards.tensors import Array
-from cache.store import object_store, retry_notes
+from cache.store import files, object_store, retry_notes
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
@@ -118,7 +118,7 @@ def test_a_large_table_is_copied_and_mapped(store: Store, s3: S3Server, monkeypa
     before = pa.total_allocated_bytes()
     s3.fail("cut", 2, "GetObject")
     assert store.read_table("t.arrow").equals(table)
-    assert pa.total_allocated_bytes() - before < 1 << 16 and os.listdir(store_scratch()) == []
+    assert pa.total_allocated_bytes() - before < 1 << 16 and os.listdir(files.spool_folder()) == []
 
 
 def test_every_operation(store: Store, s3: S3Server) -> None:
@@ -138,13 +138,7 @@ def test_every_operation(store: Store, s3: S3Server) -> None:
             attempt("a/b")
     with pytest.raises(DamageError, match="missing"):
         shard_io.open_reader(store, f"{CACHE}/none.arrow")
-    assert os.listdir(store_scratch()) == []
-
-
-def store_scratch() -> Path:
-    import cache.store.store
-
-    return cache.store.store.spool_folder()
+    assert os.listdir(files.spool_folder()) == []
 
 
 # -- trouble that retries end ------------------------------------------------------------------------------------------
@@ -262,7 +256,7 @@ def test_trouble_that_stays_is_explained(impatient: None, store: Store, s3: S3Se
         said = f"{caught.value.message}; {caught.value.next_step}"
         assert re.search(f"s3://{BUCKET}/work.*{reason}.*{step}", said, re.DOTALL), (name, said)
     del reader
-    assert os.listdir(store_scratch()) == []
+    assert os.listdir(files.spool_folder()) == []
     s3.answer = lambda request: ""
     assert not store.exists("new")
 
@@ -306,7 +300,7 @@ def test_parts_that_fail_leave_no_upload(impatient: None, store: Store, s3: S3Se
         assert s3.counts()["AbortMultipartUpload"] == 1
         s3.reset()
         assert store.read_bytes(f"{CACHE}/u.arrow") == b"old"
-        assert store.list_files(temporaries=True) == [] and os.listdir(store_scratch()) == []
+        assert store.list_files(temporaries=True) == [] and os.listdir(files.spool_folder()) == []
 
 
 def test_a_completion_whose_answer_is_lost(store: Store, s3: S3Server, small_parts: bytes) -> None:
@@ -340,12 +334,12 @@ def test_a_process_killed_in_an_upload(store: Store, s3: S3Server, small_parts: 
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     s3.reset()
-    assert not store.exists(rel) and len(os.listdir(store_scratch())) == 2 - 1, "the second child swept the first's"
+    assert not store.exists(rel) and len(os.listdir(files.spool_folder())) == 1, "the second child swept the first's"
     left = store.list_files(temporaries=True)
     assert [entry.name for entry in left if not entry.name.endswith(".tmp")] == [rel]
     assert store.remove_stale_temps(3600) == []
     with store.create("a") as file:
-        assert os.listdir(store_scratch()) == [Path(file.name).name], "its own, which it writes"
+        assert os.listdir(files.spool_folder()) == [Path(file.name).name], "its own, which it writes"
         assert in_child(lambda: Store(store.url).publish_bytes("b", b"1")) == 0
         assert Path(file.name).exists(), "another process leaves it alone"
     store.publish_bytes(rel, small_parts)
@@ -371,7 +365,7 @@ def test_a_full_scratch_folder_is_named(store: Store, s3: S3Server) -> None:
     """
     import textwrap
 
-    environment = os.environ | {"TMPDIR": str(store_scratch().parent)}
+    environment = os.environ | {"TMPDIR": str(files.spool_folder().parent)}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, env=environment, capture_output=True, text=True
     )
