@@ -7,6 +7,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -161,6 +162,16 @@ def on_ranks(
     assert ended == [*codes]
     printed = output.read_text()
     return json.loads(printed) if printed else {}
+
+
+def in_two_forks(work: Callable[[int], object]) -> None:
+    """Call `work` with the rank in two forks, which may open a process group."""
+    ranks = [get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
 
 
 def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = None, code: int = OK) -> dict:

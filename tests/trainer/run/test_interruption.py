@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from schemas.cli.console import INCOMPLETE, OK
 from schemas.errors import INTERRUPTED
 from tests.background import until
 from tests.processes import ForkedProgram
-from tests.trainer.runs import lines, on_two_ranks, write
+from tests.trainer.runs import lines, on_two_ranks, result, write
 from trainer import train as loop
 from trainer.run import interruption
 
@@ -28,10 +27,6 @@ DROPOUT = {"rank": 4, "dropout": 0.3}
 
 def checkpoints(config) -> list[int]:
     return sorted(int(path.name[5:]) for path in (config.run_folder / "checkpoints").glob("step-*"))
-
-
-def weights(config) -> dict[str, torch.Tensor]:
-    return load_file(config.run_folder / "adapter" / "pytorch_lora_weights.safetensors")
 
 
 def at_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
@@ -83,8 +78,8 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert (code, report["done"], report["skipped"]) == (OK, 2, 3)
     assert lines(cut) == lines(whole) and list(lines(cut)) == [1, 2, 3, 4, 5]
     assert lines(cut, "eval_loss") == lines(whole, "eval_loss") and list(lines(cut, "eval_loss")) == [0, 3, 5]
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(cut).items())
+    expected = result(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in result(cut).items())
     steps = {path.parent.name for path in (cut.run_folder / "validation").glob("*/*")}
     assert steps == {"step-000000", "step-000003", "step-000005"}
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from schemas.errors import OK, USAGE
 from tests.forms import long
 from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
-from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, train, write
+from tests.trainer.runs import LOADS, check_result, check_shown, in_two_forks, lines, on_ranks, train, write
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
 from trainer.setup import shard
@@ -46,12 +45,7 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
             case.check(found)
         torch.distributed.barrier()
 
-    ranks = [get_context("fork").Process(target=check, args=(rank,)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    in_two_forks(check)
 
 
 @dataclass
