@@ -161,7 +161,8 @@ def restore(
 
 
 def _first_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The state that an optimizer of this class and these arguments keeps of a weight of TRIAL_SHAPE after its first step."""
+    """The state that an optimizer of this class and these arguments keeps of a weight of TRIAL_SHAPE after its first
+    step."""
     arguments = inspect.signature(type(optimizer).__init__).parameters
     weight = torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype, device=device))
     weight.grad = torch.ones_like(weight)
