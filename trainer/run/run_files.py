@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
@@ -107,11 +106,9 @@ class RunFiles:
                 target.parent.mkdir()
                 writes = True
         try:
-            files = checkpoint.files if self.main and checkpoint is not None else None
-            for file in self.from_main(files):
-                self._send_file(
-                    checkpoint.path / file if checkpoint is not None and self.main else None, writes, target / file
-                )
+            sent = checkpoint if self.main else None
+            for file in self.from_main(None if sent is None else sent.files):
+                self._send_file(None if sent is None else sent.path / file, target / file if writes else None)
             self._accelerator.wait_for_everyone()
             if checkpoint is not None and self.sees:
                 yield checkpoint
@@ -123,21 +120,15 @@ class RunFiles:
             if writes:
                 shutil.rmtree(target.parent, ignore_errors=True)
 
-    def _send_file(self, source: Path | None, writes: bool, target: Path) -> None:
-        """source: on rank 0. Every rank takes part; those that `writes` write."""
-        left = self.from_main(source.stat().st_size if source is not None else None)
-        if writes:
+    def _send_file(self, source: Path | None, target: Path | None) -> None:
+        """Send a file of rank 0, which alone names a `source`, to the processes that name a `target`."""
+        if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-        with open(source or (target if writes else os.devnull), "rb" if source is not None else "wb") as file:
-            while left:
-                size = min(left, CHUNK_BYTES)
-                data = bytearray(size if source is None else file.read(size))
-                chunk = torch.frombuffer(data, dtype=torch.uint8).to(self._accelerator.device)
-                dist.broadcast(chunk, 0)
+        with open(source or target or os.devnull, "wb" if source is None else "rb") as file:
+            while data := self.from_main(None if source is None else file.read(CHUNK_BYTES)):
                 self._note(alone=True)
-                if writes:
-                    file.write(chunk.cpu().numpy().data)
-                left -= len(data)
+                if source is None:
+                    file.write(data)
 
     @contextmanager
     def collected(self, folder: Path) -> Iterator[Path]:
