@@ -13,12 +13,13 @@ diffusers' group offloading (`block_level`) does this for inference and is not u
 All blocks are checkpointed. What others save for their backward pass would keep the copies on the device.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
+
+from trainer.setup.weight_parts import remake
 
 
 class HostedWeight(NamedTuple):
@@ -30,42 +31,8 @@ class HostedWeight(NamedTuple):
 
 
 def copy_weight(weight: torch.nn.Parameter, device: torch.device, non_blocking: bool = False) -> torch.nn.Parameter:
-    """A copy on the device of a weight, of one that is a tensor subclass (quanto, torchao), or of bitsandbytes' 4 bits.
-    Nothing of it changes if the weight is moved later."""
-    options: dict[str, Any] = {"device": device, "non_blocking": non_blocking, "copy": True}
-    if hasattr(weight, "__tensor_flatten__"):
-        names, meta = weight.__tensor_flatten__()
-        inner = {name: getattr(weight, name).to(**options) for name in names}
-        made = type(weight).__tensor_unflatten__(inner, meta, weight.size(), weight.stride())  # type: ignore[attr-defined]
-        return torch.nn.Parameter(made, requires_grad=False)
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return torch.nn.Parameter(weight.data.to(**options), requires_grad=False)
-    assert not state.nested, "scales are float32 here, and not quantized themselves"
-    state = copy.copy(state)  # as `Params4bit.to` would move the scales of the weight on the host
-    state.absmax, state.code = state.absmax.to(**options), state.code.to(**options)
-    return type(weight)(  # type: ignore[call-arg]
-        weight.data.to(**options),
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=False,
-        quant_type=state.quant_type,
-        quant_storage=weight.dtype,
-        bnb_quantized=True,
-    )
-
-
-def pin(weight: torch.nn.Parameter) -> None:
-    """Move the weight and its scales to pinned memory, from which a stream can copy while another computes."""
-    if hasattr(weight, "__tensor_flatten__"):
-        for name in weight.__tensor_flatten__()[0]:
-            setattr(weight, name, getattr(weight, name).pin_memory())
-        return
-    weight.data = weight.data.pin_memory()
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        state.absmax, state.code = state.absmax.pin_memory(), state.code.pin_memory()
+    """A copy of a frozen weight on the device, of which nothing changes if the weight is moved later."""
+    return remake(weight, lambda part: part.to(device, non_blocking=non_blocking, copy=True))
 
 
 class BlockGroup:
@@ -81,8 +48,10 @@ class BlockGroup:
             for name, weight in part.named_parameters(recurse=False)
             if not weight.requires_grad
         ]
-        for hosted in self.weights if stream is not None else ():
-            pin(hosted.weight)
+        for number, hosted in enumerate(self.weights if stream is not None else ()):
+            # A stream can copy from pinned memory while another computes.
+            self.weights[number] = hosted._replace(weight=remake(hosted.weight, torch.Tensor.pin_memory))
+            setattr(hosted.module, hosted.name, self.weights[number].weight)
 
     def bring(self) -> None:
         """Copy the weights to the device, or begin to."""

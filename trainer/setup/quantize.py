@@ -21,6 +21,7 @@ from trainer.run.run_state import RunError
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
 from trainer.setup.attach import fit_initial, unfreeze
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
+from trainer.setup.weight_parts import stored_bytes
 
 MIB = 1 << 20
 NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows would share some between two rows
@@ -113,16 +114,6 @@ def count_numbers(weights: Iterable[torch.Tensor]) -> int:
     """How many numbers weights have that may be quantized: bitsandbytes packs two numbers of 4 bits into one."""
     states = ((weight, getattr(weight, "quant_state", None)) for weight in weights)
     return sum(weight.numel() if state is None else state.shape.numel() for weight, state in states)
-
-
-def stored_bytes(weight: torch.Tensor) -> int:
-    """Bytes of a quantized weight with its scales."""
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        return weight.numel() * weight.element_size() + state.absmax.numel() * state.absmax.element_size()
-    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = [getattr(weight, name) for name in names]
-    return sum(name.numel() * name.element_size() for name in inner)
 
 
 def to_int8_quanto(part: torch.nn.Linear) -> torch.nn.Linear:

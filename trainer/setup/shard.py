@@ -12,9 +12,8 @@ memory, which `fully_shard` fills again before the backward pass reads it.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.nn.utils import parametrize
 
 from schemas.config.training import Parallel, Train
 from trainer.families.base import FamilyModule, components
+from trainer.setup.weight_parts import take_apart
 
 #: With older versions a group of modules does not come back whole from torch.utils.checkpoint.
 GATHERS_GROUPS = torch.__version__ >= "2.13"
@@ -117,37 +117,6 @@ class QuantizedWeight(torch.nn.Module):
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         return self._make([part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)])
-
-
-def take_apart(weight: torch.Tensor) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], torch.Tensor]]:
-    """The tensors that a quantized weight consists of, and what makes a weight of such."""
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        settings = {name: getattr(state, name) for name in ("shape", "code", "blocksize", "quant_type", "dtype")}
-        return [weight.data, state.absmax], partial(make_nf4, settings)
-    # torch's protocol of tensors that wrap others: torch/utils/_python_dispatch.py
-    names, context = weight.__tensor_flatten__()  # type: ignore[attr-defined]
-    make = partial(unflatten, type(weight), names, context, weight.shape, weight.stride())
-    return [getattr(weight, name) for name in names], make
-
-
-def unflatten(
-    kind: Any, names: Sequence[str], context: Any, shape: torch.Size, stride: Any, parts: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    weight: torch.Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, shape, stride)
-    return weight
-
-
-def make_nf4(settings: dict[str, Any], parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """bitsandbytes' weight. settings: of its state; the 16 values that 4 bits stand for move to the parts' device."""
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Params4bit
-
-    packed, absmax = parts
-    settings["code"] = settings["code"].to(absmax.device)
-    layout = {name: settings[name] for name in ("blocksize", "quant_type")}
-    state = QuantState(absmax, **settings)
-    return Params4bit(packed, quant_state=state, compress_statistics=False, bnb_quantized=True, **layout)
 
 
 def split_quantized(model: torch.nn.Module) -> None:

@@ -14,6 +14,7 @@ from tests.trainer.setup.test_quantize import NAMES, adapted, step
 from trainer.setup import blocks
 from trainer.setup.adapters import trainable_parameters
 from trainer.setup.offload import BlockGroup, GroupScheduler, copy_weight, largest_groups, offload_blocks
+from trainer.setup.weight_parts import take_apart
 
 CPU = torch.device("cpu")
 KIND = "kandinsky5-image-t2i"
@@ -43,14 +44,6 @@ def make(checkpoint: Path) -> Callable[..., Any]:
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
     return KINDS[KIND][0].blocks(model)
-
-
-def parts(weight: torch.nn.Parameter) -> list[torch.Tensor]:
-    """The plain tensors that a weight is made of."""
-    if hasattr(weight, "__tensor_flatten__"):
-        return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-    state = getattr(weight, "quant_state", None)
-    return [weight.data] if state is None else [weight.data, state.absmax, state.code]
 
 
 def frozen(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -122,13 +115,13 @@ def at_home(model: Any, home: dict[str, torch.nn.Parameter], names: Any) -> None
 def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_keeps_its_own(make, name) -> None:
     """To torch's meta device, so that a part that stays behind shows."""
     model = make(name)
-    host = {key: [part.clone() for part in parts(weight)] for key, weight in frozen(model).items()}
+    host = {key: [part.clone() for part in take_apart(weight)[0]] for key, weight in frozen(model).items()}
     group = BlockGroup(blocks_of(model), torch.device("meta"), None)
     kinds = {type(weight) for weight in frozen(model).values()}
     group.bring()
     moved = dict(model.named_parameters())
     for key, before in host.items():
-        here = parts(moved[key])
+        here = take_apart(moved[key])[0]
         assert [part.device.type for part in here] == ["meta"] * len(before), key
         assert moved[key].device.type == "meta" and not moved[key].requires_grad
         assert [(part.shape, part.dtype) for part in here] == [(part.shape, part.dtype) for part in before]
@@ -136,7 +129,7 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
     assert all(weight.device.type == "cpu" for weight in trainable_parameters(model).values())
     group.leave()
     for key, weight in frozen(model).items():
-        assert all(torch.equal(one, other) for one, other in zip(parts(weight), host[key], strict=True)), key
+        assert all(torch.equal(one, other) for one, other in zip(take_apart(weight)[0], host[key], strict=True)), key
 
 
 @pytest.mark.slow
@@ -148,7 +141,7 @@ def test_only_the_copies_are_computed_with(make, name) -> None:
     scheduler = settle(model, 5)
     scheduler.enter(0)
     for weight in scheduler.groups[0].weights:
-        for part in parts(weight.weight):
+        for part in take_apart(weight.weight)[0]:
             part.fill_(127 if part.dtype in (torch.int8, torch.uint8) else float("nan"))
     for one, other in zip(step(KIND, model), expected, strict=True):
         assert torch.equal(one, other)

@@ -25,8 +25,8 @@ from trainer.setup.quantize import (
     count_numbers,
     packed_bytes,
     quantize_base,
-    stored_bytes,
 )
+from trainer.setup.weight_parts import stored_bytes
 
 WIDE = ["kandinsky5-image-t2i", "sana"]
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]

@@ -18,7 +18,7 @@ from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
 from trainer.setup import shard
 from trainer.setup.blocks import checkpoint_blocks, compile_blocks
-from trainer.setup.quantize import stored_bytes
+from trainer.setup.weight_parts import stored_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ class Case:
 
     def check(self, expected: tuple[torch.Tensor, ...]) -> None:
         model, family, seen = self.make(), KINDS[self.kind][0], set()
-        whole = sum(map(stored, model.parameters()))
+        whole = sum(map(stored_bytes, model.parameters()))
         if self.compiled:
             compile_blocks(family.blocks(model), "eager", lambda said: None)
         gathered = torch.bfloat16 if self.half else None
@@ -78,7 +78,7 @@ class Case:
         parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not kept)
         shard.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
-        assert sum(stored(local(weight)) for weight in model.parameters()) < 0.51 * whole
+        assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * whole
 
         def look(part: torch.nn.Module, _: object) -> None:
             for weight in part.parameters(recurse=False):
@@ -90,12 +90,6 @@ class Case:
         errors_found = errors(self.step(model), expected)
         assert errors_found == pytest.approx([0, 0, 0], abs=2**-8 if self.half else 1e-5), self
         assert not self.half or seen == {(True, torch.bfloat16), (False, torch.float32)}
-
-
-def stored(weight: torch.Tensor) -> int:
-    """Bytes, with scales."""
-    quantized = hasattr(weight, "quant_state") or hasattr(weight, "__tensor_flatten__")
-    return stored_bytes(weight) if quantized else weight.numel() * weight.element_size()
 
 
 @pytest.mark.parametrize(
