@@ -14,7 +14,14 @@ from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
 from trainer.families.base import Experts, FamilyModule, components
 from trainer.run.sharded import gather_all, is_sharded
-from trainer.setup.adapters import ADAPTER_NAME, Model, list_adapted_modules, lora_state, read_scales
+from trainer.setup.adapters import (
+    ADAPTER_NAME,
+    Model,
+    list_adapted_modules,
+    lora_state,
+    read_scales,
+    trainable_parameters,
+)
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import model_shape
 
@@ -37,7 +44,7 @@ def export_weights(
         return {}
     if config.train.adapter.type != "full":
         save_lora(model, folder, config.model.family, notes, formats)
-        names = {weight.data_ptr(): name for name, weight in model.named_parameters() if weight.requires_grad}
+        names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
         held: dict[str, str] = {}
         for part, expert in components(model).items():
             if list_adapted_modules(expert):
@@ -58,7 +65,7 @@ def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -
     """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
     Every process calls it."""
     adapter = config.train.adapter
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = trainable_parameters(model)
     state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:
         return None
