@@ -102,7 +102,7 @@ def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.5 * loss["after"], loss
 
 
-@pytest.mark.parametrize(("kind", "steps", "share", "more"), [("i2i", 70, 0.75, 1.25), ("i2v", 90, 0.8, 1.15)])
+@pytest.mark.parametrize(("kind", "steps", "share", "more"), [("i2i", 70, 0.75, 1.25), long("i2v", 90, 0.8, 1.15)])
 def test_conditions_are_read(learn, kind: str, steps: int, share: float, more: float) -> None:
     """What follows from the source image, or from the first frame, is learned, and another's misleads."""
     optimizer = {"lr": 1e-2, "warmup": 5}

@@ -17,6 +17,7 @@ from cache.order.schedule import BatchSchedule
 from cache.store.damage import DamageError
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
 from schemas.config.validation import Validation
+from tests.forms import long
 from tests.trainer.runs import (
     check_result,
     check_shown,
@@ -97,7 +98,7 @@ def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"})])
 def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch, kind, adapter) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
     each every second prompt, with the moving average, which is saved."""

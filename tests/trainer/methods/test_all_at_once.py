@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forms import long
 from tests.trainer.families.test_kandinsky5_attention import SPARSE, ByHand
 from tests.trainer.methods.test_tread import step_once
 from tests.trainer.runs import move_adapter, moved, prepared
@@ -101,7 +102,7 @@ def test_each_has_its_part(start) -> None:
     "way",
     [
         {"gradient_checkpointing": True, "offload": {"blocks": True, "activations": True}},
-        {"compile": "blocks", "compile_backend": "eager", **ONE},
+        long({"compile": "blocks", "compile_backend": "eager", **ONE}),
         {"attention_backend": "_native_math"},
     ],
     ids=["offload", "compile", "attention"],

@@ -8,6 +8,7 @@ import torch
 
 from schemas.cli.console import Options, run_program
 from schemas.errors import OK, USAGE
+from tests.forms import long
 from tests.trainer.methods.test_crepa import with_features
 from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights, write
 from trainer import train as loop
@@ -93,7 +94,7 @@ def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None
     assert lines(config)[1] > 1e-4
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [long("ddp"), "fsdp2"])
 def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
     make_config, make_set, made, tmp_path, strategy
 ) -> None:

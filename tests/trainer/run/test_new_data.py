@@ -9,6 +9,7 @@ import torch
 from cache.runs.best_step import best_evaluation
 from cache.store.store import Store
 from schemas.tables import SAMPLES_SCHEMA
+from tests.forms import long
 from tests.stages.planning.draft_plans import config as plan_config
 from tests.stages.planning.draft_plans import planned, row
 from tests.trainer.run.test_resume import kill_at
@@ -34,7 +35,7 @@ def state(config) -> dict:
     return found.state
 
 
-@pytest.mark.parametrize("order", [None, 2])
+@pytest.mark.parametrize("order", [long(None), 2])
 def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, made, order) -> None:
     """Two changes; a run that is killed after the second one ends with the same numbers, bit for bit."""
     torch.set_num_threads(1)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 FSDP = {"strategy": "fsdp2"}
 
 
+@pytest.mark.long
 def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
     """Quantized bases, of which each process has half the bytes, under each adapter; linear layers gathered in
     bfloat16, norms not; blocks that are compiled. With gradient checkpointing, one pair of processes for all."""
@@ -96,7 +97,7 @@ class Case:
     ("kind", "adapter", "settings"),
     [
         ("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
-        ("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
+        long("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
     ],
 )
 def test_two_processes_share_a_model(
@@ -153,7 +154,7 @@ FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gra
 
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings", "last"),
-    [("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}, 4), (*FULL, 2), long(*FULL, 4)],
+    [long("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}, 4), (*FULL, 2), long(*FULL, 4)],
     ids=["ddp", "fsdp2", "fsdp2 on four"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
