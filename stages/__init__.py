@@ -6,8 +6,7 @@ if sys.argv[:1] == ["-m"]:  # `python -m` is looking for a program of this packa
     from schemas.cli.import_path import remove_working_directory
 
     remove_working_directory()
-    from schemas.cli.missing_libraries import explain_missing_libraries
-    from schemas.cli.starting import begin_silently
+    from schemas.cli.starting import begin_silently, explain_missing_libraries
 
     explain_missing_libraries()
     begin_silently()

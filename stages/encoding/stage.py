@@ -38,12 +38,10 @@ from stages.discovery.missing_media import require_media, select_probed_members
 from stages.encoding import stealing
 from stages.encoding.followed_units import FollowedUnits, followed_units, has_followed_set
 from stages.encoding.job_reports import JobReport, JobReporter
-from stages.encoding.stage_options import UsageError, check_stealing, choose_engine
+from stages.encoding.stage_options import UsageError, check_stealing, choose_engine, choose_resources
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
 from stages.encoding.timed_units import TimedUnits
-from stages.encoding.worker_count import choose_resources
-from stages.engines.jobs import Job, Worker
-from stages.engines.registry import load_engine
+from stages.engines.jobs import Job, Worker, load_engine
 from stages.planning.plan_lookup import current_plan
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
