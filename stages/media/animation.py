@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from schemas.clips import TIME_TOLERANCE
+from stages.media.container import TimedFrame, require_ascending, select_frames
 from stages.media.errors import MediaError, unreadable_error
 from stages.media.files import MediaPath, open_media
-from stages.media.frame_selection import TimedFrame, require_ascending, select_frames
 from stages.media.image import open_image, probe_image, to_srgb
 from stages.media.video import VideoInfo
 

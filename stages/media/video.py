@@ -24,14 +24,17 @@ from stages.media.container import (
     REMUX_ADVICE,
     REPLACE_ADVICE,
     OpenVideo,
+    TimedFrame,
     average_rate,
     decode_packets,
     open_video,
     packets_from_keyframe,
+    require_ascending,
+    select_frames,
+    time_tolerance,
 )
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath, media_size
-from stages.media.frame_selection import TimedFrame, require_ascending, select_frames, time_tolerance
 from stages.media.image import MAX_PIXELS
 from stages.media.orientation import Orientation
 from stages.media.timing import no_frames_error, read_timing

@@ -6,7 +6,7 @@ from PIL import Image
 
 from schemas.geometry import Bucket, Crop, cover_crop
 from stages.media.errors import MediaError
-from stages.media.pixels import normalise_pixels, resize_and_crop
+from stages.media.sample_reader import normalise_pixels, resize_and_crop
 
 
 def noise(width, height, frames=1):

@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from stages.media.errors import MediaError
-from stages.media.probe import probe_media
-from stages.media.scene_detection import find_scenes
+from stages.media.probe import find_scenes, probe_media
 from stages.media.video import read_frames
 
 HEIGHT, WIDTH = 72, 128

@@ -11,7 +11,7 @@ from PIL import Image
 from schemas.clips import clip_times, frames_available
 from schemas.geometry import Bucket, cover_crop
 from stages.media.errors import MediaError
-from stages.media.pixels import resize_and_crop
+from stages.media.sample_reader import resize_and_crop
 from stages.media.video import probe_video, read_frames
 from tests.stages.media_files import reason
 

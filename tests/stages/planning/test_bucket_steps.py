@@ -13,7 +13,7 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.recipe import plan_key
 from schemas.tables import MEDIA_SCHEMA
-from stages.planning.bucket_steps import LARGE_LOSS
+from stages.planning.crop_selection import LARGE_LOSS
 from stages.planning.plan_builder import DraftPlan, build_plan
 from stages.planning.summary import dataset_table, scale_warning, step_warning
 

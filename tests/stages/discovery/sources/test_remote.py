@@ -13,8 +13,8 @@ import pytest
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA, open_source
+from stages.discovery.sources.folder import RemoteSource
 from stages.discovery.sources.object_store import RemoteFile
-from stages.discovery.sources.remote import RemoteSource
 from stages.media import files
 from stages.media.errors import MediaError
 
@@ -171,7 +171,7 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
 
 
 def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.discovery.sources.remote.CHUNK_ROWS", 7)
+    monkeypatch.setattr("stages.discovery.sources.folder.CHUNK_ROWS", 7)
     for number in range(20):
         memory.pipe_file(f"/m/{number % 2}/{number}.png", b"x")
     chunks = list(open_source(dataset("memory://m")).scan(None))

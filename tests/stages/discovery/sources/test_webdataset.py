@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from schemas.errors import LatentpressError
-from stages.discovery.sources import tar_patterns
+from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.webdataset import WebDatasetSource
 from stages.media import files
@@ -256,7 +256,7 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str,
 
 
 def test_names_that_repeat_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_patterns, "MAX_TARS", 1000)
+    monkeypatch.setattr(tars, "MAX_TARS", 1000)
     with pytest.raises(LatentpressError, match="stands for more than 1,000 names"):
         open_source(dataset(str(tmp_path / ("{1,2}" + "{a,a}" * 10 + ".tar"))))
 

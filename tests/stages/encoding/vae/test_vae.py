@@ -16,7 +16,7 @@ from PIL import Image
 
 from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
-from stages.media.pixels import normalise_pixels
+from stages.media.sample_reader import normalise_pixels
 
 CPU = torch.device("cpu")
 # name -> (kind of checkpoint, diffusers' class, stride in space, frames to try)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.discovery.sources import tar_members
+from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
 from stages.media import files
 from stages.media.errors import MediaError
@@ -168,6 +168,6 @@ def test_members_are_where_tarfile_finds_them(named: list[tuple[str, int]], styl
     with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as tar:
         theirs = [(member.name, member.offset_data, member.size) for member in tar]
     ignored: Counter[str] = Counter()
-    ours = list(tar_members.iter_members(io.BytesIO(out.getvalue()), len(out.getvalue()), "x", ignored))
+    ours = list(tars.iter_members(io.BytesIO(out.getvalue()), len(out.getvalue()), "x", ignored))
     assert [tuple(member) for member in ours] == [row for row in theirs if ".." not in row[0].split("/")]
     assert sum(ignored.values()) == len(theirs) - len(ours)
