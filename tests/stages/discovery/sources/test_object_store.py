@@ -1,31 +1,21 @@
 """Objects behind fsspec URLs: an S3 server and an HTTP server on loopback, and memory://."""
 
+import hashlib
 import io
 import multiprocessing
 import pickle
-from pathlib import Path
 
 import fsspec
 import pytest
-from PIL import Image
 
 from schemas.errors import LatentpressError
 from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, open_filesystem
+from stages.discovery.sources.store_checksum import best_checksum
 from stages.media import files
 from stages.media.errors import MediaError
+from tests.stages.discovery.tars import picture, read
 
 SECRET = "wJalrXUtnFEMI-not-a-real-key"
-
-
-def picture() -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (20, 10), "red").save(out, "PNG")
-    return out.getvalue()
-
-
-def read_all(blob: RemoteFile) -> bytes:
-    with blob.open() as file:
-        return file.read()
 
 
 def test_a_protocol_nobody_knows() -> None:
@@ -124,7 +114,7 @@ def test_an_etag_that_is_no_md5_is_not_taken_for_damage() -> None:
 
 
 def _size_in_child(blob: RemoteFile) -> int:
-    return len(read_all(blob))
+    return len(read(blob))
 
 
 @pytest.mark.slow
@@ -132,7 +122,7 @@ def test_a_forked_process_opens_it_too(s3) -> None:
     """test_pipeline.py reads from S3 in processes that are no forks."""
     s3.pipe_file("media/a.jpg", b"12345")
     blob = RemoteFile("s3://media/a.jpg")
-    assert len(read_all(blob)) == 5  # the loop of this process is running when the child is made
+    assert len(read(blob)) == 5  # the loop of this process is running when the child is made
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(_size_in_child, (blob,)).get() == 5
 
@@ -166,7 +156,7 @@ def test_http_with_ranges(http) -> None:
         file.seek(-3, io.SEEK_END)
         assert file.read() == handler.content[-3:]
     assert handler.served < 2 * READ_AHEAD_BYTES
-    assert read_all(blob) == handler.content
+    assert read(blob) == handler.content
 
 
 @pytest.mark.slow
@@ -196,7 +186,7 @@ def test_http_etags_name_content_at_one_place_only(http) -> None:
 def test_credentials_stay_out_of_http_errors(http) -> None:
     place, handler = http
     handler.content, handler.authorization = b"abc", "Basic bWU6c2VjcmV0d29yZA=="  # me:secretword
-    assert read_all(RemoteFile(f"http://me:secretword@{place}/a.jpg")) == b"abc"
+    assert read(RemoteFile(f"http://me:secretword@{place}/a.jpg")) == b"abc"
     for url in (f"http://me:wrongword@{place}/a.jpg", f"http://{place}/a.jpg?X-Amz-Signature=wrongword"):
         with pytest.raises(MediaError) as caught:
             RemoteFile(url).open()
@@ -213,22 +203,10 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__suppress_context__
 
 
-@pytest.mark.slow
-def test_a_stdlib_http_server(tmp_path: Path, serve) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
-
-    place = serve(tmp_path)
-    with RemoteFile(f"http://{place}/a.png").open() as file, Image.open(file) as image:
-        assert image.size == (20, 10)
-    with pytest.raises(MediaError) as caught:
-        RemoteFile(f"http://{place}/b.png").open()
-    assert caught.value.reason == "missing"
-
-
 def test_memory_has_no_checksum(memory) -> None:
-    memory.pipe_file("/media/a.png", picture())
+    memory.pipe_file("/media/a.png", picture(0))
     blob = RemoteFile("memory://media/a.png", identity="store")
-    assert read_all(blob) == picture()
+    assert read(blob) == picture(0)
     with pytest.raises(MediaError) as caught:
         blob.media_id()
     assert caught.value.reason == "no-checksum" and "identity: content" in caught.value.advice
@@ -241,4 +219,31 @@ def test_an_empty_object(memory) -> None:
     with pytest.raises(MediaError) as caught:
         files.media_size(RemoteFile("memory://media/a.png"))
     assert caught.value.reason == "empty-file"
-    assert read_all(RemoteFile("memory://media/a.png")) == b""
+    assert read(RemoteFile("memory://media/a.png")) == b""
+
+
+# -- checksums -------------------------------------------------------------------------------------------------------
+
+MD5 = hashlib.md5(b"x").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("info", "s3", "kind", "md5", "sure", "local"),
+    [
+        ({"ETag": f'"{MD5}"'}, True, "etag", MD5, False, False),
+        ({"ETag": f'"{MD5}-3"'}, True, "etag", None, False, False),
+        ({"ETag": f'"{MD5}"'}, False, "etag", None, False, True),
+        ({"md5Hash": "nd3i5Zz0wqM3yBdNvA0oFA==", "etag": "CJ"}, False, "md5", "9ddde2e59cf4c2a337c8174dbc0d2814", 1, 0),
+        ({"content_settings": {"content_md5": bytes.fromhex(MD5)}, "etag": "0x8D"}, False, "md5", MD5, True, False),
+        ({"generation": "17"}, False, "generation", None, False, True),
+    ],
+)
+def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, sure: bool, local: bool) -> None:
+    found = best_checksum(info, s3)
+    assert found is not None
+    assert (found.kind, found.md5, found.is_certain, found.scoped_to_url) == (kind, md5, sure, local)
+
+
+@pytest.mark.parametrize("info", [{}, {"size": 3}, {"ETag": 'W/"abc"'}, {"ETag": ""}])
+def test_what_vouches_for_nothing(info: dict) -> None:
+    assert best_checksum(info, True) is None

@@ -11,24 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
-from stages.media import files
 from stages.media.errors import MediaError
-from tests.stages.discovery.tars import dataset, scan, write
-
-
-def picture(number: int, size: tuple[int, int] = (20, 10), kind: str = "JPEG") -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", size, (number * 17 % 256, 40, 90)).save(out, kind)
-    return out.getvalue()
-
-
-def read(media: files.MediaPath) -> bytes:
-    with files.open_media(media) as file:
-        return file.read()
+from tests.stages.discovery.tars import dataset, picture, read, scan, write
 
 
 def problems(rows: list[dict]) -> list[tuple[str, str]]:
