@@ -3,20 +3,18 @@
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from cache.store.store import Store
-from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
-from schemas.tables import MEDIA_SCHEMA
 from stages import bucket, discover
 from stages.media.sample_reader import read_cropped_image
-from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.plan_builder import DraftPlan
 from stages.planning.plan_lookup import current_plan
+from tests.stages.planning import draft_plans
 
 IMAGE = "kandinsky5-image-i2i"
 MASK = {"mask": "m.png", "mask_id": "e" * 32, "mask_kind": "image"}
@@ -24,16 +22,11 @@ DOWNSAMPLED = {"maximum_image_size": 300, "target_downsample_size": 263}
 
 
 def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) -> DraftPlan:
-    given = {"id": "a", "instance_data_dir": "a", "conditioning_data": "b", "mask_data": "c", "resolution": 256}
-    row = {"path": "0.jpg", "media_id": "0" * 32, "kind": "image", "captions": ["an edit"]}
-    row |= {"width": target[0], "height": target[1], "source": "0.png", "source_id": "f" * 32}
-    row |= {"source_width": source[0], "source_height": source[1]}
-    masked = dataset.get("mask_data", "c") is not None
-    row |= MASK | {"mask_width": source[0], "mask_height": source[1]} if masked else {}
-    model = {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"}
-    whole = {"root": "work", "model": model, "datasets": [{**given, "allow_upscale": True, **dataset}]}
-    table = pa.Table.from_pylist([{name: row.get(name) for name in MEDIA_SCHEMA.names}], schema=MEDIA_SCHEMA)
-    return build_plan(Config.model_validate(whole), {"a": table}, 16)
+    options = {"mask_data": "c", "resolution": 256, **dataset}
+    row = draft_plans.row(0, *target, **draft_plans.source(0, *source))
+    if options["mask_data"] is not None:
+        row |= MASK | {"mask_width": source[0], "mask_height": source[1]}
+    return draft_plans.planned(draft_plans.edits(**options), [row])
 
 
 def window(geometry: dict[str, Any]) -> np.ndarray:
@@ -76,7 +69,7 @@ def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, 
     assert abs(its["resize_w"] * source[1] / (its["resize_h"] * source[0]) - 1) < 0.02, "it is not distorted"
     assert its["resize_w"] >= its["x"] + size.width and its["resize_h"] >= its["y"] + size.height
     assert plan.notes["a"].aspect_differs.to_pylist() == [
-        f"0.jpg ({target[0]}x{target[1]}, its source {source[0]}x{source[1]})"
+        f"000.jpg ({target[0]}x{target[1]}, its source {source[0]}x{source[1]})"
     ]
 
 
