@@ -121,7 +121,7 @@ def run_bare(path: Path) -> None:
     from diffusers import AutoencoderKL
 
     from stages.media.image import load_image
-    from stages.media.sample_reader import normalise_pixels, parse_crop, resize_and_crop
+    from stages.media.sample_reader import normalize_pixels, parse_crop, resize_and_crop
 
     torch.set_num_threads(1)
     vae = AutoencoderKL.from_pretrained(Path(load_config(path).model.source) / "vae").eval()
@@ -129,7 +129,7 @@ def run_bare(path: Path) -> None:
         batch = []
         for row in rows:
             picture = load_image(path.parent / "media" / row["path"])
-            batch.append(normalise_pixels(resize_and_crop(picture, *parse_crop(row["geometry"]))))
+            batch.append(normalize_pixels(resize_and_crop(picture, *parse_crop(row["geometry"]))))
         with torch.no_grad():
             vae.encode(torch.from_numpy(np.stack(batch))).latent_dist.sample()
 

@@ -24,7 +24,7 @@ RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
 PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
 MASK = "grey-over-black;pillow-bilinear;area-mean"
-# stages/media: image.py, colour.py and orientation.py
+# stages/media: image.py, color.py and header.py
 COLOR = (
     "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"
     "hdr-and-interlaced-refused"

@@ -1,4 +1,4 @@
-"""What discover reads of one item, in a sandbox process: headers, content for its id, captions, companions."""
+"""Reads one item for discover, in a sandbox process: headers, content for its id, captions, companions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from stages.media.probe import probe_companion, probe_media
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """What to read of an item. captions_at, source, mask: paths, None if there is nothing to read."""
+    """The parts of an item that are to be read. captions_at, source, mask: paths, None if there is nothing to read."""
 
     path: str
     kind: str

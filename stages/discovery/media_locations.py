@@ -1,4 +1,4 @@
-"""Where the files of a plan's members are on this machine. Needs no media library, so any program may use it."""
+"""The places of the files of a plan's members on this machine. Needs no media library, so any program may use it."""
 
 from functools import cached_property
 from typing import NamedTuple

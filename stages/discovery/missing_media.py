@@ -47,7 +47,7 @@ def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILE
 
 
 def select_probed_members(plan: Plan, kind: str, members: pa.Array) -> tuple[str, ...]:
-    """Of `members` of this kind ("text", "latents", "vision") some of each dataset that have files."""
+    """Some of `members` of this kind ("text", "latents", "vision") of each dataset that have files."""
     if kind == "text":
         table, name, dataset = plan.text_table, "text_id", "image_dataset"
     else:

@@ -29,7 +29,8 @@ def probe_media(path: MediaPath, kind: str, *, animations: str = "first-frame", 
 
 
 def probe_companion(path: MediaPath, kind: str) -> dict[str, Any]:
-    """Of an i2i source or a mask: id, kind, width, height, frames, rate, duration, constant_rate. Raises MediaError."""
+    """Columns of an i2i source or a mask: id, kind, width, height, frames, rate, duration, constant_rate. Raises
+    MediaError."""
     columns = _probe_file(path, kind, "first-frame")
     del columns["scenes"]
     return {"id": files.compute_media_id(path), **columns}
@@ -47,7 +48,7 @@ def _probe_file(path: MediaPath, kind: str, animations: str) -> dict[str, Any]:
 def find_scenes(path: MediaPath) -> list[float]:
     """Seconds from the first shown frame at which a new scene begins, ascending; [] for a single scene.
 
-    Finds hard cuts: frames that differ from the previous one far more than their neighbours do, so not a pan or fast
+    Finds hard cuts: frames that differ from the previous one far more than their neighbors do, so not a pan or fast
     motion, and a fade or dissolve only if it is fast. Decodes the whole file, with a few small frames in memory. Raises
     MediaError, and ValueError if PySceneDetect is not installed.
     """

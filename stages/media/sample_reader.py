@@ -24,7 +24,7 @@ def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: Med
 
 
 def resize_and_crop_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "mask") -> np.ndarray:
-    """As `resize_and_crop`, in grey: uint8 (bucket.height, bucket.width).
+    """Does the same in gray: uint8 (bucket.height, bucket.width).
 
     The filter is bilinear: Lanczos would ring beyond the mask's edges and so train a little on what is masked.
     """
@@ -46,7 +46,7 @@ def _resize_and_crop(
     return resized.crop(box)
 
 
-def normalise_pixels(pixels: np.ndarray) -> np.ndarray:
+def normalize_pixels(pixels: np.ndarray) -> np.ndarray:
     """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The operations and
     their order are those of VaeImageProcessor, so the results are equal in every bit."""
     assert pixels.dtype == np.uint8 and pixels.ndim in (3, 4) and pixels.shape[-1] == 3, pixels.shape
@@ -75,7 +75,7 @@ def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarra
 
 
 def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence[float]) -> np.ndarray:
-    """uint8 (T, H, W): a mask in grey with its sample's crop; 255 is trained on, transparent parts are not.
+    """uint8 (T, H, W): a mask in gray with its sample's crop; 255 is trained on, transparent parts are not.
 
     times: seconds of the sample's T frames, at which a video mask is read; an image mask is repeated (T = 1 without
     times).

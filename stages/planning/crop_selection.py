@@ -220,7 +220,7 @@ Selection = tuple[CandidateItems, SelectedCrops]
 
 @dataclass(frozen=True)
 class StepCost:
-    """What the buckets of one step, in pixels, cost a dataset.
+    """The cost of the buckets of one step, in pixels, to a dataset.
 
     shapes: how many sizes its items get. set_aside: how many items it excludes of those that the finest step keeps,
     whose number is `kept`. Of the items that both keep, lost: mean share of the area that is cut off, or with

@@ -41,7 +41,7 @@ class SelectedClips:
 
 
 def frame_strides(family: Family, video: Video) -> tuple[int, ...]:
-    """What `frames - 1` must be a multiple of."""
+    """The numbers that `frames - 1` must be a multiple of."""
     interval = video.frame_interval if video.bucket_strategy == "resolution_frames" else None
     return (family.temporal_stride, interval or 1)
 

@@ -1,4 +1,4 @@
-"""What to know about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
+"""Facts about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -167,7 +167,7 @@ def _split_into_units(
 ) -> pa.Table:
     """Cut a list of ids into units of at most `limit` bytes; a larger member is a unit of its own.
 
-    group: (n,) numbers; neighbours with the same number share a unit if they fit into one. borders: (n - 1,) whether a
+    group: (n,) numbers; neighbors with the same number share a unit if they fit into one. borders: (n - 1,) whether a
     unit ends after a member.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
@@ -189,9 +189,9 @@ def _cut(
     wanted: NDArray[np.bool_] | None = None,
     required: NDArray[np.bool_] | None = None,
 ) -> list[int]:
-    """Where to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to its length. ends: (n,)
-    bytes of the members up to each. wanted, required: (n - 1,) whether the list may be cut after a member rather than
-    elsewhere, and whether it has to be."""
+    """The places at which to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to its length.
+    ends: (n,) bytes of the members up to each. wanted, required: (n - 1,) whether the list may be cut after a member
+    rather than elsewhere, and whether it has to be."""
     wished = np.append([] if wanted is None else np.flatnonzero(wanted) + 1, len(ends)).astype(np.int64)
     borders = np.append([] if required is None else np.flatnonzero(required) + 1, len(ends)).astype(np.int64)
     cuts = [0]
@@ -215,7 +215,7 @@ class OpenMembers:
 
 
 def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
-    """Those of the plan's units that are larger than unit_mib, have more than one member and no shard in any cache, of
+    """The plan's units that are larger than unit_mib, have more than one member and no shard in any cache, of
     whatever fingerprint. One listing for each kind of shard."""
     if plan is None:
         return OpenMembers(SAMPLES_SCHEMA.empty_table(), TEXTS_SCHEMA.empty_table(), [])

@@ -51,7 +51,7 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
     found = []
     for clip in clips_THWC:
-        latents = autoencoder.encode(torch.from_numpy(sample_reader.normalise_pixels(clip))[None], [0], "mode")
+        latents = autoencoder.encode(torch.from_numpy(sample_reader.normalize_pixels(clip))[None], [0], "mode")
         found.append(autoencoder.decode(latents)[0].numpy())
     return found
 

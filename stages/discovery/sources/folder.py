@@ -18,7 +18,7 @@ from stages.discovery.sources.captions import add_caption_files
 from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import ListedObject, RemoteFile, file_below, object_version, walk_objects
 from stages.discovery.sources.urls import join_url
-from stages.discovery.sources.walk import Found, require_folder, walk
+from stages.discovery.sources.walk import FolderFiles, require_folder, walk
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath
 
@@ -35,10 +35,10 @@ class FolderSource(CommonSource):
         self._refuse_columns("a folder has")
         self.ignored.clear()
         rows = _ListingBuilder(texts)
-        for found in walk(dataset.root, extensions_of_dataset(dataset), dataset.follow_links, self.ignored, texts):
+        for folder in walk(dataset.root, extensions_of_dataset(dataset), dataset.follow_links, self.ignored, texts):
             start = 0
-            while start < len(found.names):
-                start = rows.extend(found, start)
+            while start < len(folder.names):
+                start = rows.extend(folder, start)
                 if len(rows.paths) == CHUNK_ROWS:
                     yield self._complete(rows.columns())
                     rows = _ListingBuilder(texts)
@@ -60,20 +60,20 @@ class _ListingBuilder:
         self._caption_versions: list[str | None] = []
         self._problems_by_row: dict[int, tuple[str, str]] = {}
 
-    def extend(self, found: Found, start: int) -> int:
+    def extend(self, folder: FolderFiles, start: int) -> int:
         """Add a folder's files from `start` on, as many as fit; returns the first that did not."""
         count = len(self.paths)
-        stop = min(len(found.names), start + CHUNK_ROWS - count)
-        names, prefix = found.names[start:stop], found.prefix
+        stop = min(len(folder.names), start + CHUNK_ROWS - count)
+        names, prefix = folder.names[start:stop], folder.prefix
         self.paths += [prefix + name for name in names]
-        self._kinds += found.kinds[start:stop]
-        self._sizes += found.sizes[start:stop]
-        self._times += found.times[start:stop]
+        self._kinds += folder.kinds[start:stop]
+        self._sizes += folder.sizes[start:stop]
+        self._times += folder.times[start:stop]
         if self._texts:
-            texts = [found.texts.get(name.rpartition(".")[0]) for name in names]
+            texts = [folder.texts.get(name.rpartition(".")[0]) for name in names]
             self._captions += [text and prefix + text[0] for text in texts]
             self._caption_versions += [text and text[1] for text in texts]
-        for row, problem in found.problems_by_row.items():
+        for row, problem in folder.problems_by_row.items():
             if start <= row < stop:
                 self._problems_by_row[count + row - start] = problem
         return stop
@@ -95,8 +95,8 @@ class _ListingBuilder:
             "version": pc.if_else(known, times.cast(_text), None),
         }
         if self._problems_by_row:
-            found = [self._problems_by_row.get(row, (None, None)) for row in range(len(self.paths))]
-            columns["problem"], columns["advice"] = (pa.array(texts, _text) for texts in zip(*found, strict=True))
+            problems = [self._problems_by_row.get(row, (None, None)) for row in range(len(self.paths))]
+            columns["problem"], columns["advice"] = (pa.array(texts, _text) for texts in zip(*problems, strict=True))
         if self._texts:
             add_caption_files(columns, pa.array(self._captions, _text), pa.array(self._caption_versions, _text))
         return columns
@@ -133,9 +133,9 @@ class RemoteSource(CommonSource):
                 texts[stem] = item
             else:
                 self.ignored[ending.lower()] += 1
-        found = [texts.get(os.path.splitext(item.path)[0]) for item in media]
-        with_stats = {item.path: item for item in self._with_stats([text for text in found if text])}
-        return zip(self._with_stats(media), [text and with_stats[text.path] for text in found], strict=True)
+        captions = [texts.get(os.path.splitext(item.path)[0]) for item in media]
+        with_stats = {item.path: item for item in self._with_stats([text for text in captions if text])}
+        return zip(self._with_stats(media), [text and with_stats[text.path] for text in captions], strict=True)
 
     def _with_stats(self, objects: list[ListedObject]) -> list[ListedObject]:
         """Objects with their sizes and versions, which are requested if the listing (a web server's) has names only."""

@@ -311,7 +311,7 @@ def object_errors(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def listing_errors(url: str) -> Iterator[None]:
-    """As `object_errors`, for a place to be listed: raises LatentpressError."""
+    """Does the same for a place to be listed: raises LatentpressError."""
     try:
         with object_errors(url, strip_secrets(url)):
             yield

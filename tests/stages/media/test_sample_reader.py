@@ -7,7 +7,7 @@ from PIL import Image
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop, cover_crop
 from stages.media.errors import MediaError
-from stages.media.sample_reader import normalise_pixels, read_sample_frames, read_sample_mask, resize_and_crop
+from stages.media.sample_reader import normalize_pixels, read_sample_frames, read_sample_mask, resize_and_crop
 from tests.stages.media_files import video
 
 FRAMES = 20
@@ -104,7 +104,7 @@ def test_an_image_of_the_same_shape_equals_the_pipelines_preprocessing(size):
     """Kandinsky i2i and Sana use VaeImageProcessor, i2v VideoProcessor, all with their defaults."""
     bucket = Bucket(64, 48)
     (image,) = noise(*size)
-    ours = normalise_pixels(resize_and_crop(image, Crop(bucket.width, bucket.height, 0, 0), bucket))
+    ours = normalize_pixels(resize_and_crop(image, Crop(bucket.width, bucket.height, 0, 0), bucket))
     assert ours.dtype == np.float32 and ours.shape == (3, 48, 64) and ours.flags.c_contiguous
     for processor in (VaeImageProcessor(vae_scale_factor=8), VideoProcessor(vae_scale_factor=8)):
         theirs = processor.preprocess(image, height=bucket.height, width=bucket.width)[0].numpy()
@@ -118,14 +118,14 @@ def test_a_cropped_image_equals_the_pipelines_preprocessing_of_the_same_crop():
     resized = image.resize((crop.resize_width, crop.resize_height), Image.Resampling.LANCZOS)
     box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
     theirs = VaeImageProcessor(vae_scale_factor=8).preprocess(resized, 64, 64, crops_coords=box)[0].numpy()
-    np.testing.assert_array_equal(normalise_pixels(resize_and_crop(image, crop, bucket)), theirs)
+    np.testing.assert_array_equal(normalize_pixels(resize_and_crop(image, crop, bucket)), theirs)
 
 
 def test_a_video_equals_the_pipelines_preprocessing():
     bucket = Bucket(48, 32, 5)
     frames = noise(96, 64, frames=5)
     crop = cover_crop(96, 64, bucket.width, bucket.height)
-    ours = normalise_pixels(np.stack([resize_and_crop(frame, crop, bucket) for frame in frames]))
+    ours = normalize_pixels(np.stack([resize_and_crop(frame, crop, bucket) for frame in frames]))
     theirs = VideoProcessor(vae_scale_factor=8).preprocess_video(frames, height=32, width=48)[0].numpy()
     assert ours.shape == (3, 5, 32, 48)
     np.testing.assert_array_equal(ours, theirs)
@@ -133,7 +133,7 @@ def test_a_video_equals_the_pipelines_preprocessing():
 
 def test_every_level_is_in_the_range():
     levels = np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2)
-    scaled = normalise_pixels(levels)
+    scaled = normalize_pixels(levels)
     assert scaled.min() == -1.0 and scaled.max() == 1.0
     np.testing.assert_array_equal(np.round((scaled[0] + 1) * 127.5).astype(np.uint8), levels[..., 0])
 

@@ -13,7 +13,7 @@ from stages.discovery.sources.captions import (
     CaptionLookup,
     captions_from_names,
     make_caption_lookup,
-    normalise_paths,
+    normalize_paths,
     read_caption_file,
     strip_extensions,
 )
@@ -100,7 +100,7 @@ def test_stems_are_those_of_the_operating_system(paths: list[str]) -> None:
     ],
 )
 def test_names_in_a_table_become_paths_of_a_listing(cell: str | None, path: str | None) -> None:
-    assert normalise_paths(pa.array([cell], pa.string()), "/data/set").to_pylist() == [path]
+    assert normalize_paths(pa.array([cell], pa.string()), "/data/set").to_pylist() == [path]
 
 
 def dataset(folder: Path, **settings) -> Dataset:
