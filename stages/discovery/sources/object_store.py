@@ -155,9 +155,6 @@ class RemoteFile(Blob):
         self._size: int | None = None
         self._info: dict[str, Any] | None = None
 
-    def __repr__(self) -> str:
-        return f"RemoteFile({self.name!r})"
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_info": None}
 

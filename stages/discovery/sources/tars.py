@@ -182,9 +182,6 @@ class TarMember(Blob):
     def __init__(self, tar: MediaPath, name: str, offset: int, size: int) -> None:
         self.tar, self.name, self.offset, self._size = tar, name, offset, size
 
-    def __repr__(self) -> str:
-        return f"TarMember({self.name!r})"
-
     def open(self) -> BinaryIO:
         return FileWindow.opened(open_media(self.tar), self.offset, self._size)
 

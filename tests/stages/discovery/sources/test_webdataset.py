@@ -228,12 +228,6 @@ def test_names_that_repeat_hide_no_others(tmp_path: Path, monkeypatch: pytest.Mo
         open_source(dataset(str(tmp_path / ("{1,2}" + "{a,a}" * 10 + ".tar"))))
 
 
-def test_media_root_takes_the_place_of_the_pattern(tmp_path: Path) -> None:
-    img2dataset(tmp_path / "here", shards=3, each=1)
-    here = dataset("/elsewhere/{00000..00001}.tar", media_root=str(tmp_path / "here"))
-    assert [row["path"][:9] for row in scan(open_source(here))] == ["00000.tar", "00001.tar"]
-
-
 @pytest.mark.parametrize(
     ("place", "words"),
     [
