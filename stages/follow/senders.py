@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 from schemas.config.sharing import Webhook, WebhookFormat
 from schemas.errors import LatentpressError
 from stages.follow.bodies import Body
-from stages.follow.outbox import Outbox
-from stages.follow.run_events import Event
+from stages.follow.run_events import Event, Outbox
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient

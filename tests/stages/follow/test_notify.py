@@ -24,7 +24,7 @@ from schemas.config.pipeline import Config
 from stages import notify
 from stages.follow import run_events, senders
 from stages.follow.bodies import Body
-from stages.follow.outbox import Outbox
+from stages.follow.run_events import Outbox
 from tests.background import answered, served, until
 from tests.project import Project
 from tests.stages.follow.notified_run import EVENTS, HOOK, OTHER, SCHEMA, trained
