@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cache.runs.best_step import loss_name
 from cache.runs.scores import read_curves
 from cache.runs.training_run import RunProgress, read_progress
 from cache.runs.validation_files import describe_latents
@@ -63,22 +64,27 @@ def make_body(config: Config, event: Event, form: WebhookFormat) -> Body:
         limits = PictureLimits(config.notify.picture_size, MAX_PICTURE_BYTES, clip_bytes)
         pictures = list(islice(read_pictures(config, folder, event.step, limits), config.notify.pictures))
         left_out = len(describe_latents(config, folder, event.step)) - len(pictures)
-    notification = _describe(config, event, progress, pictures, left_out)
+    evaluated = read_eval_loss(folder, event.step) if event.event == "validation" else {}
+    notification = _describe(config, event, progress, evaluated.get("eval_loss"), pictures, left_out)
+    loss = loss_name([evaluated])
     if form == "discord":
-        return _discord(notification, pictures)
+        return _discord(notification, loss, pictures)
     if form == "apprise":
         files = (Upload(f"{number}.jpg", picture.data, "image/jpeg") for number, picture in enumerate(pictures))
         return Body(
-            {"title": config.train.run, "body": _cut(_headline(notification, _cut, ""), MAX_CONTENT)}, (*files,)
+            {"title": config.train.run, "body": _cut(_headline(notification, loss, _cut, ""), MAX_CONTENT)}, (*files,)
         )
     return Body(notification.model_dump(mode="json"))
 
 
 def _describe(
-    config: Config, event: Event, progress: RunProgress, pictures: list[SmallPicture], left_out: int
+    config: Config,
+    event: Event,
+    progress: RunProgress,
+    eval_loss: float | None,
+    pictures: list[SmallPicture],
+    left_out: int,
 ) -> Notification:
-    folder = config.run_folder
-    validation = event.event == "validation"
     failure = event.failure
     return Notification(
         id=event.id,
@@ -90,8 +96,8 @@ def _describe(
         model=NotifiedModel(family=config.model.family, flavour=config.model.flavour_spec.name),
         loss=progress.loss,
         seconds_left=progress.seconds_left,
-        eval_loss=read_eval_loss(folder, event.step).get("eval_loss") if validation else None,
-        scores=_read_scores(folder, event.step) if validation else {},
+        eval_loss=eval_loss,
+        scores=_read_scores(config.run_folder, event.step) if event.event == "validation" else {},
         pictures=tuple(
             NotifiedPicture(
                 name=picture.name,
@@ -112,7 +118,7 @@ def _read_scores(folder: Path, step: int) -> dict[str, float]:
     return {curve.name: point.value for curve in read_curves(folder) for point in curve.points if point.step == step}
 
 
-def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
+def _discord(about: Notification, loss: str, pictures: list[SmallPicture]) -> Body:
     embeds, files = [], []
     for number, picture in enumerate(pictures):
         name = f"{number}.jpg" if picture.clip is None else f"{number}.mp4"
@@ -124,7 +130,7 @@ def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
         embed |= {"image": {"url": f"attachment://{name}"}} if picture.clip is None else {}
         embeds.append(embed)
     document: dict[str, Any] = {
-        "content": _cut(_headline(about, _plain, "**"), MAX_CONTENT),
+        "content": _cut(_headline(about, loss, _plain, "**"), MAX_CONTENT),
         "embeds": embeds,
         "allowed_mentions": {"parse": []},
     }
@@ -133,8 +139,9 @@ def _discord(about: Notification, pictures: list[SmallPicture]) -> Body:
     return Body(document, tuple(files))
 
 
-def _headline(about: Notification, show: Callable[[str, int], str], bold: str) -> str:
-    """A sentence about the event. show: makes a text of at most so many units of one that may have marks."""
+def _headline(about: Notification, loss: str, show: Callable[[str, int], str], bold: str) -> str:
+    """A sentence about the event. loss: the name of the eval loss. show: makes a text of at most so many units of one
+    that may have marks."""
     run, place = f"{bold}{show(about.run, MAX_NAME)}{bold}", f"step {about.step} of {about.steps}"
     model = show(f"{about.model.family}, {about.model.flavour}", MAX_NAME)
     if about.event == "started":
@@ -150,7 +157,7 @@ def _headline(about: Notification, show: Callable[[str, int], str], bold: str) -
     left = "" if about.seconds_left is None else f", {format_duration(about.seconds_left)} left"
     scores = "".join(_number(f", {show(name, MAX_NAME)}", value) for name, value in about.scores.items())
     more = f" ({about.pictures_left_out} more pictures are not shown)" if about.pictures_left_out else ""
-    numbers = f"{_number(', eval loss', about.eval_loss)}{_number(', loss', about.loss)}"
+    numbers = f"{_number(f', {loss}', about.eval_loss)}{_number(', loss', about.loss)}"
     return f"{run}: validation at {place}{numbers}{scores}{left}{more}"
 
 

@@ -214,9 +214,8 @@ def read_samples(
 ) -> Generator[tuple[PageItem, R | MediaError]]:
     """Yield an item for each of these rows of `table`, and what a reader returns for it, or why there is nothing.
     Readers work ahead, in sandboxed processes."""
-    opened, limits = [_open_sample(table, row) for row in rows], table.config.stages
-    timeout, memory = limits.item_timeout_s, limits.item_memory_mib
-    with SandboxPool(make_reader, workers=workers, timeout_s=timeout, memory_mib=memory) as pool:
+    opened = [_open_sample(table, row) for row in rows]
+    with SandboxPool.configured(make_reader, workers, table.config.stages) as pool:
         results = pool.map(task for _, task in opened if isinstance(task, PreviewTask))
         for item, task in opened:
             result = next(results)[1] if isinstance(task, PreviewTask) else task

@@ -45,13 +45,14 @@ def test_a_message_of_discord(home: Project, hook: WebhookServer) -> None:
 
 def test_no_prompt_becomes_a_list_or_a_link(home: Project, hook: WebhookServer) -> None:
     run = FakeRun(home)
-    run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 41)))
+    run.metrics(eval_line(0, 2.0) | {"eval_on": "training samples"}, *(step_line(step) for step in range(1, 41)))
     texts = {"one": "- a cat\n  + a dog-house\n12. a hen", "two": "as on https://example.com/a, 1.5 m"}
     for name, text in texts.items():
         run.latent(0, name, prompt=text)
         run.picture(0, name, (200, 0, 0))
     home.run(notify.run, DISCORD)
     [message] = [each.document for each in hook.received if each.document["embeds"]]
+    assert message["content"].startswith("**run**: validation at step 0 of 40, loss on training samples 2,")
     assert [each["description"] for each in message["embeds"]] == [
         "\\- a cat\n  \\+ a dog-house\n12\\. a hen",
         "as on https\\://example.com/a, 1.5 m",

@@ -1,0 +1,131 @@
+"""Requests to a store that are made again.
+
+Those that its library repeats are said with their reason, the first at once, others at most once a minute: without that
+one would see only that something takes long. Answers that are shorter than what was asked for, or not the bytes that
+were written, are asked for again a few times and said in the same way; only what stays wrong is an error, or damage.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from cache.store.damage import DamageError
+from schemas.cli.progress import announce
+from schemas.text_format import shorten
+
+PAUSE_S = 60.0  # between two messages about a store
+LONGEST = 200  # characters of a reason
+TROUBLE = (429, 500, 502, 503, 504)  # HTTP status of an answer after which a request is tried again
+ASKED_AGAIN = ("SlowDown", "RequestTimeout", "RequestLimitExceeded", "Throttling", "ThrottlingException")
+
+
+class RetryNotes:
+    """What is said of one kind of store. Threads may share it."""
+
+    def __init__(self, store: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock, self._lock = store, clock, threading.Lock()
+        self._said, self._unsaid = -PAUSE_S, 0
+
+    def note(self, reason: str) -> None:
+        with self._lock:
+            now = self._clock()
+            if now - self._said < PAUSE_S:
+                self._unsaid += 1
+                return
+            more = f", as {self._unsaid} more since the last message" if self._unsaid else ""
+            self._said, self._unsaid = now, 0
+        announce(f"{self._store}: {shorten(' '.join(reason.split()), LONGEST)}: the request is tried again{more}")
+
+
+@cache
+def notes_of(store: str) -> RetryNotes:
+    """Of all stores with this protocol."""
+    return RetryNotes(store)
+
+
+S3, GOOGLE = notes_of("s3"), notes_of("gs")
+
+
+def note_s3_answer(response: Any = None, caught_exception: Exception | None = None, **about: Any) -> None:
+    """A handler of botocore's event needs-retry, which comes after each answer, also one in which all is well."""
+    if caught_exception is not None:
+        S3.note(str(caught_exception) or type(caught_exception).__name__)
+    elif response is not None:
+        answer, parsed = response
+        error = parsed.get("Error", {})
+        code, message = error.get("Code", ""), error.get("Message", "")
+        if answer.status_code in TROUBLE or code in ASKED_AGAIN:
+            S3.note(f"{code or answer.status_code} {message}")
+
+
+def watch_log(logger: str, mark: str, notes: RetryNotes) -> None:
+    """Note the reasons of a library that only its log has: what comes after `mark`, at the level DEBUG."""
+    log = logging.getLogger(logger)
+    if not any(isinstance(each, _Reader) for each in log.filters):
+        log.filters.insert(0, _Reader(mark, notes))  # before those that silence it
+        log.setLevel(logging.DEBUG)
+
+
+class _Reader(logging.Filter):
+    """Reads a log's messages and lets pass what passes without it."""
+
+    def __init__(self, mark: str, notes: RetryNotes) -> None:
+        super().__init__()
+        self._mark, self._notes = mark, notes
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.INFO:
+            return record.levelno >= logging.WARNING
+        if self._mark in record.msg:
+            self._notes.note(record.getMessage().partition(self._mark)[2])
+        return False
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+ANSWERS = 3  # to one question; the last one counts
+
+
+class BadAnswer(OSError):
+    """Other than as many bytes as were asked for."""
+
+
+def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
+    """What `read` returns; called again where a bad answer of the object store behind `url` made it raise. url: "" for
+    files of this machine. file: what `read` reads from; it lets go of the bytes of that answer, if it keeps any."""
+    for _ in range(ANSWERS - 1 if url else 0):
+        try:
+            return read()
+        except Exception as error:  # botocore's own can't be imported here
+            if not _is_of_bad_answer(error):
+                raise
+            note_bad_answer(url, error)
+        if hasattr(file, "forget"):
+            file.forget()
+    return read()
+
+
+def asked_again(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method of a store, `until_sound`."""
+
+    @wraps(method)
+    def ask(store: Any, *args: P.args, **options: P.kwargs) -> T:
+        return until_sound(store.remote_url, partial(method, store, *args, **options))
+
+    return ask
+
+
+def note_bad_answer(url: str, error: Exception) -> None:
+    reason = getattr(error, "message", "") or getattr(error, "strerror", "") or str(error)
+    notes_of(url.partition("://")[0]).note(reason if url in reason else f"{url}: {reason}")
+
+
+def _is_of_bad_answer(error: Exception) -> bool:
+    """Whether other bytes might have been all right. What is missing, and what can't be reached, is no bad answer."""
+    if isinstance(error, DamageError):
+        return not isinstance(error.__cause__, FileNotFoundError)
+    return isinstance(error, BadAnswer) or type(error).__name__ == "FlexibleChecksumError"

@@ -1,0 +1,300 @@
+"""Checks of shards beyond their own checksums, and of the tables: agreement with the plan, tensors that can be right.
+
+An undamaged shard can still be wrong: made for another plan's unit, of another shape than its bucket's, or full of NaN.
+What tensors should be is read from the cache's provenance.json, so caches of every configuration are checked, without
+any weights.
+
+Tables and the JSON files of plans and sets are checked by their checksums and by the values that they hold. The program
+that wrote a damaged file makes it again: bucket a plan, index a set, an encoding stage its rejects. `verify --repair`
+does so for plans and sets.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cache.sets import plans, table_checks
+from cache.sets.exported_set import ExportedSet
+from cache.sets.plans import Unit
+from cache.sets.set_files import PLANNED, TABLE_CHECKS, read_set_table
+from cache.sets.set_lookup import read_pointer
+from cache.sets.trainset import TrainSet
+from cache.shards import shard, shard_io
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensor_checks import find_shape_problem
+from cache.shards.tensors import INFINITY_BITS
+from cache.store.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
+from cache.store.files import StoreError, explained, file_size
+from cache.store.json_checks import printable
+from cache.store.layout import is_project_file, is_shard
+from cache.store.store import Store
+from schemas.catalogue import FAMILIES
+from schemas.geometry import Bucket
+from schemas.tables import UNITS_SCHEMA
+from stages.discovery import media_table
+from stages.encoding.vision.grids import stored_grid
+
+#: Tensors in the precision that their cache's provenance.json names.
+CHECKED_TENSORS = ("latent", "condition", "mask", "embeds", "pooled", "vision")
+
+
+class UnmappedStore(Store):
+    """A store whose files are read sequentially instead of mapped: a disk that can't read is then an error, where a
+    memory map kills the process. An object is read whole, by two requests."""
+
+    def open(self, rel: str) -> pa.NativeFile:
+        with explained(self.path(rel)):
+            local = self.local(rel)
+            if local is None:
+                return self.open_whole(rel)
+            file_size(local)  # refuses a pipe, which would be waited on
+            return pa.OSFile(str(local))
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """How the shards of one cache were made. dtype: of its tensors, None where it is not known. strides: of the
+    autoencoder, (spatial, temporal). channels: of its latents. condition_frames: latent frames of a condition. vision:
+    for vision features the model's input size and the strides of latent frames and of tokens."""
+
+    dtype: str | None = None
+    strides: tuple[int, int] | None = None
+    channels: int = 0
+    condition_frames: int = 1
+    vision: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "CacheSpec":
+        """From a provenance.json; what it does not state is not checked."""
+        if record.get("stage") == "encode-vision":
+            temporal, side = record["token"]
+            if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
+                raise ValueError(f"no sizes: {record['size']}, {record['token']}")
+            return cls("bfloat16", vision=(record["size"], temporal, side))
+        dtype = record.get("precision") if record.get("stage") in ("encode-text", "encode-latents") else None
+        families = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
+        shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in families}
+        known_dtype = dtype if dtype in INFINITY_BITS else None
+        if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
+            return cls(known_dtype)
+        [(spatial, temporal, channels)], frames = shapes, record.get("condition_frames", 1)
+        if type(frames) is not int or not 0 < frames < 1 << 16:
+            raise ValueError(f"no number of frames: {frames}")
+        return cls(known_dtype, (spatial, temporal), channels, frames)
+
+
+class ExpectedShards:
+    """What the root's plans and provenance require of its shards."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._units = plans.all_units(store)
+        self._rows = {name: row for row, name in enumerate(self._units.column("unit_id").to_pylist())}
+        self._specs: dict[str, CacheSpec] = {}
+
+    def unit(self, name: str) -> Unit | None:
+        """The unit of that name in any plan; None where no plan has it any longer."""
+        if name not in self._rows:
+            return None
+        (row,) = self._units.slice(self._rows[name], 1).to_pylist()
+        return Unit(**{key: row[key] for key in UNITS_SCHEMA.names} | {"members": tuple(row["members"])})
+
+    def cache_spec(self, cache: str) -> CacheSpec:
+        """Of the cache `<kind>/<fingerprint>`; empty where its provenance.json can't be read."""
+        if cache not in self._specs:
+            try:
+                self._specs[cache] = CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
+            except (OSError, StoreError, DamageError, ValueError, KeyError, TypeError):
+                self._specs[cache] = CacheSpec()
+        return self._specs[cache]
+
+
+def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[DamageError]:
+    """Everything that is wrong with the shard at `rel`; nothing where it was removed meanwhile."""
+    cache, _, name = rel.rpartition("/")
+    tensors = TensorChecker(expected.cache_spec(cache))
+
+    def check_meta(meta: ShardMeta) -> Iterator[str]:
+        """Where the shard differs from its unit. Opening it checks for duplicate ids."""
+        tensors.bucket = meta.bucket
+        unit = expected.unit(shard.unit_name(name))
+        if unit is None:
+            return
+        present, members = set(meta.ids) | {member.id for member in meta.set_aside}, set(unit.members)
+        if meta.bucket != unit.bucket:
+            yield f"it is of bucket {meta.bucket!r}, and its unit of {unit.bucket!r}"
+        if lacking := members - present:
+            yield f"it lacks {len(lacking)} of its unit's {len(members)} members, such as {min(lacking)}"
+        if extra := present - members:
+            yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
+
+    found = shard_io.verify(store, rel, check_meta, tensors.check)
+    return found if not found or store.exists(rel) else []
+
+
+class TensorChecker:
+    """Checks the rows of one shard, one after another. `bucket` is set once the shard's description is read."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.bucket = ""
+        self._spec = spec
+        self._first: dict[str, tuple[str, int]] = {}  # of each tensor: dtype, and the dimension that all rows share
+
+    def check(self, row: ShardRow) -> None:
+        """ValueError with what is wrong with a row's tensors."""
+        if not row.tensors:
+            raise ValueError("it has no tensors")
+        for name, array in row.tensors.items():
+            base = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
+            shape, dtype = array.shape, array.dtype
+            if problem := self._shape_problem(base, shape):
+                raise ValueError(f"{name} {problem}")
+            shared = shape[-1] if base in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
+            first = self._first.setdefault(base, (dtype, shared))
+            if self._spec.dtype and base in CHECKED_TENSORS and dtype != self._spec.dtype:
+                raise ValueError(f"{name} is {dtype}, and provenance.json says {self._spec.dtype}")
+            if first != (dtype, shared):
+                problem = f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
+                raise ValueError(f"{name} {problem}")
+            if not array.is_finite():
+                raise ValueError(f"{name} has numbers that are NaN or infinite")
+
+    def _shape_problem(self, name: str, shape: tuple[int, ...]) -> str:
+        """Empty also for tensors of unknown names."""
+        spec = self._spec
+        if name == "vision" and spec.vision is not None:
+            size, temporal, side = spec.vision
+            bucket = Bucket.parse(self.bucket)
+            cells = (bucket.latent_shape(side, temporal)[0], *stored_grid(bucket, size, side))
+            problem = f"is of shape {shape}, and of bucket {self.bucket} {(*cells, 'width')}"
+            return "" if shape[:-1] == cells else problem
+        if spec.strides is None and name in ("latent", "condition", "mask"):
+            return ""
+        strides, frames = spec.strides or (1, 1), spec.condition_frames
+        return find_shape_problem(name, shape, self.bucket, strides, spec.channels, condition_frames=frames)
+
+
+def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
+    """Path -> bytes of every shard under the root; a tar's bytes include its sidecar's."""
+    found: dict[str, int] = {}
+    for kind in kinds:
+        sizes = {f"{kind}/{entry.name}": entry.size for entry in store.list_files(kind)}
+        for rel, size in sizes.items():
+            if is_shard(rel):  # a folder called text/ may also hold a user's files
+                found[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
+    return found
+
+
+def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]:
+    """Path -> set, of the missing shards of current sets. Damaged ones are left to `find_damaged_tables`."""
+    missing: dict[str, str] = {}
+    for rel in set_pointer_paths(store):
+        with suppress(DamageError, FileNotFoundError):
+            name = read_pointer(store, rel)
+            # The shards of a set with a limited cache come and go.
+            if store.exists(f"sets/{name}/set.json") and PLANNED not in store.read_json(f"sets/{name}/set.json"):
+                for path in shards_of_set(store, name):
+                    if path not in present:
+                        missing.setdefault(path, name)
+    return missing
+
+
+def shards_of_set(store: Store, name: str) -> list[str]:
+    """Paths of the shards of the set `name`. DamageError where one is no shard below this root: gc keeps these paths,
+    and verify moves damaged ones."""
+    paths: list[str] = read_set_table(store, name, "shards").column("path").to_pylist()
+    for path in paths:
+        if not is_shard(path):
+            problem = f"it names {printable(repr(path))}, which is no shard below the root"
+            raise DamageError(store.path(f"sets/{name}/shards.arrow"), problem)
+    return paths
+
+
+def set_pointer_paths(store: Store) -> list[str]:
+    """The files that name the current set of each family and task."""
+    paths = (f"sets/{name}" for name in store.list_names("sets") if name.startswith("current-"))
+    return [rel for rel in paths if is_project_file(rel)]
+
+
+def move_to_damaged(store: Store, rel: str) -> str:
+    """Move a shard to damaged/<kind>/<fingerprint>/, the file that marks it as done first; returns the new path."""
+    stem, suffix = shard.unit_name(rel), Path(rel).suffix
+    taken, number = set(store.list_names("damaged")), 1
+    while (target := f"{stem}.{number}") + suffix in taken or target + shard.SIDECAR_SUFFIX in taken:
+        number += 1
+    store.move(rel, f"damaged/{target}{suffix}")
+    sidecar = stem + shard.SIDECAR_SUFFIX
+    if suffix == shard.TAR_SUFFIX and store.exists(sidecar):
+        store.move(sidecar, f"damaged/{target}{shard.SIDECAR_SUFFIX}")
+    return f"damaged/{target}{suffix}"
+
+
+DamageByPath = dict[str, list[DamageError]]
+
+
+def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
+    """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
+    found = DamageByPath()
+    names = [name for top in ("media", "plans", "sets", "rejects") for name in _table_paths(store, top)]
+    for name in names:
+        try:
+            _check_file(store, name)
+        except FileNotFoundError:
+            continue
+        except DamageError as damage:
+            found.setdefault(store.relative(damage.path), []).append(damage)
+    return len(names), found
+
+
+def _table_paths(store: Store, top: str) -> list[str]:
+    """The project's files under `top`. Of plans and sets only those that have their plan.json or set.json, and for
+    these also the tables that are missing."""
+    names = [f"{top}/{name}" for name in store.list_names(top) if is_project_file(f"{top}/{name}")]
+    if top not in ("plans", "sets"):
+        return names
+    folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
+    of_folders = (name for name in names if name.count("/") == 2 or top == "sets")  # a plan's number is read once
+    finished = (name for name in of_folders if name.count("/") != 2 or name.rpartition("/")[0] in folders)
+    tables = plans.PLAN_TABLES if top == "plans" else TABLE_CHECKS
+    return sorted({*finished, *(f"{folder}/{table}.arrow" for folder in folders for table in tables)})
+
+
+def _check_file(store: Store, rel: str) -> None:
+    """Read the file at `rel` as the programs do."""
+    top, name, file = f"{rel}//".split("/")[:3]
+    table = file.removesuffix(".arrow")
+    if top == "media":
+        store.read_table(rel, media_table.check_media_table)
+    elif top == "rejects":
+        merged = name in ENCODE_PROGRAMS.values() and rel.count("/") == 2
+        store.read_table(rel, table_checks.check_merged_rejects if merged else table_checks.check_rejects)
+    elif top == "plans":
+        if table in plans.PLAN_TABLES:
+            plans.read_plan_table(store, name, table)
+        else:
+            plans.load_plan(store, name)
+    elif not file:
+        read_pointer(store, rel)
+    elif table in TABLE_CHECKS:
+        read_set_table(store, name, table)
+    else:  # set.json: it must fit its tables, where each of these is sound
+        meta = store.read_json(f"sets/{name}/set.json")
+        for table in TABLE_CHECKS:
+            try:
+                read_set_table(store, name, table)
+            except DamageError:
+                return
+        shards_of_set(store, name)
+        (ExportedSet if "export" in meta else TrainSet)(store, name, meta).close()
+
+
+def rebuild_commands(paths: DamageByPath) -> list[str]:
+    """The commands that make these files again, in the order in which to run them."""
+    order = ["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
+    programs = {rebuild_program(path) for path in paths}
+    known = [f"latentpress {name}" for name in order if name in programs]
+    return known + [f"latentpress {name}" for name in sorted(programs - {*order})]

@@ -1,0 +1,80 @@
+"""`--shard auto`: the variables of schedulers, as Slurm 22.05, Kubernetes and AWS Batch set them."""
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.cli.options import Partition, find_task, parse_partition
+
+
+def slurm_array(task: int, first: int, last: int, step: int = 1, **more: object) -> dict[str, str]:
+    values = {"ID": task, "MIN": first, "MAX": last, "STEP": step, "COUNT": (last - first) // step + 1}
+    array = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+    # What a batch script has, though it is no task of a step.
+    return array | {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"} | {name: str(value) for name, value in more.items()}
+
+
+@given(st.integers(0, 50), st.integers(1, 40), st.integers(1, 5))
+def test_the_tasks_of_an_array_are_all_its_parts(first, count, step):
+    ids = range(first, first + count * step, step)
+    found = [find_task(slurm_array(id, ids[0], ids[-1], step)) for id in ids]
+    assert [(task.number, task.total) for task in found] == [(number, count) for number in range(count)]
+
+
+def test_a_step_of_several_tasks_divides_each_task_of_its_array():
+    step = {"SLURM_STEP_NUM_TASKS": "3"}
+    found = [
+        find_task(slurm_array(task, 0, 1) | step | {"SLURM_PROCID": str(rank)})
+        for task in range(2)
+        for rank in range(3)
+    ]
+    assert [(task.number, task.total) for task in found] == [(number, 6) for number in range(6)]
+    alone = find_task({"SLURM_PROCID": "1", **step})
+    assert (alone.number, alone.total) == (1, 3)
+    assert "SLURM_PROCID=1" in alone.source
+
+
+def test_some_tasks_of_an_array_are_started_again_by_their_numbers():
+    again = {"SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_MAX": "11", "SLURM_ARRAY_TASK_COUNT": "2"}
+    found = find_task(again | {"SLURM_ARRAY_TASK_ID": "11"}, 16)
+    assert (found.number, found.total, found.source) == (11, 16, "SLURM_ARRAY_TASK_ID=11")
+    with pytest.raises(typer.BadParameter, match=r"no even range .*auto/N"):
+        find_task(again | {"SLURM_ARRAY_TASK_ID": "11"})
+
+
+def test_kubernetes_and_aws_batch():
+    pod = {"JOB_COMPLETION_INDEX": "2"}
+    assert find_task(pod, 4).number == 2
+    with pytest.raises(typer.BadParameter, match="auto/N"):
+        find_task(pod)
+    with pytest.raises(typer.BadParameter, match="task 2 of 2 can't be"):
+        find_task(pod, 2)
+    found = find_task({"AWS_BATCH_JOB_ARRAY_INDEX": "5", "AWS_BATCH_JOB_ARRAY_SIZE": "7"})
+    assert (found.number, found.total) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "no job array"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "no job array"),  # a batch script of several tasks
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID is ''"),
+        (slurm_array(1, 0, 3, SLURM_ARRAY_TASK_ID="x"), "'x'"),
+        (slurm_array(1, 0, 3, SLURM_ARRAY_TASK_COUNT="9"), "no even range"),
+        ({"AWS_BATCH_JOB_ARRAY_INDEX": "5"}, "AWS_BATCH_JOB_ARRAY_SIZE"),
+        ({"JOB_COMPLETION_INDEX": "-1"}, "'-1'"),
+    ],
+)
+def test_what_is_missing_or_contradicts_itself_is_refused(environment, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        find_task(environment)
+
+
+def test_shard_auto_reads_the_environment(monkeypatch):
+    monkeypatch.setenv("AWS_BATCH_JOB_ARRAY_INDEX", "1")
+    monkeypatch.setenv("AWS_BATCH_JOB_ARRAY_SIZE", "3")
+    assert parse_partition("auto")[:2] == (1, 3)
+    assert parse_partition("auto/5") == Partition(1, 5, "AWS_BATCH_JOB_ARRAY_INDEX=1, AWS_BATCH_JOB_ARRAY_SIZE=3")
+    with pytest.raises(typer.BadParameter):
+        parse_partition("auto/")
