@@ -132,10 +132,15 @@ def add_to_report(results: list[SampleResult], report: Report, *, with_samples: 
     for result in results:
         if result.unreadable:
             reason, message = result.unreadable.reason, str(result.unreadable)
-            row = rejects.make_reject("preview", result.name, result.item.path, reason, message)
+            row = rejects.make_reject("preview", result.item.name, result.item.path, reason, message)
             report.set_aside.append(row)
         if isinstance(result.damage, DamageError):
-            damage = {"path": result.damage.path, "row": result.damage.row, "item": result.name, "reason": "damaged"}
+            damage = {
+                "path": result.damage.path,
+                "row": result.damage.row,
+                "item": result.item.name,
+                "reason": "damaged",
+            }
             report.damage.append(damage | {"message": result.damage.reason})
     if report.damage:
         report.next_steps += ["latentpress verify --repair"]
@@ -144,4 +149,4 @@ def add_to_report(results: list[SampleResult], report: Report, *, with_samples: 
 def _key_numbers(result: SampleResult) -> TableRow:
     psnr = math.nan if result.psnr is None else round(result.psnr, 2)
     tokens = ", ".join("unknown" if caption.tokens is None else str(caption.tokens) for caption in result.captions)
-    return {"psnr_db": psnr, "bucket": result.bucket, "tokens": tokens, "item": result.name}
+    return {"psnr_db": psnr, "bucket": result.bucket, "tokens": tokens, "item": result.item.name}

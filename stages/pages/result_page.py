@@ -42,10 +42,6 @@ class ComparedFrame:
     mse: float | None
     time: float | None  # seconds
 
-    @property
-    def psnr(self) -> float | None:
-        return None if self.mse is None else psnr(self.mse)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -56,14 +52,15 @@ class Comparison:
     mse: float | None
     condition: ComparedFrame | None = None
 
-    @property
-    def psnr(self) -> float | None:
-        return None if self.mse is None else psnr(self.mse)
-
 
 def psnr(mse: float) -> float:
     """Peak signal-to-noise ratio in dB of 8-bit pixels; infinite for identical ones."""
     return 10 * math.log10(255**2 / mse) if mse else math.inf
+
+
+def format_psnr(mse: float | None) -> str:
+    """Return "" where there is no original."""
+    return "" if mse is None else format_decibels(psnr(mse))
 
 
 def format_decibels(value: float) -> str:
@@ -116,10 +113,6 @@ class SampleResult:
     damage: LatentpressError | None = None
 
     @property
-    def name(self) -> str:
-        return self.item.name
-
-    @property
     def bucket(self) -> str:
         return self.item.active_row["bucket"]
 
@@ -134,7 +127,7 @@ class SampleResult:
     @property
     def psnr(self) -> float | None:
         """dB over all pixels of all frames; None without a comparison, infinite for identical pixels."""
-        return None if self.comparison is None else self.comparison.psnr
+        return None if self.mse is None else psnr(self.mse)
 
 
 def bucket_rows(encoded: EncodedPlan, results: Sequence[SampleResult], buckets: Sequence[str]) -> list[TableRow]:
@@ -155,7 +148,7 @@ def render_result_page(
     """The page in pieces. rows: of `bucket_rows`."""
     compared = sorted((result.psnr, result.sample_id, result) for result in results if result.psnr is not None)
     lowest = [
-        {"psnr": format_decibels(psnr), "bucket": result.bucket, "sample": Link(result.name, f"#sample-{name}")}
+        {"psnr": format_decibels(psnr), "bucket": result.bucket, "sample": Link(result.item.name, f"#sample-{name}")}
         for psnr, name, result in compared[:MAX_LOWEST]
     ]
     sections = [Section("Lowest PSNR", table=lowest)] if lowest else []
@@ -190,13 +183,13 @@ def result_card(result: SampleResult) -> Card:
     if result.damage:
         problems.append(f"can't be decoded: {result.damage.message}; {result.damage.next_step}")
     return Card(
-        result.name,
+        result.item.name,
         tuple(_galleries(result.comparison, result.item.path)) if result.comparison else (),
         result.item.marks,
         result.item.facts,
         tuple(Caption(caption.text, caption.token_summary, not caption.complete) for caption in result.captions),
         problems=tuple(problems),
-        score="" if result.psnr is None else format_decibels(result.psnr),
+        score=format_psnr(result.mse),
         anchor=f"sample-{result.sample_id}",
         whole=True,
     )
@@ -223,12 +216,12 @@ def _name_pictures(frame: ComparedFrame) -> dict[str, Picture]:
 
 def _side_by_side(frame: ComparedFrame, path: str) -> Iterator[Figure]:
     for name, picture in _name_pictures(frame).items():
-        shown = "" if name != "reconstruction" or frame.psnr is None else f", {format_decibels(frame.psnr)}"
-        yield Figure((picture,), (f"{name}: {path}",), name + shown)
+        parts = [name, format_psnr(frame.mse) if name == "reconstruction" else ""]
+        yield Figure((picture,), (f"{name}: {path}",), ", ".join(filter(None, parts)))
 
 
 def _stack(frame: ComparedFrame, path: str) -> Figure:
     """One frame of a clip, from top to bottom."""
     time, pictures = f"{frame.time:.2f} s", _name_pictures(frame)
-    caption = time if frame.psnr is None else f"{time}, {format_decibels(frame.psnr)}"
+    caption = ", ".join(filter(None, [time, format_psnr(frame.mse)]))
     return Figure(tuple(pictures.values()), tuple(f"{name}: {time} of {path}" for name in pictures), caption)

@@ -24,7 +24,7 @@ from schemas.text_format import escape_unprintable
 from stages.media.preview_mark import is_preview
 from stages.media.video import probe_video, read_frames
 from stages.pages.pictures import Picture
-from stages.pages.result_page import SampleResult, format_decibels
+from stages.pages.result_page import SampleResult, format_psnr
 from stages.pages.sample_preview import MAX_SHOWN_FRAMES
 
 TableRow = dict[str, Any]
@@ -127,7 +127,7 @@ def _result_block(result: SampleResult) -> SheetBlock:
         condition = result.comparison.condition if result.comparison else None
         for frame in (*frames, *filter(None, [condition])):
             block.show([frame.original, frame.reconstruction], PICTURE_SIDE)
-    block.write(result.name if result.psnr is None else f"{result.name}   {format_decibels(result.psnr)}")
+    block.write(f"{result.item.name}   {format_psnr(result.mse)}".rstrip())
     if result.unreadable:
         block.write(f"no original to compare with: {result.unreadable.reason}", PROBLEM_COLOR)
     if result.damage:
