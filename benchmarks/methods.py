@@ -34,8 +34,7 @@ from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, 
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import make_methods
 from trainer.setup.attach import make_trainable
-from trainer.setup.compile import compile_blocks
-from trainer.setup.memory import reduce_memory
+from trainer.setup.blocks import compile_blocks, reduce_memory
 from trainer.setup.wrap import Denoiser
 
 SHARES = (0.25, 0.5, 0.75)

@@ -139,7 +139,7 @@ def test_no_program_imports_what_lies_about(planned: Place, words: tuple[str, ..
     planned.latentpress(*words)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # a dozen processes, of which three import torch
 def test_nor_do_a_run_and_training_on_several_processes(planned: Place) -> None:
     """In new processes, as users start them; and two spawned workers make the same shards as one."""

@@ -136,13 +136,15 @@ from pathlib import Path
 import trainer
 for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
     importlib.import_module(module.name)
-from trainer.setup import adapters
+from schemas.config.adapter import Adapter
+from trainer.setup.attach import make_trainable
+from trainer.setup.export import save_lora
 from trainer.families import kandinsky5, sana
-from trainer.sampling import load_scheduler
+from trainer.validation import load_scheduler
 for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
     model = family.load(folder)
-    adapters.add_lora(model, adapters.choose_targets(model, [family.LORA_TARGETS]), 2)
-    adapters.save_lora(model, Path(sys.argv[3]), "family")
+    make_trainable(model, family, Adapter(rank=2))
+    save_lora(model, Path(sys.argv[3]), "family")
     load_scheduler(folder)
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from schemas.config.adapter import Adapter
-from trainer.setup import adapters
+from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
 
@@ -22,6 +22,6 @@ def save_changed_weights(checkpoint: Path, family: str, run_folder: Path, **adap
     for parameter in adapters.trainable_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.05)
     if full:
-        adapters.save_full(model, run_folder / "model/transformer")
+        export.save_full(model, run_folder / "model/transformer")
     else:
-        adapters.save_lora(model, run_folder / "adapter", family)
+        export.save_lora(model, run_folder / "adapter", family)

@@ -21,15 +21,13 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
-from trainer.adapters.header import check_family
-from trainer.adapters.initial import read_initial
+from trainer.adapters.header import check_family, read_initial
 from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.followed_encoding import describe_set_aside, follow_encoding
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
-from trainer.run.metrics import require_trackers
+from trainer.run.metrics import describe_results, require_trackers
 from trainer.run.new_data import first_step
-from trainer.run.output_lock import lock_output
-from trainer.run.progress import describe_results
+from trainer.run.output_folder import lock_output
 from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.run_state import (
     RunError,
@@ -77,7 +75,8 @@ def run(
         data = open_configured_set(config, console.warn)
         ending.callback(data.close)
         check_methods(config, data)
-        require_initial_adapter(config)
+        if initial := read_initial(config.train.adapter):
+            check_family(initial, config.model.family)
         check_base_precision(config)
         check_parallel(config.train.parallel, world)
         schedule = data.make_schedule(config.train, world)
@@ -125,7 +124,7 @@ def run(
 
 
 def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
-    """What was done, and where no result is saved what remains."""
+    """Add what was done, and where no result is saved what remains."""
     report.done, report.skipped = summary.pop("done"), summary.pop("skipped")
     report.details |= summary
     if "saved" not in summary:
@@ -173,19 +172,13 @@ def read_launch_variable(name: str, alone: int) -> int:
     return int(text)
 
 
-def require_initial_adapter(config: Config) -> None:
-    """AdapterError where `train.adapter.init` can't be started from, as far as its header tells."""
-    if adapter := read_initial(config.train.adapter):
-        check_family(adapter, config.model.family)
-
-
 def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """Details of the run that need no model."""
     buckets: list[dict[str, Any]] = []
-    for each in schedule.buckets:
-        buckets.append({"bucket": each.name, "samples": each.samples, "draws": each.draws, "fill": each.fill})
+    for bucket in schedule.buckets:
+        buckets.append({"bucket": bucket.name, "samples": bucket.samples, "draws": bucket.draws, "fill": bucket.fill})
         if config.train.timesteps.auto_shift:
-            buckets[-1]["shift"] = round(train_shift(config, each.name), 3)
+            buckets[-1]["shift"] = round(train_shift(config, bucket.name), 3)
     return {
         "run": str(config.run_folder),
         "set": f"sets/{data.id}",
@@ -239,7 +232,7 @@ def log_warnings(
 
 
 def warn_of_learning_rate(settings: Train, console: Console) -> None:
-    """Of a LoRA's rate, where every weight is trained; of a rate where the optimizer finds its own."""
+    """Warn of a LoRA's rate where every weight is trained, and of a rate where the optimizer finds its own."""
     row, name = find_optimizer(settings.optimizer.name), settings.optimizer.name
     rates = {"train.optimizer.lr": settings.optimizer.lr}
     rates |= {f"train.optimizer.groups.{i}.lr": group.lr or 0 for i, group in enumerate(settings.optimizer.groups)}

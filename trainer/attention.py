@@ -85,23 +85,23 @@ def find_problem(name: str, head_size: int, dtype: torch.dtype, device: torch.de
     shape = (4, TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS, head_size)
     query, key, value, weights = torch.randn(shape, generator=generator).to(device, dtype).unbind()
     inputs = [tensor.requires_grad_(gradient) for tensor in (query, key, value)]
-    with warnings.catch_warnings(record=True) as said:  # torch says there why a kernel is none
+    with warnings.catch_warnings(record=True) as remarks:  # torch says there why a kernel is none
         warnings.simplefilter("always")
         try:
             with attention_backend(name):
                 out_BLHD = dispatch_attention_fn(query, key, value, backend=AttentionBackendName(name))
                 assert out_BLHD.shape == shape[1:], f"its output has the shape {tuple(out_BLHD.shape)}"
-                found = [out_BLHD, *(torch.autograd.grad(out_BLHD, inputs, weights) if gradient else ())]
+                results = [out_BLHD, *(torch.autograd.grad(out_BLHD, inputs, weights) if gradient else ())]
         except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError) as error:
-            reasons = [str(error) or type(error).__name__, *(str(warning.message) for warning in said)]
+            reasons = [str(error) or type(error).__name__, *(str(warning.message) for warning in remarks)]
             first_lines = [reason.strip().splitlines()[0].partition(" (Triggered")[0] for reason in reasons]
             return "; ".join(dict.fromkeys(first_lines))
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected_BLHD = define_attention(*exact)
     expected = [expected_BLHD, *(torch.autograd.grad(expected_BLHD, exact, weights.double()) if gradient else ())]
     tolerance = TOLERANCE[dtype] if gradient else max(TOLERANCE[dtype], TOLERANCE_8_BITS)
-    pairs = zip(found, expected, strict=True)
-    errors = [((one.detach() - other).norm() / other.norm()).item() for one, other in pairs]
+    pairs = zip(results, expected, strict=True)
+    errors = [((result.detach() - other).norm() / other.norm()).item() for result, other in pairs]
     worst = max(errors, key=lambda error: error if math.isfinite(error) else math.inf)
     return None if worst <= tolerance else f"its numbers are off by {worst:.2g} of their size"
 
@@ -122,11 +122,11 @@ def use_backend(model: Any, family: FamilyModule, name: str) -> None:
 @contextmanager
 def validation_backend(model: Any, family: FamilyModule, config: Config) -> Iterator[None]:
     """Within the body, the backend of the validation prompts."""
-    training, own = config.train.attention_backend, config.validation.attention_backend
-    if own in (None, training):
+    training, wanted = config.train.attention_backend, config.validation.attention_backend
+    if wanted in (None, training):
         yield
         return
-    use_backend(model, family, own)
+    use_backend(model, family, wanted)
     try:
         yield
     finally:

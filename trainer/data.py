@@ -16,14 +16,13 @@ import torch
 
 from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
 from cache.sets.trainset import SetError, TrainSet
-from cache.supply.shard_needs import needed_shards
+from cache.supply.step_needs import needed_shards
 from schemas.catalogue import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
 from trainer.batch import Batch
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
-from trainer.reading import BatchReader
-from trainer.run.host_memory import HostMemory
+from trainer.reading import BatchReader, HostMemory
 from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")

@@ -59,7 +59,7 @@ def predict_memory(
         return {}
     check_layers(config, shape)
     with garbage_collection_paused(), activity("loading torch", at_once=True):
-        from trainer.memory.advice import explain_fit, find_card
+        from trainer.memory.card_fit import explain_fit, find_card
         from trainer.memory.estimate import MemoryEstimate, estimate_memory
         from trainer.setup.load import explain_checkpoint_errors
 
@@ -69,13 +69,13 @@ def predict_memory(
         return estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)
 
     with explain_checkpoint_errors(config):
-        found = predict(config)
-    if (card := find_card(device)) and (warning := explain_fit(config, ranks, card, found, predict)):
+        estimate = predict(config)
+    if (card := find_card(device)) and (warning := explain_fit(config, ranks, card, estimate, predict)):
         console.warn(warning)
     where = {"host": "host, at its peak", "offloaded": "host, while training", "checkpoint": "disk, one checkpoint"}
-    sizes = {name: value for name, value in vars(found).items() if isinstance(value, int)}
+    sizes = {name: value for name, value in vars(estimate).items() if isinstance(value, int)}
     rows = [{"part": name, "place": where.get(name, "device"), "mib": value >> 20} for name, value in sizes.items()]
-    return {"memory_of_bucket": found.bucket, "memory": rows}
+    return {"memory_of_bucket": estimate.bucket, "memory": rows}
 
 
 def try_attention(config: Config, device: str, console: Console) -> list[dict[str, Any]]:
@@ -87,11 +87,11 @@ def try_attention(config: Config, device: str, console: Console) -> list[dict[st
         from trainer.setup.wrap import find_device
 
     try:
-        found = find_device(device)
+        chosen = find_device(device)
     except RunError as error:
         console.warn(f"attention backends are not tried: {error}")
         return []
-    return describe_backends(config, module_of(config.model.family_spec), found, console)
+    return describe_backends(config, module_of(config.model.family_spec), chosen, console)
 
 
 def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:

@@ -5,13 +5,13 @@ LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a 
 """
 
 import os
-import shutil
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
 
 from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
+from cache.store.disk_space import find_shortage
 from cache.store.files import StoreError, remove_abandoned_folders, replacing_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.adapter import FILE_NAMES, FileFormat
@@ -26,8 +26,6 @@ from trainer.adapters.header import (
     resolve_names,
 )
 from trainer.run.run_state import result_folder
-
-MIB = 1 << 20
 
 
 class ExportError(LatentpressError):
@@ -90,7 +88,7 @@ def run(
     report.details["written" if not options.dry_run else "would_write"] = [str(path) for path in written]
     if not options.dry_run:
         report.details["written_bytes"] = sum(
-            path.stat().st_size for place in written for path in ([place] if place.is_file() else place.rglob("*"))
+            path.stat().st_size for target in written for path in ([target] if target.is_file() else target.rglob("*"))
         )
     return report
 
@@ -173,16 +171,18 @@ def find_parts(config: Config, adapter: AdapterFile) -> list[str]:
     return adapter.components
 
 
-def check_outside_models(config: Config, place: Path) -> None:
-    """ExportError where `place` is in a model's folder, whose weights a new file there would replace or join."""
-    parent, source = place.parent.resolve(), local_folder(config.model.source)
+def check_outside_models(config: Config, path: Path) -> None:
+    """ExportError where `path` is in a model's folder, whose weights a new file there would replace or join."""
+    parent, source = path.parent.resolve(), local_folder(config.model.source)
     folders = [
-        it for it in (parent, *parent.parents) if (it / MODEL_INDEX).exists() or (source and it == source.resolve())
+        folder
+        for folder in (parent, *parent.parents)
+        if (folder / MODEL_INDEX).exists() or (source and folder == source.resolve())
     ]
     if (parent / "config.json").is_file() and any(parent.glob("*.safetensors")):
         folders.append(parent)
     if folders:
-        raise ExportError(f"{place} is in a model's folder, {folders[0]}", "Choose another place: --to PATH")
+        raise ExportError(f"{path} is in a model's folder, {folders[0]}", "Choose another place: --to PATH")
 
 
 def convert_adapter(
@@ -197,7 +197,7 @@ def convert_adapter(
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
     from trainer.adapters.files import adapter_contents, load_layers, write_adapter
-    from trainer.run.failure_messages import explain_failures
+    from trainer.run.output_folder import explain_failures
 
     check_format(adapter, form)
     parts = find_parts(config, adapter)
@@ -234,7 +234,7 @@ def merge_adapter(
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
     from trainer.adapters.files import load_layers
     from trainer.adapters.merging import copy_rest, list_parts, merge_component, weight_files
-    from trainer.run.failure_messages import explain_failures
+    from trainer.run.output_folder import explain_failures
 
     model, parts = config.model, find_parts(config, adapter)
     if to.is_symlink() or not to.name:
@@ -255,23 +255,20 @@ def merge_adapter(
     files = [path for part in parts for path in weight_files(folder / part)]
     if not report.dry_run:
         remove_abandoned_folders(to.parent)
-    check_space(to, sum(path.stat().st_size for path in (folder.rglob("*") if whole else files)))
+    needed = sum(path.stat().st_size for path in (folder.rglob("*") if whole else files))
+    if shortage := find_shortage(to, needed):
+        raise StoreError(str(to), shortage, "free space there, or choose another place with --to")
     if report.dry_run:
         return [to]
     with explain_failures(to), replacing_folder(to) as out, console.progress(len(files), "merge", "files") as progress:
         for part in parts:
-            own = {name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")}
-            merge_component(folder / part, out / part if whole or len(parts) > 1 else out, own, progress.advance)
+            loras = {
+                name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")
+            }
+            merge_component(folder / part, out / part if whole or len(parts) > 1 else out, loras, progress.advance)
         if whole:
             copy_rest(folder, out, parts)
     return [to]
-
-
-def check_space(place: Path, needed: int) -> None:
-    there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
-    if (free := shutil.disk_usage(there).free) < needed:
-        reason = f"{needed / MIB:,.0f} MiB are to be written and {free / MIB:,.0f} MiB are free"
-        raise StoreError(str(place), reason, "free space there, or choose another place with --to")
 
 
 app = make_app(

@@ -1,12 +1,23 @@
-"""Flow matching as pure functions of tensors.
+"""Flow matching as pure functions of tensors: the path, the loss, and how much each noise level counts.
 
 x_sigma = (1 - sigma) x0 + sigma noise; the model predicts the velocity noise - x0. sigma is 1 for noise, 0 for data. A
 shift above 1 moves the distribution of sigma towards noise, one below 1 towards data.
+
+A function in LOSS_TYPES maps errors (B, ...) and c, which can be broadcast to them, to losses of their shape. One in
+LOSS_WEIGHTING maps sigma (B,) to factors (B,) of each sample's loss. `bell` and `cosmap` have the mean 1 over uniform
+sigma; the others are not normalized.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
+
+from schemas.config.objective import Loss
+
+SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
+BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1
+BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - BELL_END
 
 
 def shift_sigma(u_B: torch.Tensor, shift: float) -> torch.Tensor:
@@ -47,3 +58,100 @@ def loss_per_sample(
         weight_BCTHW = weight_BTHW.float()[:, None]
         losses = losses * (weight_BCTHW if weight_BCTHW.shape[2] == 1 else weight_BCTHW[:, :, skip_frames:])
     return losses.flatten(1).mean(1)
+
+
+def mse(error: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return error.square()
+
+
+def huber(error: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """2 c (sqrt(e^2 + c^2) - c): e^2 for small errors, 2 c |e| for large ones.
+
+    The pseudo-Huber loss as diffusers' training scripts, kohya's sd-scripts and SimpleTuner scale it, in a form without
+    cancellation.
+    """
+    squared = error.square()
+    return 2 * c * squared / ((squared + c.square()).sqrt() + c)
+
+
+def smooth_l1(error: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """2 (sqrt(e^2 + c^2) - c): e^2 / c for small errors, 2 |e| for large ones; their pseudo-Huber loss over c."""
+    squared = error.square()
+    return 2 * squared / ((squared + c.square()).sqrt() + c)
+
+
+LOSS_TYPES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse": mse,
+    "huber": huber,
+    "smooth_l1": smooth_l1,
+}
+
+
+def scheduled_c(settings: Loss, sigma_B: torch.Tensor) -> torch.Tensor:
+    """(B,) the c of huber and smooth_l1, by `huber_schedule`.
+
+    exponential: c^sigma. snr: (1 - c) / (1 + r)^2 + c of sd-scripts, where r is the ratio of noise to signal; here it
+    is sigma / (1 - sigma), which makes (1 - c) (1 - sigma)^2 + c. Both are 1 at data and c at noise.
+    """
+    c = torch.full_like(sigma_B, settings.huber_c)
+    if settings.huber_schedule == "exponential":
+        return c**sigma_B
+    return (1 - c) * (1 - sigma_B).square() + c if settings.huber_schedule == "snr" else c
+
+
+def error_function(settings: Loss, sigma_B: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Errors (B, ...) of samples at these noise levels -> their losses, of the same shape."""
+    c_B, function = scheduled_c(settings, sigma_B), LOSS_TYPES[settings.type]
+    return lambda error: function(error, c_B.view(-1, *[1] * (error.ndim - 1)))
+
+
+def none(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
+    return torch.ones_like(sigma_B)
+
+
+def cosmap(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
+    """2 / (pi (1 - 2 sigma + 2 sigma^2)): up to twice as much in the middle as at the ends (Esser et al. 2024)."""
+    return 2 / (math.pi * (1 - 2 * sigma_B + 2 * sigma_B.square()))
+
+
+def sigma_sqrt(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
+    """sigma^-2, as diffusers has it under this name; at most that of SMALLEST_SIGMA."""
+    return sigma_B.clamp(min=SMALLEST_SIGMA) ** -2
+
+
+def bell(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
+    """exp(-2 (sigma - 1/2)^2) moved to 0 at both ends and scaled to the mean 1: 1.58 in the middle. The weights of
+    DiffSynth-Studio, and "weighted" of ostris' ai-toolkit."""
+    return ((-2 * (sigma_B - 0.5).square()).exp() - BELL_END) / BELL_MEAN
+
+
+def half_bell(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
+    """The bell above sigma 1/2, and its top below: ai-toolkit's second weights."""
+    return bell(sigma_B.clamp(min=0.5), settings)
+
+
+def min_snr(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
+    """sigma^2 min(SNR, gamma) = min((1 - sigma)^2, gamma sigma^2), with SNR = ((1 - sigma) / sigma)^2.
+
+    Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy", weigh the squared error of a
+    predicted x0 by min(SNR, gamma). From x_sigma = (1 - sigma) x0 + sigma noise and v = noise - x0 follows
+    x0 = x_sigma - sigma v, so with x_sigma given the error of x0 is -sigma times that of v, and its square sigma^2
+    times. The usual factor of v-prediction, min(SNR, gamma) / (SNR + 1), holds where a^2 + sigma^2 = 1, so that
+    SNR + 1 = 1 / sigma^2. Largest, gamma / (1 + sqrt(gamma))^2, at sigma = 1 / (1 + sqrt(gamma)): 0.31 for gamma 5.
+    """
+    return torch.minimum((1 - sigma_B).square(), settings.snr_gamma * sigma_B.square())
+
+
+LOSS_WEIGHTING: dict[str, Callable[[torch.Tensor, Loss], torch.Tensor]] = {
+    "none": none,
+    "cosmap": cosmap,
+    "sigma_sqrt": sigma_sqrt,
+    "bell": bell,
+    "half_bell": half_bell,
+    "min_snr": min_snr,
+}
+
+
+def loss_weight(settings: Loss, sigma_B: torch.Tensor) -> torch.Tensor:
+    """(B,) factors of each sample's loss."""
+    return LOSS_WEIGHTING[settings.weighting](sigma_B, settings)

@@ -139,15 +139,13 @@ def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.stack([even[0], odd[0], even[1], odd[1]])
 
 
-def multiply(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def multiply(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """High and low 64 bits of the product of unsigned numbers of 64 bits, from products of their halves. Such a
     product and a half added to it fit 64 bits."""
-    (one_high, one_low), (other_high, other_low) = (
-        ((number >> 32) & LOW_32, number & LOW_32) for number in (one, other)
-    )
-    middle = one_high * other_low + ((one_low * other_low >> 32) & LOW_32)
-    carried = one_low * other_high + (middle & LOW_32)
-    return one_high * other_high + ((middle >> 32) & LOW_32) + ((carried >> 32) & LOW_32), one * other
+    (a_high, a_low), (b_high, b_low) = (((factor >> 32) & LOW_32, factor & LOW_32) for factor in (a, b))
+    middle = a_high * b_low + ((a_low * b_low >> 32) & LOW_32)
+    carried = a_low * b_high + (middle & LOW_32)
+    return a_high * b_high + ((middle >> 32) & LOW_32) + ((carried >> 32) & LOW_32), a * b
 
 
 @cache

@@ -1,9 +1,15 @@
 """From shards to a batch in one copy: out of the memory map into the batch's own memory, where it is verified.
 
-Copies and checksums run without Python's lock, so several threads read at once.
+Copies and checksums run without Python's lock, so several threads read at once. The batch's memory is pinned for a CUDA
+device, else a buffer that is used again when nothing refers to it: new memory costs more than the copy into it, as the
+kernel clears each page first.
 """
 
+import mmap
+import weakref
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import memmove, memset
 
 import numpy as np
@@ -16,9 +22,65 @@ from cache.shards.tensors import NUMPY_DTYPES, Array
 from cache.store.damage import DamageError
 from schemas.config.training import VerifyRows
 from trainer.batch import Batch, make_batch, stack
-from trainer.run.host_memory import ALIGNMENT, HostBlock, HostMemory
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
+SMALLEST = 1 << 12  # bytes of a buffer
+KEPT_BUFFERS = 16  # of a size, while nothing uses them
+HUGE_PAGE = 2 << 20  # bytes
+ALIGNMENT = 64  # bytes, of each tensor
+
+
+class HostBlock:
+    """Uninitialized memory that tensors share; it lives as long as one of them. address: of its first byte."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self.address = memory, memory.data_ptr()
+        self.bytes: memoryview = memory.numpy().data
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> torch.Tensor:
+        """A tensor of `size` bytes, one or more, that starts at `offset`."""
+        return self._memory[offset : offset + size].view(dtype).view(shape)
+
+
+class HostMemory:
+    """Makes blocks of host memory. pinned: page-locked, from torch's cache of such memory, which knows until when a
+    copy to the device reads from it. Threads may share it: each call on a list is whole, and there is no lock, as
+    `_give_back` may be called in between."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self._free = defaultdict[int, list[np.ndarray]](list)  # by size, the one used last at the end
+        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
+
+    def block(self, size: int) -> HostBlock:
+        """A block of `size` bytes."""
+        if self.pinned:
+            return HostBlock(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        capacity = max(SMALLEST, 1 << (size - 1).bit_length())
+        try:
+            buffer = self._free[capacity].pop()
+        except IndexError:
+            buffer = make_buffer(capacity)
+        part = buffer[:size]
+        # The storages of all tensors of the block refer to `part`: it dies with the last of them, and of their views.
+        # Not weakref.finalize, which takes 3 microseconds.
+        lent = weakref.ref(part, self._give_back)
+        self._lent[id(lent)] = lent, buffer
+        return HostBlock(torch.from_numpy(part))
+
+    def _give_back(self, lent: weakref.ref) -> None:
+        buffer = self._lent.pop(id(lent))[1]
+        if len(self._free[len(buffer)]) < KEPT_BUFFERS:
+            self._free[len(buffer)].append(buffer)
+
+
+def make_buffer(capacity: int) -> np.ndarray:
+    """Pages of its own, large ones where the system has them: a copy into an array of numpy's took a fifth longer."""
+    pages = mmap.mmap(-1, capacity, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and capacity >= HUGE_PAGE:
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
 class BatchReader:

@@ -1,4 +1,4 @@
-"""Which noise levels are trained: uniform draws, and the distributions that they are mapped to.
+"""Choice of the noise levels that are trained: uniform draws, and the distributions that they are mapped to.
 
 A function in TIMESTEP_SAMPLING is the inverse of a cumulative distribution (falling or rising): it maps uniform draws
 (B,) in 0..1 to sigma (B,) before the shift, so evenly spread draws give evenly spread quantiles. Reference: Esser et

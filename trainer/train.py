@@ -21,21 +21,21 @@ from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from schemas.identity import derive_seed
 from schemas.text_format import shown_path
-from trainer import flow, losses, validation
+from trainer import flow, validation
 from trainer.batch import to_device
 from trainer.data import MicroBatch, StepBatches
 from trainer.families.base import components
 from trainer.methods.base import MethodStep
-from trainer.run import checkpoint, metrics, progress, resume, run_state
+from trainer.run import checkpoint, metrics, resume, run_state
 from trainer.run.changed_settings import find_changed_settings
-from trainer.run.failure_messages import explain_failures
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
 from trainer.run.new_data import recorded_changes
+from trainer.run.output_folder import explain_failures
 from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.sharded import gather
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
-from trainer.setup.optim import set_learning_rate
+from trainer.setup.optimizers import set_learning_rate
 from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
 from trainer.step_metrics import StepLosses
 from trainer.timesteps import sample_sigma
@@ -69,16 +69,16 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
     stop.finish_steps(run.accelerator, components(run.model).values(), run.watch.note)
     config = run.config
     with run.watch.sharing_errors():
-        found = resume_run(run)
-    first = done = saved = found.step if found is not None else 0
+        continued = resume_run(run)
+    first = done = saved = continued.step if continued is not None else 0
     log_start(run)
     with (
-        progress.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
+        metrics.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show, run.new_set) as record,
         run.watch.watching(),
     ):
         try:
-            if found is None or found.state.get("validation due"):
+            if continued is None or continued.state.get("validation due"):
                 validate(run, record, first)
             clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
             run.watch.note(f"reading step {first + 1}")
@@ -105,45 +105,45 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
 
 def resume_run(run: TrainState) -> resume.Checkpoint | None:
     """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
-    folder, found = run.folder / "checkpoints", None
+    folder, newest = run.folder / "checkpoints", None
     run.watch.note("looking for a checkpoint")
     if run.is_main:
         with activity(f"checking the checkpoints in {shown_path(folder)}"):
-            found, damaged = resume.newest_checkpoint(folder, verify=True)
+            newest, damaged = resume.newest_checkpoint(folder, verify=True)
         for path, reason in damaged:
-            assert found is not None
-            run.console.warn(checkpoint.quarantine(path, reason, found))
+            assert newest is not None
+            run.console.warn(checkpoint.quarantine(path, reason, newest))
     run.watch.note("resuming")
-    with run.files.checkpoint(found) as found:
-        if found is not None:
-            with activity(f"reading {found.path.name}"):
-                restore_run(run, found)
+    with run.files.checkpoint(newest) as newest:
+        if newest is not None:
+            with activity(f"reading {newest.path.name}"):
+                restore_run(run, newest)
     if run.is_main:
-        if found is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
+        if newest is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
             run.log(f"changed since this run was started last: {'; '.join(changed)}")
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
-    return found
+    return newest
 
 
-def restore_run(run: TrainState, found: resume.Checkpoint) -> None:
+def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
     """Give the run the state that a checkpoint holds."""
-    resume.check_signature(found, run.signature, run.config.train.on_new_data == "continue")
-    run.begin_order(found)
+    resume.check_signature(continued, run.signature, run.config.train.on_new_data == "continue")
+    run.begin_order(continued)
     average = run.average
     averages = None if average is None else average.averages
-    checkpoint.restore(found, run.trainable, run.optimizer, averages, run.methods)
+    checkpoint.restore(continued, run.trainable, run.optimizer, averages, run.methods)
     if average is not None:
-        average.updates = found.state["ema updates"]
-    run.gradient_noise.noise, run.gradient_noise.signal = (*found.state.get("gradient noise", []), 0.0, 0.0)[:2]
-    run.bad_steps.steps, run.bad_steps.total = found.state.get("bad steps", []), found.state.get("bad total", 0)
-    run.log(f"going on from {shown_path(found.path)}, {found.step} steps done")
+        average.updates = continued.state["ema updates"]
+    run.gradient_noise.noise, run.gradient_noise.signal = (*continued.state.get("gradient noise", []), 0.0, 0.0)[:2]
+    run.bad_steps.steps, run.bad_steps.total = continued.state.get("bad steps", []), continued.state.get("bad total", 0)
+    run.log(f"going on from {shown_path(continued.path)}, {continued.step} steps done")
     if run.new_set is not None:
         run.log(f"on other data from here: set {run.new_set}, in a new order")
 
 
 def log_start(run: TrainState) -> None:
-    """What a person should know before the first step."""
+    """Log what a person should know before the first step."""
     data, settings = run.loader.data, run.config.validation
     if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
         run.console.warn(shortage)
@@ -168,24 +168,24 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
     share = config.batch_size * config.accumulate
     run.gradient_noise.begin(step)
     for number, micro_batch in enumerate(data.micro_batches, 1):
-        synchronised = number == len(data.micro_batches)
+        synchronized = number == len(data.micro_batches)
         # A sharded model's gradients are reduced in each micro-batch: see docs/cluster.md.
-        with nullcontext() if synchronised else run.accelerator.no_sync(run.denoiser):
+        with nullcontext() if synchronized else run.accelerator.no_sync(run.denoiser):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         if micro_batch.counts:
             measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
-    found = measured.reduce(run.accelerator, run.gradient_noise)
+    numbers = measured.reduce(run.accelerator, run.gradient_noise)
     norm = float(gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm)))
-    taken = run.bad_steps.check(step, found["loss"], norm)
+    taken = run.bad_steps.check(step, numbers["loss"], norm)
     if taken:
-        found |= run.gradient_noise.update(norm)
+        numbers |= run.gradient_noise.update(norm)
         run.optimizer.step()
         if run.average is not None:
             run.average.update(run.trainable)
     run.optimizer.zero_grad(set_to_none=True)
     for method in run.methods.values():
-        method.finish_step(found)
-    numbers = {**found, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
+        method.finish_step(numbers)
+    numbers = {**numbers, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
     return numbers if taken else {**numbers, "skipped": True}
 
 
@@ -204,9 +204,9 @@ def backward(
         step.prediction_BCTHW = run.denoiser(step.noisy_BCTHW, step.sigma_B, step.batch)
         weights = [weight for method in methods if (weight := method.loss_weight(step)) is not None]
         step.weight_BTHW = reduce(torch.mul, weights) if weights else None
-        weigh = (run.skip_frames, step.weight_BTHW, losses.error_function(settings, step.sigma_B))
+        weigh = (run.skip_frames, step.weight_BTHW, flow.error_function(settings, step.sigma_B))
         loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, *weigh)
-        loss_B = loss_B * losses.loss_weight(settings, step.sigma_B)
+        loss_B = loss_B * flow.loss_weight(settings, step.sigma_B)
         loss_B = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B)
         (loss_B.sum() * micro_batch.counts / share).backward()
     return step.sigma_B, loss_B.detach(), step.logged
@@ -266,18 +266,18 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
     if settings.eval_samples and settings.eval_sigmas:
         count = min(settings.eval_samples, len(reader.data.choose_eval_rows(settings.eval_samples)[0]))
         with run.console.progress(count, f"step {done}: eval loss", "samples") as shown:
-            found = validation.compute_eval_loss(
+            losses = validation.compute_eval_loss(
                 predict, reader, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
             )
-        record({"step": done, **found, "eval_weights": weights})
+        record({"step": done, **losses, "eval_weights": weights})
     config, prompts = run.updates.check(run.files) if run.updates else (run.config, reader.data)
     if prompts.meta["validation"]:
         samples, share = validation.list_samples(config, prompts), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
-        with shows as shown, run.files.collected(folder) as place:
+        with shows as shown, run.files.collected(folder) as target:
             write = partial(validation.write_validation_latents, run.model, run.family, config, prompts)
-            write(place if run.is_main or share[1] > 1 else None, device, share, predict.autocast, shown.advance)
+            write(target if run.is_main or share[1] > 1 else None, device, share, predict.autocast, shown.advance)
         run.log(f"step {done}: {len(samples)} validation latents in {shown_path(folder)}")
 
 
@@ -345,4 +345,4 @@ def summarize(run: TrainState, first: int, done: int, saved: Path) -> dict[str, 
             {"sigma": float(sigma), "first": curves[0].get(sigma), "last": loss} for sigma, loss in curves[1].items()
         ]
     result |= {"non_finite_steps": run.bad_steps.total, "weights": name_weights(run.optimizer, run.average)}
-    return result | progress.describe_results(run.folder, run.config.train.trackers)
+    return result | metrics.describe_results(run.folder, run.config.train.trackers)

@@ -14,6 +14,7 @@ from schemas.errors import USAGE
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.stage_options import UsageError
 from stages.encoding.text.worker import TextWorker
+from tests.forms import in_turn
 from tests.s3_server import BUCKET
 from tests.stages.encoded_photos import IMAGE, encode, plan_four, prepare
 
@@ -109,9 +110,10 @@ def test_a_part_goes_on_with_units_of_others(project) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit_mib", [0.004, 128])
-@pytest.mark.parametrize("parts", [("0/1", "0/1"), ("0/2", "1/2")])
-@pytest.mark.parametrize("root", ["work", f"s3://{BUCKET}/work"])
+@pytest.mark.parametrize(
+    ("unit_mib", "parts", "root"),
+    in_turn([0.004, 128], [("0/1", "0/1"), ("0/2", "1/2")], [f"s3://{BUCKET}/work", "work"]),
+)
 def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root, parts, unit_mib) -> None:
     """But for the one that the first is at while the second does all the others: each looks at the shards again right
     before it encodes a unit, however many it has read ahead."""

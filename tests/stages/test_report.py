@@ -259,7 +259,7 @@ def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, of
     assert len(columns) == 16 and columns[0] == 0 and columns[-1] == steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_clips_are_small_and_whole_ones_lie_beside_the_page(home: Project) -> None:
     made = FakeRun(home)
     for step in (0, 5):

@@ -208,7 +208,7 @@ def test_reports_of_all_programs_have_the_same_keys() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_program_reports_in_snake_case(
     forked_programs: None, home: Project, models: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

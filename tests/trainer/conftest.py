@@ -1,5 +1,6 @@
 """Training sets of tiny random samples, and tiny transformers."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from examples.tiny_sets import Item, Prompt, Tensors, latent, write_set
 from schemas.catalogue import FAMILIES
+from schemas.cli.console import Options, run_program
 from schemas.config.pipeline import Config
 
 
@@ -99,6 +101,31 @@ def make_set() -> Callable[..., Path]:
         return write_set(Path(config.root), config, *(args or mixed_items(config)), **options)
 
     return make
+
+
+@pytest.fixture
+def ready(make_config, make_set) -> Callable[..., Config]:
+    """ready(kind, **train settings): the configuration of `make_config`, and a set for it."""
+
+    def make(*kind: str, **settings: Any) -> Config:
+        config = make_config(*kind, **settings)
+        make_set(config)
+        return config
+
+    return make
+
+
+@pytest.fixture
+def program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict, str]]:
+    """program(config, values of the program's own options, **Options): exit code, report, and what was said."""
+    from tests.trainer.runs import program_run, write
+
+    def run(config: Config, values: dict | None = None, **options: Any) -> tuple[int, dict, str]:
+        code = run_program("train", program_run, Options(write(config, tmp_path), json=True, **options), values or {})
+        printed = capsys.readouterr()
+        return code, json.loads(printed.out or "{}"), printed.err
+
+    return run
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer import train as loop
 from trainer.setup.prepare import TrainState
+from trainer.setup.weight_parts import take_apart
 
 #: Freed memory goes back at once.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -56,17 +57,8 @@ def peak_growth(work: Callable[[], object]) -> int:
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of tensors with their scales, if they are quantised."""
-    return sum(each.untyped_storage().nbytes() for tensor in tensors for each in parts(tensor))
-
-
-def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        return [tensor, state.absmax]
-    if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.nn.Parameter:
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [tensor]
+    """Of tensors with their scales, if they are quantized."""
+    return sum(each.untyped_storage().nbytes() for tensor in tensors for each in take_apart(tensor)[0])
 
 
 def measure(run: TrainState) -> tuple[int, int]:

@@ -9,10 +9,12 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors.torch import load_file
 
 from schemas.catalogue import FAMILIES
+from schemas.config.adapter import Adapter
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana
 from trainer.families.kandinsky5_attention import MaskedAttnProcessor
 from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
 
 KINDS = {
     "kandinsky5-image-t2i": (kandinsky5, "t2i"),
@@ -61,14 +63,13 @@ def pipeline(kind: str, folder: Path):
 
 
 def trained(kind: str, folder: Path, moved: float = 0.1, **options):
-    """A model with a LoRA that has moved away from its start."""
+    """A model with an adapter, a LoRA of rank 4 by default, that has moved away from its start."""
     family, _ = KINDS[kind]
     model = family.load(str(folder))
     torch.manual_seed(0)
-    targets = options.pop("targets", family.LORA_TARGETS)
-    adapters.add_lora(model, adapters.choose_targets(model, [targets]), **{"rank": 4, **options})
+    make_trainable(model, family, Adapter(**{"rank": 4, **options}))
     for i, (name, parameter) in enumerate(adapters.trainable_parameters(model).items()):
-        if "lora_B" in name or "magnitude" in name:
+        if "lora_A" not in name:
             parameter.data += random(*parameter.shape, seed=i) * moved
     return model.eval()
 

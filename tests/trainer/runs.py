@@ -7,6 +7,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set
-from cache.sets.trainset import Sample
+from cache.sets.trainset import Sample, TrainSet
 from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
 from tests.processes import prepare_fork
@@ -32,8 +33,24 @@ def quiet() -> Console:
     return Console(stderr=open(os.devnull, "w"))
 
 
+def opened(config) -> TrainSet:
+    return open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+
+
+def write(config, path: Path) -> Path:
+    """The configuration as a file, in the folder `path` as pipeline.yaml."""
+    file = path / "pipeline.yaml" if path.is_dir() else path
+    file.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    return file
+
+
+def moved(config, checkpoint: Path):
+    """The configuration with the checkpoint at another place."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(checkpoint)})})
+
+
 def train(config) -> dict:
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
+    data = opened(config)
     return loop.train(config, data, plan_batches(config, data), quiet(), config.train.device)
 
 
@@ -42,10 +59,10 @@ def plan_batches(config, data) -> BatchSchedule:
     return data.make_schedule(config.train)
 
 
-def prepared(config) -> loop.TrainState:
+def prepared(config, console: Console | None = None) -> loop.TrainState:
     """A run of one process, its model loaded."""
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    return loop.prepare_training(config, data, plan_batches(config, data), quiet(), config.train.device)
+    data = opened(config)
+    return loop.prepare_training(config, data, plan_batches(config, data), console or quiet(), config.train.device)
 
 
 def plain_batch(samples: Sequence[Sample], bucket: str = "") -> Batch:
@@ -147,14 +164,15 @@ def on_ranks(
     return json.loads(printed) if printed else {}
 
 
+def in_two_forks(work: Callable[[int], object]) -> None:
+    """Call `work` with the rank in two forks, which may open a process group."""
+    ranks = [get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
 def on_two_ranks(path: Path, signalled: Callable[[list[int]], object] | None = None, code: int = OK) -> dict:
     return on_ranks(path, (code, code), signalled)
-
-
-def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict, str]:
-    """Exit code, report, and what was said."""
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    code = run_program("train", program_run, Options(path, json=True, **options))
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err

@@ -2,16 +2,15 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas.cli.console import Console
-from schemas.config.loading import ConfigError
 from schemas.errors import OK
-from tests.trainer.runs import LOADS, lines, plan_batches, prepared, program, train
+from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
 from trainer.attention import find_problem
 from trainer.run.run_state import RunError
@@ -33,7 +32,7 @@ class KernelCount(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> None:
+def test_a_backend_trains_as_torchs_own_choice_does(ready) -> None:
     """Batches of two with padded texts, whose attention stays as it is; computed again, or compiled, too."""
     found, kernels = {}, {}
     torch.compiler.reset()
@@ -45,8 +44,7 @@ def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> No
         "math, compiled": {"attention_backend": "_native_math", "compile": "blocks", "compile_backend": "eager"},
     }.items():
         options = {"attention_backend": name, **options}
-        config = make_config("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
-        make_set(config)
+        config = ready("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
         run = prepared(config)
         if "compile" in options:
             numbers = loop.train_step(run, run.loader.step(0))
@@ -63,60 +61,24 @@ def test_a_backend_trains_as_torchs_own_choice_does(make_config, make_set) -> No
     assert all(numbers == pytest.approx(found["native"], rel=1e-5) for numbers in found.values()), found
 
 
-METHODS = {
-    "masked_loss": {"unmasked_weight": 0.2, "prior_weight": 0.5},
-    "tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]},
-    "crepa": {"block_index": 1},
-    "scheduled_sampling": {"probability": 1.0, "max_step_offset": 1},
-    "input_perturbation": {"decay_steps": 4},
-    "regularisation": {},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_a_backend_goes_with_all_methods(make_config, make_set, made) -> None:
-    found = {}
-    for name in ("native", "_native_math"):
-        settings = {"attention_backend": name, "batch_size": 2, "adapter": {"rank": 2}, "methods": METHODS}
-        config = make_config("t2v", name=name, caption_dropout=0.5, steps=2, **settings)
-        items, null, prompts = made.mixed_items(config)
-        for number, item in enumerate(items):
-            draw, (_, frames, height, width) = np.random.default_rng(number), item.latent.shape
-            item.mask = draw.random((frames, height, width), dtype=np.float32)
-            item.vision = draw.random((frames, height // 2, width // 2, 8), dtype=np.float32)
-            item.regularisation = number % 2 == 0
-        make_set(config, items, null, prompts)
-        train(config)
-        found[name] = [*lines(config).values(), *lines(config, "grad_norm").values()]
-    assert found["_native_math"] == pytest.approx(found["native"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_backend_of_the_validation_prompts_is_theirs_alone(make_config, make_set) -> None:
+def test_the_backend_of_the_validation_prompts_is_theirs_alone(ready) -> None:
     latents, kernels = {}, {}
     for name in (None, "_native_math"):
         prompts = [{"name": "one", "prompt": "as the set has it"}]
         validation = {"attention_backend": name, "prompts": prompts, "steps": 2, "eval_samples": 0}
-        config = make_config("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
-        make_set(config)
+        config = ready("t2i", name=str(name), validation=validation, steps=1, adapter={"rank": 2})
         run = prepared(config)
         with KernelCount() as counted:
             loop.validate(run, lambda line: None, 0)
         kernels[name] = counted.calls[FLASH]
-        latents[name] = loaded(run.folder / "validation/step-000000/one.safetensors")
+        latents[name] = load_file(run.folder / "validation/step-000000/one.safetensors")["latent"]
         backends = {
             block.self_attention.processor._attention_backend.value for block in run.family.visual_blocks(run.model)
         }
         assert backends == {"native"}
     assert kernels["_native_math"] < kernels[None]
     torch.testing.assert_close(latents["_native_math"], latents[None], rtol=1e-4, atol=1e-5)
-
-
-def loaded(path) -> torch.Tensor:
-    from safetensors.torch import load_file
-
-    return load_file(path)["latent"]
 
 
 @pytest.mark.slow
@@ -132,26 +94,24 @@ def loaded(path) -> torch.Tensor:
     ],
 )
 def test_what_can_not_be_is_refused_before_a_model_is_loaded(
-    make_config, make_set, tiny, capsys, kind, train, validation, words
+    ready, tiny, capsys, kind, train, validation, words
 ) -> None:
     validation = {"prompts": [{"name": "one", "prompt": "any"}], **validation}
-    config = make_config("t2v" if kind == "nabla" else kind, validation=validation, **train)
-    make_set(config)
+    config = ready("t2v" if kind == "nabla" else kind, validation=validation, **train)
     if kind == "nabla":
         model = config.model.model_copy(update={"path": str(tiny("kandinsky5-video-t2v-nabla"))})
         config = config.model_copy(update={"model": model})
     with pytest.raises(RunError, match=words) as caught:
-        loop.prepare_training(config, *data_of(config), Console(), "cpu")
+        prepared(config, Console())
     assert "native" in caught.value.next_step and LOADS not in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_whether_a_backend_can_be_used(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
+def test_a_dry_run_says_whether_a_backend_can_be_used(ready, program, monkeypatch) -> None:
     """And goes on, as it may be asked on a machine without the card."""
     validation = {"prompts": [{"name": "one", "prompt": "any"}], "attention_backend": "_native_flash"}
-    config = make_config("t2i", attention_backend="flash", validation=validation)
-    make_set(config)
-    code, report, said = program(config, tmp_path, capsys, dry_run=True)
+    config = ready("t2i", attention_backend="flash", validation=validation)
+    code, report, said = program(config, dry_run=True)
     keys = ("option", "backend", "device", "usable")
     expected = [("train.attention_backend", "flash", False), ("validation.attention_backend", "_native_flash", True)]
     rows = [dict(zip(keys, (option, backend, "cpu", usable), strict=True)) for option, backend, usable in expected]
@@ -161,23 +121,9 @@ def test_a_dry_run_says_whether_a_backend_can_be_used(make_config, make_set, tmp
     assert "Please install `flash-attn" in said and "Training here would end with that. Install what it needs" in said
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda:7"})})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    code, report, said = program(config, tmp_path, capsys, dry_run=True)
+    code, report, said = program(config, dry_run=True)
     assert code == OK and report["details"]["attention"] == []
     assert "not tried: device cuda:7 was asked for and this torch" in " ".join(said.split())
-
-
-def data_of(config):
-    from cache.sets.set_lookup import open_set
-    from cache.store.store import Store
-
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    return data, plan_batches(config, data)
-
-
-def test_kernels_without_a_backward_pass_are_refused_for_training(make_config) -> None:
-    with pytest.raises((ValueError, ConfigError), match="sage: SageAttention's kernels have no backward pass"):
-        make_config("t2i", attention_backend="sage")
-    assert make_config("t2i", validation={"attention_backend": "sage"}).validation.attention_backend == "sage"
 
 
 @pytest.mark.parametrize(("output", "gradient"), [(0.5, 1.0), (1.0, 0.5), (1.0, 0.0), (float("nan"), 1.0)])

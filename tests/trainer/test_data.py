@@ -1,30 +1,19 @@
 """Shards become batches: exact values, padding, randomness by position, a thread that hides nothing."""
 
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.sets.trainset import TrainSet
 from cache.shards.tensors import Array
-from cache.store.damage import DamageError
-from cache.store.store import Store
+from tests.trainer.runs import opened
 from trainer import data as trainer_data
 from trainer.data import BatchLoader, prefetch
 from trainer.reading import to_tensor
-
-
-def opened(config) -> TrainSet:
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 def feed(config, batch_size: int = 2, global_batch: int = 4, **options) -> BatchLoader:
@@ -82,56 +71,8 @@ def test_bfloat16_sets_are_read(make_config, make_set) -> None:
     assert torch.equal(batch.latents_BCTHW, batch.latents_BCTHW.bfloat16().float())
 
 
-def test_dropped_captions_are_the_null_prompt(make_config, make_set, made) -> None:
-    config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts)
-    batch = feed(config, dropout=1.0).step(0).micro_batches[0].batch
-    assert np.array_equal(batch.text_BLD.numpy(), np.stack([null["embeds"]] * 2))
-    assert np.array_equal(batch.pooled_BD.numpy(), np.stack([null["pooled"]] * 2))
-
-
-def test_alternative_captions_take_turns(make_config, make_set, made) -> None:
-    """Over two passes a sample with two captions is seen with each; of two samples' captions none is mixed up."""
-    config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
-    make_set(config, items, null, prompts)
-    ordered, seen = sorted(items, key=lambda item: item.bucket), set()
-    passes = feed(config, 4, 4).schedule.micro_batches_per_epoch * 2
-    for step in range(passes):
-        (part,) = feed(config, 4, 4).step(step).micro_batches
-        for id, text_LD, mask_L in zip(part.batch.ids, part.batch.text_BLD, part.batch.text_mask_BL, strict=True):
-            number = int(id.removeprefix("set1-sample"))
-            texts = [caption["embeds"] for caption in ordered[number].texts]
-            which = [np.array_equal(text_LD[mask_L].numpy(), text) for text in texts]
-            assert sum(which) == 1
-            seen.add((number, which.index(True)))
-    assert seen == {(number, i) for number, item in enumerate(ordered) for i in range(len(item.texts))}
-
-
-def test_weights_are_followed_and_held_out_samples_never_drawn(make_config, make_set, made) -> None:
-    """Over two epochs: every other epoch at 0.5, three times at 1.5, once an epoch else."""
-    config = make_config("t2i")
-    items, null, prompts = made.mixed_items(config)
-    weights = [0.5, 1.0, 1.5, 1.0] * 3
-    roles = ["train"] * 8 + ["eval"] * 4
-    items = [
-        replace(item, bucket="64x64", latent=items[0].latent, weight=weight, role=role)
-        for item, weight, role in zip(items, weights, roles, strict=True)
-    ]
-    make_set(config, items, null, prompts)
-    reader = feed(config, 1, 1)
-    drawn = Counter(
-        reader.step(step).micro_batches[0].batch.ids[0] for step in range(2 * reader.schedule.micro_batches_per_epoch)
-    )
-    ordered = sorted(items, key=lambda item: item.place)
-    assert drawn == {f"set1-sample{i}": int(2 * item.weight) for i, item in enumerate(ordered) if item.role == "train"}
-    assert len(reader.data) == 8 and len(reader.data.eval_rows) == 4
-
-
-def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_ranks_share_the_micro_batches_of_a_step(ready) -> None:
+    config = ready("t2i")
 
     def flat(part) -> list:
         return [part.batch.ids, part.batch.text_BLD.tolist(), part.noise_BCTHW.tolist(), part.uniform_B.tolist()]
@@ -146,33 +87,6 @@ def test_ranks_share_the_micro_batches_of_a_step(make_config, make_set) -> None:
         assert {each.buckets == whole.buckets for each in ranks} == {True} and sum(whole.buckets.values()) == 4
     uniform = torch.cat([part.uniform_B for part in whole.micro_batches])
     assert sorted((uniform * 8).long().tolist()) == list(range(8)), "one draw in each eighth of the last step"
-
-
-@pytest.mark.slow
-def test_reading_ahead_keeps_order_and_is_bounded() -> None:
-    asked: list[int] = []
-
-    def read(number: int) -> int:
-        asked.append(number)
-        return number * number
-
-    results = prefetch(read, range(3, 50), depth=2)
-    assert next(results) == 9
-    time.sleep(0.3)
-    assert len(asked) <= 4
-    assert list(results) == [n * n for n in range(4, 50)]
-
-
-def test_an_error_in_the_thread_arrives_at_its_place() -> None:
-    def read(number: int) -> int:
-        if number == 2:
-            raise DamageError("x/latents/f/u.arrow", "its checksum does not match", 2, "id")
-        return number
-
-    results = prefetch(read, range(5))
-    assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(DamageError):
-        next(results)
 
 
 def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,23 +109,3 @@ def test_only_a_long_wait_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [next(results) for _ in range(3)] == [0, 1, 2] and shown == []
     monkeypatch.setattr(trainer_data, "SAID_S", 0.01)
     assert [*results] == [3, 4] and shown == [1, -1]
-
-
-def test_leaving_early_ends_the_thread() -> None:
-    results = prefetch(lambda number: number, range(10**6))
-    next(results)
-    results.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
-
-
-def test_a_flipped_byte_stops_the_feed_before_the_batch(make_config, make_set) -> None:
-    config = make_config("t2i")
-    make_set(config)
-    for path in Path(config.root).glob("latents/*/*.arrow"):
-        raw = bytearray(path.read_bytes())
-        raw[len(raw) // 2] ^= 1  # inside some latent: tensors are nearly all of the file
-        path.write_bytes(raw)
-    with pytest.raises(DamageError, match="latents-") as caught:
-        for data in feed(config).steps(0, 9):
-            assert all(torch.isfinite(part.batch.latents_BCTHW).all() for part in data.micro_batches)
-    assert caught.value.row is not None

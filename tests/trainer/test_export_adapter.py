@@ -15,10 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from cache.store.files import temporary
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
-from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import (
     COMPONENTS,
-    KINDS,
     apply_as_comfyui,
     exact_output,
     pipeline,
@@ -27,8 +25,7 @@ from tests.trainer.pipelines import (
     trained,
 )
 from trainer.export_adapter import run
-from trainer.setup import adapters
-from trainer.setup.attach import make_trainable
+from trainer.setup import adapters, export
 
 FLAVOURS = {"kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s"), "sana": ("sana", None)}
 
@@ -46,10 +43,9 @@ class Exported:
         settings = {"root": "work", "model": model, "datasets": [dataset]}
         self.config = folder / "pipeline.yaml"
         self.config.write_text(json.dumps(settings))
-        make = trained_lokr if options.get("type") == "lokr" else trained
-        self.model = make(kind, checkpoint, **{"rank": 4, "alpha": 2.5, **options})
+        self.model = trained(kind, checkpoint, **{"alpha": 2.5, **options})
         self.wanted = exact_output(kind, self.model)
-        self.adapter = adapters.save_lora(self.model, folder / "output/run/adapter", self.family, {"steps": "3"})
+        self.adapter = export.save_lora(self.model, folder / "output/run/adapter", self.family, {"steps": "3"})
 
     def __call__(self, overrides: tuple[str, ...] = (), dry_run: bool = False, **own: Any) -> tuple[int, dict]:
         options = Options(self.config, overrides, dry_run, json=True)
@@ -67,16 +63,6 @@ class Exported:
 @pytest.fixture
 def exported(tiny, tmp_path, capsys):
     return lambda kind, **options: Exported(kind, tiny(kind), tmp_path, capsys, **options)
-
-
-def trained_lokr(kind: str, folder: Path, **options: Any) -> torch.nn.Module:
-    """A model with a LoKr that has moved away from its start."""
-    model = KINDS[kind][0].load(str(folder))
-    torch.manual_seed(0)
-    make_trainable(model, KINDS[kind][0], Adapter(**options))
-    for i, parameter in enumerate(adapters.trainable_parameters(model).values()):
-        parameter.data += random(*parameter.shape, seed=i) * 0.1
-    return model.eval()
 
 
 def merged_by_peft(model: torch.nn.Module, scale: float) -> dict[str, torch.Tensor]:
@@ -157,7 +143,7 @@ def test_a_lokr_is_converted_and_merged(exported, kind) -> None:
     """As peft merges it, at any strength, from each of its files; converted, what training writes."""
     it = exported(kind, type="lokr", **LOKR[kind])
     both = it.folder / "both"
-    adapters.save_lora(it.model, both, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
+    export.save_lora(it.model, both, it.family, {"steps": "3"}, ("diffusers", "comfyui"))
     names = {path.name for path in both.iterdir()}
     assert names == {"pytorch_lora_weights.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors"}
     assert it.adapter.with_name("lycoris_weights.safetensors").exists()
@@ -358,7 +344,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny,
         ({"form": "lycoris"}, "is a LoRA, and LyCORIS' names are written for a LoKr only"),
     ):
         assert said in it.refused(**own)
-    foreign = adapters.save_lora(trained("kandinsky5-video-t2v", tiny("kandinsky5-video-t2v")), tmp_path / "k", "k5")
+    foreign = export.save_lora(trained("kandinsky5-video-t2v", tiny("kandinsky5-video-t2v")), tmp_path / "k", "k5")
     assert "was trained for k5, and model.family is sana" in it.refused(source=foreign, **merged)
     save_file(load_file(foreign), foreign)  # without a note of its family
     for own in ({}, merged):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,31 +12,26 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
 from cache.sets.trainset import TrainSet
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.geometry import Bucket
-from tests.trainer.runs import plain_batch
-from trainer import train as loop
+from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
 from trainer.families import kandinsky5, sana
 from trainer.noise import seeded_noise
 from trainer.run import metrics
-from trainer.sampling import SHIFT_KEYS
+from trainer.validation import SHIFT_KEYS
+
+pytestmark = pytest.mark.slow
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
 def trained(config) -> tuple[TrainSet, BatchSchedule]:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = BatchSchedule(
-        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
-    )
-    loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")  # noqa: SIM115
-    return data, plan
+    train(config)
+    data = opened(config)
+    return data, plan_batches(config, data)
 
 
 def stock_transformer(config):
@@ -46,10 +40,9 @@ def stock_transformer(config):
     return getattr(diffusers, name).from_pretrained(folder).eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shift", [None, 6.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
+def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     """Of the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames.
 
     With another loss, weight and distribution where a shift is set, but for those of images, where the number of tokens
@@ -59,8 +52,7 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     chosen = {"loss": {"type": "huber", "huber_c": 0.5, "weighting": "min_snr"}}
     chosen |= {"timesteps": spread | {"auto_shift": True}} if kind == "t2i" else {"timesteps": spread, "shift": shift}
     more = chosen if shift else {}
-    config = make_config(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
-    make_set(config)
+    config = ready(kind, steps=1, caption_dropout=0.0, adapter=ADAPTERS.get(kind, {"rank": 2}), **more)
     data, plan = trained(config)
     (part,) = BatchLoader(data, plan, 0.0, low_discrepancy=bool(more)).step(0).micro_batches
     noise, drawn = part.noise_BCTHW, part.uniform_B
@@ -71,7 +63,7 @@ def test_the_loss_is_the_definition(make_config, make_set, kind, shift) -> None:
     factor = min((1 - sigma.item()) ** 2, 5 * sigma.item() ** 2) if more else 1
     huber = lambda error: 2 * 0.5 * ((error.square() + 0.25).sqrt() - 0.5)  # noqa: E731
     expected = factor * defined_loss(config, part.batch, noise, sigma, huber if more else torch.square)
-    (line,) = (line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if "loss" in line)
+    (line,) = (line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if "loss" in line)
     assert line["loss"] == pytest.approx(expected, rel=1e-4 if more else 1e-5)
 
 
@@ -88,17 +80,13 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_eval_loss_is_the_definition_at_its_sigmas(make_config, make_set, kind) -> None:
+def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
     look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}
-    config = make_config(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
-    make_set(config)
+    config = ready(kind, validation=look, steps=1, adapter=ADAPTERS.get(kind, {"rank": 2}))
     data, _ = trained(config)
-    first = next(
-        line for line in metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl") if line["step"] == 0
-    )
+    first = next(line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if line["step"] == 0)
     by_bucket: dict[str, list[float]] = {}
     for sigma, found in zip((0.25, 0.75), first["eval_by_sigma"].values(), strict=True):
         losses = []
@@ -164,7 +152,6 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
 LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_latents_are_the_pipelines_with_what_was_saved(
     make_config, make_set, made, kind, record_property
@@ -177,7 +164,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     prompts = [replace(shown, bucket=f"64x64{frames}"), replace(shown, bucket=f"96x64{frames}", condition=wide)]
     make_set(config, items, null, prompts)
     data, _ = trained(config)
-    run, largest = Path(config.output) / "run", 0.0
+    run, largest = config.run_folder, 0.0
     pipe = pipeline(config, stock_transformer(config))
     if kind == "sana":
         pipe.transformer = type(pipe.transformer).from_pretrained(run / "model" / "transformer")

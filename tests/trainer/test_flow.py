@@ -1,10 +1,27 @@
+"""Flow matching, its losses and the weights of noise levels, against diffusers and the formulas in float64."""
+
+import math
+from typing import get_args
+
+import numpy as np
 import pytest
 import torch
+from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.config.objective import Loss
 from trainer.batch import Batch, pad_text
-from trainer.flow import interpolate, loss_per_sample, shift_sigma, velocity
+from trainer.flow import (
+    LOSS_TYPES,
+    LOSS_WEIGHTING,
+    error_function,
+    interpolate,
+    loss_per_sample,
+    loss_weight,
+    shift_sigma,
+    velocity,
+)
 
 unit = st.floats(0, 1)
 shifts = st.floats(0.1, 20)
@@ -95,3 +112,88 @@ def test_a_batch_moves_whole_and_keeps_its_mask():
     assert moved.text_mask_BL.dtype == torch.bool
     tensors = (moved.latents_BCTHW, moved.text_BLD, moved.pooled_BD)
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+SIGMA = torch.linspace(0, 1, 1001)
+
+
+def weights(**given) -> torch.Tensor:
+    return loss_weight(Loss(**given), SIGMA)
+
+
+def test_the_configuration_names_what_there_is() -> None:
+    for option, table in (("type", LOSS_TYPES), ("weighting", LOSS_WEIGHTING)):
+        assert get_args(Loss.model_fields[option].annotation) == tuple(table)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
+@pytest.mark.parametrize("name", ["mse", "huber", "smooth_l1"])
+def test_losses_are_their_formulas(name: str, schedule: str) -> None:
+    """2 c (sqrt(e^2 + c^2) - c), for smooth_l1 over c; of errors from 1e-4 to 1e3 at five noise levels."""
+    given = {} if name == "mse" else {"huber_c": 0.3, "huber_schedule": schedule}
+    sigma = np.array([0.0, 0.2, 0.5, 0.9, 1.0], np.float32)
+    errors = np.float32(10.0) ** np.linspace(-4, 3, 60, dtype=np.float32) * np.float32([[1], [-1], [1], [-1], [1]])
+    found = error_function(Loss(type=name, **given), torch.from_numpy(sigma))(torch.from_numpy(errors)[:, None])[:, 0]
+    sigma, e = sigma.astype(np.longdouble), errors.astype(np.longdouble)
+    with np.errstate(divide="ignore"):
+        ratio = sigma / (1 - sigma)  # noise to signal; infinite at noise
+    c = {"constant": 0.3 + 0 * sigma, "exponential": 0.3**sigma, "snr": 0.7 / (1 + ratio) ** 2 + 0.3}[schedule][:, None]
+    c = np.float32(c).astype(np.longdouble)
+    expected = {"mse": e**2, "huber": 2 * c * (np.sqrt(e**2 + c**2) - c), "smooth_l1": 2 * (np.sqrt(e**2 + c**2) - c)}
+    np.testing.assert_allclose(found.numpy(), expected[name].astype(np.float64), rtol=3e-6)
+
+
+def test_a_robust_loss_keeps_masks_and_given_frames_and_each_samples_own_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    predicted, target = torch.randn(2, 2, 3, 4, 2, 2, generator=generator)
+    mask, sigma = torch.rand(2, 4, 2, 2, generator=generator), torch.tensor([0.1, 0.8])
+    cost = error_function(Loss(type="huber", huber_schedule="exponential"), sigma)
+    found = loss_per_sample(predicted, target, 1, mask, cost)
+    for sample in range(2):
+        c = 0.1 ** sigma[sample].item()
+        error = (predicted[sample] - target[sample])[:, 1:].double()
+        expected = 2 * c * ((error.square() + c**2).sqrt() - c) * mask[sample, None, 1:]
+        assert found[sample].item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["none", "cosmap", "sigma_sqrt"])
+def test_weights_are_those_of_diffusers(name: str) -> None:
+    sigma = SIGMA[1:] if name == "sigma_sqrt" else SIGMA  # infinite at 0
+    torch.testing.assert_close(loss_weight(Loss(weighting=name), sigma), compute_loss_weighting_for_sd3(name, sigma))
+    assert weights(weighting=name).isfinite().all()
+
+
+def test_the_bell_is_that_of_a_table_of_1000_timesteps() -> None:
+    """As DiffSynth-Studio and ai-toolkit compute it: least 0, mean 1; the half bell is flat below its top."""
+    x = torch.arange(1000, dtype=torch.float64)
+    y = torch.exp(-2 * ((x - 500) / 1000) ** 2)
+    table = (y - y.min()) * 1000 / (y - y.min()).sum()
+    found = weights(weighting="bell")[:1000].double()
+    torch.testing.assert_close(found, table, atol=2e-3, rtol=0)
+    half = weights(weighting="half_bell").double()
+    assert torch.equal(half[500:], weights(weighting="bell").double()[500:]) and bool((half[:500] == half.max()).all())
+    assert half.max().item() == pytest.approx(table.max().item(), abs=2e-3) and half[-1].item() == pytest.approx(
+        0, abs=1e-6
+    )
+
+
+def test_normalized_weights_have_the_mean_1() -> None:
+    for name in ("none", "cosmap", "bell"):
+        assert torch.trapezoid(weights(weighting=name).double(), SIGMA.double()).item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 5.0])
+def test_min_snr_is_that_of_the_predicted_x0(gamma: float) -> None:
+    """min(SNR, gamma) times the squared error of x0, where x0 is computed from the predicted velocity."""
+    generator = torch.Generator().manual_seed(0)
+    x0, noise, wrong = torch.randn(3, 9, 2, 1, 3, 3, dtype=torch.float64, generator=generator)
+    sigma = torch.linspace(0.05, 0.95, 9, dtype=torch.float64)
+    noisy, predicted = interpolate(x0, noise, sigma), velocity(x0, noise) + wrong
+    predicted_x0 = noisy - sigma.view(-1, 1, 1, 1, 1) * predicted
+    snr = ((1 - sigma) / sigma).square()
+    expected = snr.clamp(max=gamma) * (predicted_x0 - x0).square().flatten(1).mean(1)
+    settings = Loss(weighting="min_snr", snr_gamma=gamma)
+    found = loss_weight(settings, sigma) * loss_per_sample(predicted, velocity(x0, noise))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    at = 1 / (1 + math.sqrt(gamma))
+    assert loss_weight(settings, SIGMA).max().item() == pytest.approx((1 - at) ** 2, rel=2e-3)

@@ -5,7 +5,6 @@ latent under one caption for all. So a loss that falls, and that rises again whe
 another sample's, says that this input is read.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.sets.trainset import TrainSet
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from tests.forms import long
+from tests.trainer.runs import opened, prepared
 from trainer import train as loop
 from trainer import validation
 from trainer.reading import BatchReader
+
+pytestmark = pytest.mark.slow
 
 GRID = {"eval_samples": 8, "eval_sigmas": [0.2, 0.4, 0.6, 0.8], "every": 100_000}
 SEEDS = (0, long(1), long(2))
@@ -76,10 +73,7 @@ def learn(make_config, make_set, made):
         bucket = f"{side}x{side}" + ("@9" if config.model.family_spec.video else "")
         make_set(config, *make(made, config, bucket, size))
         make_set(other, *make(made, config, bucket, size, 1))
-        data = opened(config)
-        plan = BatchSchedule(data.spans, seed, config.train.batch_size, config.train.batch_size)
-        console = Console(stderr=open(os.devnull, "w"))  # noqa: SIM115 (as long-lived as the console)
-        trained = loop.prepare_training(config, data, plan, console, "cpu")
+        trained = prepared(config)
         result = loop.train_loop(trained)["eval_loss"]
         trained.denoiser.eval()
         swapped = validation.compute_eval_loss(
@@ -90,11 +84,6 @@ def learn(make_config, make_set, made):
     return run
 
 
-def opened(config: Config) -> TrainSet:
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> None:
     """At most 0.75 of the first loss; exchanged captions cost at least a quarter more."""
@@ -104,7 +93,6 @@ def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.25 * loss["after"], loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> None:
     """At most 0.6 of the first loss; exchanged captions cost at least half more."""
@@ -114,8 +102,7 @@ def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.5 * loss["after"], loss
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "steps", "share", "more"), [("i2i", 70, 0.75, 1.25), ("i2v", 90, 0.8, 1.15)])
+@pytest.mark.parametrize(("kind", "steps", "share", "more"), [("i2i", 70, 0.75, 1.25), long("i2v", 90, 0.8, 1.15)])
 def test_conditions_are_read(learn, kind: str, steps: int, share: float, more: float) -> None:
     """What follows from the source image, or from the first frame, is learned, and another's misleads."""
     optimizer = {"lr": 1e-2, "warmup": 5}

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from schemas.identity import derive_seed
 from trainer.noise import CPU_PART, compute_words, philox, seeded_noise, seeded_uniform
@@ -94,45 +93,3 @@ def test_a_number_depends_on_identity_purpose_and_place_alone() -> None:
     assert not any((whole.flatten(1)[:, :9] == other).any() for other in others)
     uniform = seeded_uniform(names(3), "sigma", long)
     assert torch.equal(uniform[:, 0, 0], seeded_uniform(names(3), "sigma")) and uniform.max() < 1
-
-
-def test_noise_is_standard_normal() -> None:
-    """Of a million numbers: moments, the whole distribution, tails, both numbers of a pair, each within 5 standard
-    errors."""
-    noise = seeded_noise(names(16), "noise", (1 << 16,)).double()
-    count = noise.numel()
-    for power, expected, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
-        assert abs(noise.pow(power).mean() - expected) < 5 * math.sqrt(spread / count), power
-    ordered = noise.flatten().sort().values
-    ranks = torch.arange(1, count + 1) / count
-    distance = (torch.special.ndtr(ordered) - ranks).abs().max() * math.sqrt(count)
-    assert stats.kstwobign.sf(float(distance)) > 1e-4
-    for least in (3.0, 4.0):
-        expected = count * 2 * stats.norm.sf(least)
-        assert abs(int((noise.abs() > least).sum()) - expected) < 5 * math.sqrt(expected), least
-    assert 4.5 < noise.abs().max() < 6.8
-    for half in (noise[:, 0::2], noise[:, 1::2]):
-        assert abs(half.square().mean() - 1) < 5 * math.sqrt(2 / half.numel())
-
-
-def test_numbers_side_by_side_are_independent() -> None:
-    """Neighbours in a sample, at the distances of pairs, blocks and rows, and in samples whose names differ by a digit:
-    neither they nor their squares are correlated."""
-    noise = seeded_noise(names(32), "noise", (3 << 14,)).double()
-    steps = torch.cat([seeded_noise(["0/5/0"], "noise", (1 << 16,)), seeded_noise(["0/6/0"], "noise", (1 << 16,))])
-    purposes = torch.cat([seeded_noise(["0/5/0"], it, (1 << 16,)) for it in ("noise", "posterior")])
-    pairs = [(noise[:, :-apart], noise[:, apart:]) for apart in (1, 2, 3, 4, 7, 8, 16, 96, 1024, CPU_PART)]
-    pairs += [
-        (noise[:-1], noise[1:]),
-        (noise[:16], noise[16:]),
-        *((it[0].double(), it[1].double()) for it in (steps, purposes)),
-    ]
-    for one, other in pairs:
-        for first, second in ((one, other), ((one.square() - 1) / 2**0.5, (other.square() - 1) / 2**0.5)):
-            assert abs((first * second).mean()) < 5 / math.sqrt(first.numel())
-
-
-def test_uniform_numbers_are_uniform() -> None:
-    drawn = seeded_uniform(names(400), "sigma", (100,)).flatten()
-    assert stats.kstest(drawn.double().numpy(), "uniform", method="asymp").pvalue > 1e-3
-    assert torch.equal(drawn, (drawn * 2**24).round() / 2**24)

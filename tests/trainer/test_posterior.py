@@ -1,7 +1,6 @@
 """Moments in the shards: sampled by position, whatever the rank, the resumption or the other samples."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.sets.trainset import SetError, TrainSet
-from cache.store.store import Store
+from cache.sets.trainset import SetError
 from schemas.catalogue import FAMILIES
-from schemas.cli.console import Console
-from trainer import train as loop
+from tests.trainer.runs import lines, opened, train
 from trainer.data import BatchLoader
 from trainer.noise import sample_latents
-from trainer.run import metrics
 
 FLUX = FAMILIES["kandinsky5-image"]
 
@@ -45,10 +40,6 @@ def moments_set(make_set, made):
         return {f"set1-sample{number}": row[1:] for number, row in enumerate(held)}
 
     return make
-
-
-def opened(config) -> TrainSet:
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
 
 
 def drawn(config, steps: int, **options) -> list[dict]:
@@ -133,21 +124,16 @@ def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_se
     """Steps, eval loss and a validation latent, whole and in two parts: the same to the last bit."""
     torch.set_num_threads(1)
     found = []
+    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
+    options = {"batch_size": 2, "checkpoint_every": 2, "validation": look, "optimizer": {"lr": 2e-3, "warmup": 0}}
     for name, parts in (("whole", (4,)), ("parts", (2, 4))):
-        look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
         for steps in parts:
-            options = {"batch_size": 2, "checkpoint_every": 2, "optimizer": {"lr": 2e-3, "warmup": 0}}
-            config = make_config("i2v", name=name, validation=look, steps=steps, **options)
+            config = make_config("i2v", name=name, steps=steps, **options)
             if steps == parts[0]:
                 moments_set(config)
-            data = opened(config)
-            with open("/dev/null", "w") as silent:
-                loop.train(config, data, BatchSchedule(data.spans, 0, 1, 2), Console(stderr=silent), "cpu")
-        run = Path(config.output) / "run"
-        rows = metrics.read_metrics(run / "metrics.jsonl")
-        kept = [{key: row[key] for key in ("step", "loss", "eval_loss") if key in row} for row in rows]
-        latent = load_file(run / "validation" / "step-000004" / "one.safetensors")["latent"]
+            train(config)
+        latent = load_file(config.run_folder / "validation" / "step-000004" / "one.safetensors")["latent"]
         assert latent.shape[0] == config.model.family_spec.latent_channels
-        found.append((kept, latent))
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
-    assert sum("loss" in row for row in found[0][0]) == 4 and sum("eval_loss" in row for row in found[0][0]) == 3
+        found.append((lines(config), lines(config, "eval_loss"), latent))
+    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
+    assert len(found[0][0]) == 4 and len(found[0][1]) == 3

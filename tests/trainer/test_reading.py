@@ -12,19 +12,12 @@ import torch
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.row_reader import RowReader
-from cache.sets.set_lookup import open_set
 from cache.store.damage import DamageError
-from cache.store.store import Store
 from schemas.config.training import Reading
-from tests.trainer.runs import plain_batch
+from tests.trainer.runs import opened, plain_batch
 from trainer.batch import Batch
 from trainer.data import BatchLoader, prefetch
-from trainer.reading import BatchReader
-from trainer.run.host_memory import HostMemory
-
-
-def opened(config):
-    return open_set(Store(config.root), "current", config.model.family, config.model.task)
+from trainer.reading import BatchReader, HostMemory
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -127,9 +120,8 @@ def test_threads_and_verification_change_nothing(make_config, make_set) -> None:
 
 
 @pytest.mark.parametrize(("threads", "verify"), [(1, "first"), (3, "first"), (3, "always")])
-def test_damage_arrives_at_its_place_with_any_threads(make_config, make_set, threads, verify) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_damage_arrives_at_its_place_with_any_threads(ready, threads, verify) -> None:
+    config = ready("t2i")
     data = opened(config)
     schedule = BatchSchedule(data.spans, 3, 2, 2)
     damaged = int(schedule.step(5)[0].rows[1])
@@ -213,9 +205,8 @@ def test_numbers_that_are_not_finite_are_looked_for_after_the_copy(make_config, 
                 loader.check_step(step)
 
 
-def test_a_batch_outlives_the_set_and_its_reader(make_config, make_set) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_a_batch_outlives_the_set_and_its_reader(ready) -> None:
+    config = ready("t2i")
     loader = BatchLoader(opened(config), BatchSchedule(opened(config).spans, 3, 2, 4), 0.0, draw_noise=False)
     batches = [part.batch for part in loader.step(0).micro_batches]
     kept = [batch.latents_BCTHW.clone() for batch in batches]

@@ -1,6 +1,5 @@
 """Training on a set in an S3 store, through copies of its shards: as on a disk, killed, damaged, by two ranks."""
 
-import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from cache.store.bad_answers import ANSWERS
 from cache.store.store import Store
 from cache.supply.limited_shards import SupplyError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, USAGE
+from schemas.errors import USAGE
 from tests.forms import long
 from tests.processes import kill_when
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
-from tests.trainer.runs import lines, on_two_ranks, program
+from tests.trainer.runs import lines
 from trainer.run.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -61,7 +59,7 @@ def remote(s3: S3Server, tmp_path: Path, make_config, make_set, request: pytest.
 
 
 def fetched(config: Config) -> float:
-    lines = read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    lines = read_metrics(config.run_folder / "metrics.jsonl")
     return sum(line.get("shards_fetched", 0) for line in lines)
 
 
@@ -72,14 +70,14 @@ def gets(s3: S3Server) -> list[str]:
 
 
 @pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
-def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, tmp_path, capsys) -> None:
+def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
     """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""
-    assert program(remote.here, tmp_path, capsys)[0] == OK
+    assert program(remote.here)[0] == OK
     wanted = lines(remote.here), lines(remote.here, "eval_loss")
     assert len(wanted[0]) == 8 and len(wanted[1]) == 3
     first = remote.config("first")
     s3.reset()
-    assert program(first, tmp_path, capsys)[0] == OK
+    assert program(first)[0] == OK
     assert (lines(first), lines(first, "eval_loss")) == wanted
     assert gets(s3) == sorted(remote.shards), "whole shards, each once, and no rows"
     assert len(s3.requests) <= FIXED + len(remote.shards)
@@ -90,13 +88,13 @@ def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, 
     damaged.write_bytes(whole)
     second = remote.config("second")
     s3.reset()
-    assert program(second, tmp_path, capsys)[0] == OK
+    assert program(second)[0] == OK
     assert (lines(second), lines(second, "eval_loss")) == wanted
     assert len({name.partition(".")[0] for name in gets(s3)}) == 1 and fetched(second) <= 1
 
 
-def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
-    assert program(remote.here, tmp_path, capsys)[0] == OK
+def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
+    assert program(remote.here)[0] == OK
     arrived = threading.Semaphore(0)
     config = remote.config("killed", checkpoint_every=1, local_cache={"downloads": 1})
     seen = set[str]()
@@ -111,55 +109,25 @@ def test_killed_in_a_fetch_and_resumed(remote, s3, tmp_path, capsys) -> None:
         return "cut" if late else ""
 
     killing, s3.answer = True, notice
-    kill_when(arrived, lambda: program(config, tmp_path, capsys))
+    kill_when(arrived, lambda: program(config))
     killing = False
     done = len(lines(config))
     assert [path.suffix for path in remote.copies].count(".arrow") == 2 * PARTS - 1
-    code, report, _ = program(config, tmp_path, capsys)
+    code, report, _ = program(config)
     assert code == OK and report["done"] >= 8 - done - 1
     assert lines(config) == lines(remote.here)
     assert [path for path in remote.copies if path.suffix == ".tmp"] == []
 
 
-def test_damage_in_the_store_is_named(remote, s3, tmp_path, capsys) -> None:
-    """After ANSWERS fetches, with the row, by the remote name; nothing is trained on it."""
-    name = next(name for name in remote.shards if name.startswith("latents"))
-    path = Path(remote.here.root) / name
-    whole = bytearray(path.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    path.write_bytes(whole)
-    Store(f"s3://{BUCKET}/work").publish_bytes(name, bytes(whole))
-    found = [program(config, tmp_path, capsys)[:2] for config in (remote.here, remote.config("far"))]
-    assert [code for code, _ in found] == [DAMAGE, DAMAGE]
-    (local,), (far,) = (report["damage"] for _, report in found)
-    assert far["path"] == f"s3://{BUCKET}/work/{name}" and local["path"] == str(path)
-    assert {key: far[key] for key in ("item", "row", "message")} == {
-        key: local[key] for key in ("item", "row", "message")
-    }
-    assert gets(s3).count(name) == ANSWERS
-
-
-@pytest.mark.long
-def test_two_ranks_share_the_copies(remote, s3, tmp_path) -> None:
-    local, far = remote.config("ranks-here", far=False, batch_size=1), remote.config("ranks", batch_size=1)
-    for config in (local, far):
-        path = tmp_path / f"{Path(config.output).parent.name}.json"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True)))
-        s3.reset()
-        on_two_ranks(path)
-    assert gets(s3) == sorted(remote.shards)
-    assert len(lines(far)) == 8 and lines(far) == lines(local)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", 12)], indirect=True)
-def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, capsys) -> None:
+def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, program) -> None:
     """Four epochs with room for two thirds of the set, and with the same order on a disk. The folder is looked at all
     the while; each shard is fetched about once in an epoch at most."""
     order = {"shuffle_shards": 2, "batch_size": 1, "steps": 48, "reading": {"threads": 1}}
     total = sum((Path(remote.here.root) / name).stat().st_size for name in remote.shards)
     local = remote.config("local-order", far=False, **order)
-    assert program(local, tmp_path, capsys)[0] == OK
+    assert program(local)[0] == OK
     config = remote.config("order", local_cache={"max_gb": 0.7 * total / 1e9}, **order)
     most, ended = 0, threading.Event()
 
@@ -172,7 +140,7 @@ def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, caps
     watcher = threading.Thread(target=watch)
     watcher.start()
     s3.reset()
-    code, _, said = program(config, tmp_path, capsys)
+    code, _, said = program(config)
     ended.set()
     watcher.join()
     assert code == OK and "In an order over the whole set" not in said
@@ -180,21 +148,21 @@ def test_epochs_in_the_order_of_shards_within_a_limit(remote, s3, tmp_path, caps
     assert 0 < most <= 0.7 * total and len(remote.shards) < len(gets(s3)) <= 5 * len(remote.shards)
 
 
-def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, tmp_path, capsys) -> None:
+def test_what_does_not_fit_is_said_before_a_model_is_loaded(remote, program) -> None:
     sizes = {name: (Path(remote.here.root) / name).stat().st_size for name in remote.shards}
     config = remote.config("small", local_cache={"max_gb": max(sizes.values()) / 1e9})
-    code, report, said = program(config, tmp_path, capsys)
+    code, report, said = program(config)
     assert code == USAGE and "loading the transformer" not in said
     assert "train.local_cache.max_gb" in report["error"]["message"] and "read at a time" in str(report)
     config = remote.config("large", local_cache={"max_gb": 1e6})
-    code, report, _ = program(config, tmp_path, capsys)
+    code, report, _ = program(config)
     assert code == USAGE and "has room for" in report["error"]["message"]
     # Less than the set, and enough for the steps: a warning with the rate that the order needs.
     total = sum(sizes.values())
     config = remote.config(
         "warned", batch_size=1, reading={"threads": 1}, local_cache={"max_gb": 0.99 * total / 1e9}, steps=2
     )
-    code, report, said = program(config, tmp_path, capsys)
+    code, report, said = program(config)
     assert code == OK and "In an order over the whole set" in said and "MB a step" in said
     assert "Set train.shuffle_shards: 2, or raise max_gb" in said
     assert sum(path.stat().st_size for path in remote.copies) <= 0.99 * total

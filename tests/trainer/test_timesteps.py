@@ -8,7 +8,6 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
-from pydantic import ValidationError
 from scipy import stats
 
 from schemas.config.objective import Timesteps
@@ -117,18 +116,3 @@ def test_spread_draws_are_uniform_at_every_position_and_depend_on_nothing_else()
     assert torch.equal(whole[4:7], spread_uniform(1, 2, np.arange(4, 7), 12))
     orders = {tuple(np.argsort(spread(step, 6))) for step in range(30)}
     assert len(orders) > 20
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"mean": 0.5, "sampling": "uniform"}, "option of sampling logit_normal, and sampling is uniform"),
-        ({"values": [0.5]}, "option of sampling list"),
-        ({"sampling": "list"}, "at least one sigma"),
-        ({"sampling": "list", "values": [0.5], "auto_shift": True}, "not shifted"),
-        ({"sampling": "mode", "mode_scale": 1.8}, "less than or equal"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(given: dict, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Timesteps(**given)

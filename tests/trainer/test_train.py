@@ -14,41 +14,40 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
 from cache.store.damage import DamageError
-from cache.store.store import Store
-from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console, Options, run_program
+from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
 from schemas.config.validation import Validation
+from tests.forms import long
 from tests.trainer.runs import (
     check_result,
     check_shown,
     lines,
+    move_adapter,
     on_ranks,
     on_two_ranks,
-    program,
-    quiet,
+    opened,
+    prepared,
     train,
     trained_weights,
+    write,
 )
 from trainer import flow, validation
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.reading import BatchReader
 from trainer.run import metrics
-from trainer.setup.optim import DivergedError
+from trainer.setup.optimizers import DivergedError
 
 KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
+def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     adapter = {"type": "full"} if kind == "sana" else {"rank": 2}
-    config = make_config(kind, validation=look, steps=3, checkpoint_every=2, adapter=adapter)
-    make_set(config)
+    config = ready(kind, validation=look, steps=3, checkpoint_every=2, adapter=adapter)
     result = train(config)
-    folder = Path(config.output) / "run"
+    folder = config.run_folder
     assert result["done"] == 3 and result["non_finite_steps"] == 0
     assert list(lines(config)) == [1, 2, 3] and list(lines(config, "eval_loss")) == [0, 2, 3]
     saved = folder / ("model/transformer/config.json" if kind == "sana" else "adapter/pytorch_lora_weights.safetensors")
@@ -71,12 +70,11 @@ def test_a_run_leaves_what_it_promises(make_config, make_set, kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
-def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> None:
+def test_accumulation_equals_one_large_batch(ready, kind) -> None:
     """The same loss within 1e-5 and the same gradient norm within 1e-4, however the global batch is cut."""
     runs = []
     for name, batch, accumulate in (("one", 4, 1), ("two", 2, 2), ("four", 1, 4)):
-        config = make_config(kind, name=name, batch_size=batch, accumulate=accumulate, steps=2)
-        make_set(config)
+        config = ready(kind, name=name, batch_size=batch, accumulate=accumulate, steps=2)
         train(config)
         runs.append((lines(config), lines(config, "grad_norm")))
     for losses, norms in runs[1:]:
@@ -85,30 +83,14 @@ def test_accumulation_equals_one_large_batch(make_config, make_set, kind) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "sana"])
-def test_gradient_checkpointing_changes_no_loss(make_config, make_set, kind) -> None:
-    found = []
-    for name, on in (("off", False), ("on", True)):
-        config = make_config(kind, name=name, batch_size=2, steps=3, gradient_checkpointing=on)
-        make_set(config)
-        data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 2, 2), quiet(), "cpu")
-        assert run.model.is_gradient_checkpointing == on
-        loop.train_loop(run)
-        found.append(lines(config))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
-def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> None:
+def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
     found = []
     for precision in ("float32", "bfloat16"):
-        config = make_config(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
-        make_set(config)
+        config = ready(kind, name=precision, precision=precision, adapter=adapter, steps=3, batch_size=2)
         train(config)
         assert {value.dtype for value in trained_weights(config).values()} == {torch.float32}
-        shown = load_file(Path(config.output) / "run" / "validation" / "step-000000" / "one.safetensors")["latent"]
+        shown = load_file(config.run_folder / "validation" / "step-000000" / "one.safetensors")["latent"]
         found.append((lines(config), shown))
     (losses, latent), (half_losses, half_latent) = found
     assert losses != half_losses and losses == pytest.approx(half_losses, rel=0.05)
@@ -116,7 +98,7 @@ def test_bfloat16_trains_near_float32(make_config, make_set, kind, adapter) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"})])
 def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch, kind, adapter) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
     each every second prompt, with the moving average, which is saved."""
@@ -138,12 +120,10 @@ def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monke
     make_set(alone, items, null, prompts)
     make_set(two, items, null, prompts)
     train(alone)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    assert on_two_ranks(path)["done"] == 4, "one report, from rank 0"
+    assert on_two_ranks(write(two, tmp_path))["done"] == 4, "one report, from rank 0"
     assert lines(two) == pytest.approx(lines(alone), rel=1e-5)
     assert len(list(entered.iterdir())) == 3, "this process and both ranks"
-    rows = metrics.read_metrics(Path(two.output) / "run" / "metrics.jsonl")
+    rows = metrics.read_metrics(two.run_folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_loss" in row] == [0, 4]
     for step, both in lines(alone, "loss_by_sigma").items():
         assert lines(two, "loss_by_sigma")[step] == pytest.approx(both, rel=1e-5)
@@ -182,7 +162,7 @@ def test_ranks_with_other_settings_do_not_train(make_config, make_set, tmp_path,
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, settings in zip(paths, ({}, {"threads": 1, **change}), strict=True):
         config = make_config("t2i", steps=1, **settings)
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        write(config, path)
     make_set(config)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
     assert message.splitlines() == ["the ranks do not train the same:", f"  rank 1 on {socket.gethostname()}: {said}"]
@@ -198,16 +178,15 @@ def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, m
         items, null, _ = made.mixed_items(config)
         items += [replace(item, role="eval") for item in items[:held_out]]
         make_set(config, items, null, [])
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        write(config, path)
     message = on_ranks(paths, (USAGE, USAGE))["error"]["message"]
     assert message.splitlines()[1:] == [f"  rank 1 on {socket.gethostname()}: held-out samples: differ"]
 
 
 @pytest.mark.slow
-def test_ranks_with_other_base_weights_do_not_train(make_config, make_set, tmp_path) -> None:
+def test_ranks_with_other_base_weights_do_not_train(ready, tmp_path) -> None:
     """One bit of the second rank's copy differs; with a whole copy elsewhere both train."""
-    config = make_config("t2i", steps=1)
-    make_set(config)
+    config = ready("t2i", steps=1)
     copy = shutil.copytree(Path(config.model.path), tmp_path / "copy")
     paths = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
     for path, model in zip(paths, (Path(config.model.path), copy), strict=True):
@@ -222,10 +201,9 @@ def test_ranks_with_other_base_weights_do_not_train(make_config, make_set, tmp_p
 
 
 @pytest.mark.slow
-def test_the_optimizer_has_the_rate_of_its_step(make_config, make_set) -> None:
+def test_the_optimizer_has_the_rate_of_its_step(ready, make_config) -> None:
     """A LoRA's B begins at 0, and AdamW's first step moves every number by the rate: half of 1e-2 in the warm-up."""
-    config = make_config("t2i", steps=1, optimizer={"lr": 1e-2, "warmup": 2}, checkpoint_every=1)
-    make_set(config)
+    config = ready("t2i", steps=1, optimizer={"lr": 1e-2, "warmup": 2}, checkpoint_every=1)
     train(config)
     assert lines(config, "lr") == {1: 5e-3}
     assert furthest(config) == pytest.approx(5e-3, rel=1e-2)
@@ -239,13 +217,12 @@ def furthest(config) -> float:
 
 
 @pytest.mark.slow
-def test_gradients_are_clipped(make_config, make_set) -> None:
+def test_gradients_are_clipped(ready) -> None:
     """Clipped to far below AdamW's eps they move next to nothing; the norm that is recorded is the one before."""
     norms = []
     for name, norm in (("free", 1.0), ("clipped", 1e-10)):
         optimizer = {"lr": 1e-2, "warmup": 0, "max_grad_norm": norm}
-        config = make_config("t2i", name=name, steps=1, optimizer=optimizer, checkpoint_every=1)
-        make_set(config)
+        config = ready("t2i", name=name, steps=1, optimizer=optimizer, checkpoint_every=1)
         train(config)
         norms.append(lines(config, "grad_norm")[1])
         assert (furthest(config) < 1e-3) == (name == "clipped")
@@ -253,18 +230,14 @@ def test_gradients_are_clipped(make_config, make_set) -> None:
 
 
 @pytest.mark.slow
-def test_looking_leaves_dropout_off(make_config, make_set) -> None:
+def test_looking_leaves_dropout_off(ready) -> None:
     """An adapter's dropout is no part of the eval loss, nor of the validation latents."""
     found = []
     for dropout in (0.0, 0.9):
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-        config = make_config("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
-        make_set(config)
-        data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-        run = loop.prepare_training(config, data, BatchSchedule(data.spans, 0, 1, 1), quiet(), "cpu")
-        for seed, parameter in enumerate(run.trainable.values()):
-            generator = torch.Generator().manual_seed(seed)
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+        config = ready("t2i", name=f"p{dropout}", validation=look, adapter={"dropout": dropout}, steps=2)
+        run = prepared(config)
+        move_adapter(run)
         seen: list[dict] = []
         run.denoiser.train()
         loop.validate(run, lambda numbers, shown=True, seen=seen: seen.append(numbers), 1)
@@ -283,7 +256,7 @@ def test_the_eval_loss_is_of_held_out_samples_where_there_are_any(make_config, m
     for item in items[:held_out]:
         item.role = "eval"
     make_set(config, items, null, [])
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+    data = opened(config)
     heard = io.StringIO()
     result = loop.train(config, data, BatchSchedule(data.spans, 0, 1, 1), Console(stderr=heard), "cpu")
     where = "held-out samples" if held_out else "training samples"
@@ -308,9 +281,8 @@ def flip(config) -> None:
 
 
 @pytest.mark.slow
-def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path, monkeypatch, capsys) -> None:
-    config = make_config("t2i", steps=12, checkpoint_every=1)
-    make_set(config)
+def test_damage_stops_training_before_a_gradient(ready, program, monkeypatch) -> None:
+    config = ready("t2i", steps=12, checkpoint_every=1)
     flip(config)
     seen: list[str] = []
     monkeypatch.setattr(
@@ -324,10 +296,8 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
     with pytest.raises(DamageError) as caught:
         train(config)
     assert caught.value.id is not None and caught.value.id not in seen
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    assert run_program("train", program_run, Options(path, json=True)) == DAMAGE
-    report = json.loads(capsys.readouterr().out)
+    code, report, _ = program(config)
+    assert code == DAMAGE
     damage = report["damage"][0]
     assert damage["item"] == caught.value.id and f"row {caught.value.row}" in damage["message"]
     (step,) = report["next_steps"]
@@ -335,9 +305,8 @@ def test_damage_stops_training_before_a_gradient(make_config, make_set, tmp_path
 
 
 @pytest.mark.slow
-def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, make_set, monkeypatch) -> None:
-    config = make_config("t2i", steps=8, max_bad_steps=2)
-    make_set(config)
+def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_config, monkeypatch) -> None:
+    config = ready("t2i", steps=8, max_bad_steps=2)
     bad = {1, 3}
     real = flow.loss_per_sample
     calls = iter(range(100))
@@ -349,57 +318,37 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(make_config, mak
     assert losses[2] is None and losses[4] is None and losses[8] is not None
     assert all(value.isfinite().all() for value in trained_weights(config).values())
     assert train(make_config("t2i", steps=9, max_bad_steps=2))["non_finite_steps"] == 2, "counted before, and kept"
-    other = make_config("t2i", name="other", steps=8, max_bad_steps=2)
-    make_set(other)
+    other = ready("t2i", name="other", steps=8, max_bad_steps=2)
     bad |= set(range(100))
     with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
         train(other)
 
 
-def test_dry_run_says_what_would_be_trained(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
-    make_set(config)
-    code, report, _ = program(config, tmp_path, capsys, dry_run=True)
+def test_dry_run_says_what_would_be_trained(ready, program) -> None:
+    config = ready("t2i", steps=40, batch_size=5, timesteps={"auto_shift": True})
+    code, report, _ = program(config, dry_run=True)
     assert code == OK and report["remaining"] == 40 and report["details"]["samples"] == 12
     assert report["details"]["steps_per_epoch"] == 3
     buckets = {row["bucket"]: row for row in report["details"]["buckets"]}
     here = {"option": "train.attention_backend", "backend": "native", "device": "cpu", "usable": True}
     assert report["details"]["attention"] == [here]
     assert buckets["64x64"] == {"bucket": "64x64", "samples": 8, "draws": 8, "fill": 2, "shift": 1.649}
-    assert not (Path(config.output) / "run").exists()
+    assert not (config.run_folder).exists()
 
 
 @pytest.mark.slow
-def test_the_program_trains_and_reports(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
-    code, report, _ = program(config, tmp_path, capsys)
+def test_the_program_trains_and_reports(ready, make_config, program) -> None:
+    config = ready("t2i", steps=2)
+    code, report, _ = program(config)
     assert code == OK and report["done"] == 2 and report["details"]["trainable_parameters"] > 0
-    assert program(config, tmp_path, capsys)[1]["skipped"] == 2
+    assert program(config)[1]["skipped"] == 2
     missing = make_config("sana", name="work")
-    code, report, _ = program(missing, tmp_path, capsys)
+    code, report, _ = program(missing)
     assert code == INCOMPLETE and "no training set for sana t2i" in report["error"]["message"]
 
 
-def test_what_may_not_be_meant_is_said(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
-    make_set(config)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    run_program("train", program_run, Options(path, dry_run=True))
-    said = capsys.readouterr().err
+def test_what_may_not_be_meant_is_said(ready, program) -> None:
+    config = ready("t2i", batch_size=5, validation={"prompts": [{"name": "new", "prompt": "x"}]})
+    said = program(config, dry_run=True)[2]
     assert "96x64 (4)" in said and "train.batch_size: 4;" in said
     assert "validation prompts new are not in set set1" in said and "latentpress run" in said
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"adapter": {"targets": ["nothing"]}}, "nothing"), ({"path": "/no/such/folder"}, "/no/such/folder")],
-)
-def test_a_wrong_model_or_target_is_explained(make_config, make_set, tmp_path, capsys, change, said) -> None:
-    config = make_config("t2i", **{key: value for key, value in change.items() if key != "path"})
-    make_set(config)
-    if "path" in change:
-        config = config.model_copy(update={"model": config.model.model_copy(update=change)})
-    code, report, _ = program(config, tmp_path, capsys)
-    assert code == USAGE and said in report["error"]["message"]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -26,14 +25,13 @@ def test_ranks_denoise_equally_often_and_every_sample_counts_once(count, ranks) 
 
 
 @pytest.mark.slow
-def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(make_config, make_set) -> None:
+def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(ready) -> None:
     look = {"eval_samples": 0, "steps": 2, "seed": [3, 4], "guidance": [1, 2.5]}
     prompt = {"name": "one", "prompt": "of the configuration", "seed": [4, 5]}
-    config = make_config("t2i", steps=1, validation={**look, "prompts": [prompt]})
-    make_set(config)
+    config = ready("t2i", steps=1, validation={**look, "prompts": [prompt]})
     train(config)
     found = {}
-    for path in (Path(config.output) / "run" / "validation" / "step-000001").iterdir():
+    for path in (config.run_folder / "validation" / "step-000001").iterdir():
         with safe_open(path, framework="pt") as file:
             found[path.stem] = json.loads(file.metadata()["latentpress"])
     assert set(found) == {f"one_guidance{guidance}_seed{seed}" for guidance in ("1", "2.5") for seed in (4, 5)}
@@ -41,6 +39,6 @@ def test_files_say_what_they_are_and_seeds_are_noise_of_their_own(make_config, m
     expected = {"name": "one_guidance2.5_seed4", "group": "one_guidance2.5", "prompt_name": "one", "seed": 4}
     expected |= {"steps": 2, "guidance": 2.5, "bucket": "64x64", "task": "t2i", "set": "set1"}
     assert about.items() >= expected.items()
-    folder = Path(config.output) / "run" / "validation" / "step-000001"
+    folder = config.run_folder / "validation" / "step-000001"
     latents = [load_file(folder / f"one_guidance1_seed{seed}.safetensors")["latent"] for seed in (4, 5)]
     assert (latents[0] - latents[1]).abs().max() > 0.1

@@ -1,7 +1,6 @@
 """The weights of a run: averages that are validated, saved and resumed; full rank in float32 and in bfloat16."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.config.training import Optimizer
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import metrics
 from trainer.run.resume import ResumeError
@@ -22,20 +18,13 @@ from trainer.setup.optimizers import make_optimizer
 pytestmark = pytest.mark.slow
 
 
-def prepare(config):
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    size = config.train.batch_size * config.train.accumulate
-    schedule = BatchSchedule(data.spans, config.train.seed, config.train.batch_size, size)
-    return loop.prepare_training(config, data, schedule, Console(stderr=open(os.devnull, "w")), "cpu")
-
-
 def checkpoint(config, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    folder = Path(config.output) / "run" / "checkpoints" / f"step-{step:06d}"
+    folder = config.run_folder / "checkpoints" / f"step-{step:06d}"
     return load_file(folder / "trainable.safetensors"), load_file(folder / "optimizer.safetensors")
 
 
 def eval_losses(config) -> list[float]:
-    lines = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    lines = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     return [line["eval_loss"] for line in lines if "eval_loss" in line]
 
 
@@ -49,19 +38,17 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize("weights", AVERAGES)
-def test_averages_are_resumed_validated_and_saved(make_config, make_set, weights) -> None:
+def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -> None:
     """A resumed run and one that never validates end with the same weights and state; the result is the average, and
     says so."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     settings = {"checkpoint_every": 3, "adapter": {"rank": 2}, **AVERAGES[weights]}
-    whole = make_config("t2i", name="whole", steps=6, validation=look, **settings)
-    make_set(whole)
-    result = loop.train_loop(prepare(whole))
-    cut = make_config("t2i", name="cut", steps=3, **settings)
-    make_set(cut)
-    loop.train_loop(prepare(cut))
+    whole = ready("t2i", name="whole", steps=6, validation=look, **settings)
+    result = loop.train_loop(prepared(whole))
+    cut = ready("t2i", name="cut", steps=3, **settings)
+    loop.train_loop(prepared(cut))
     more = make_config("t2i", name="cut", steps=6, **settings)
-    assert loop.train_loop(prepare(more))["skipped"] == 3
+    assert loop.train_loop(prepared(more))["skipped"] == 3
     for one, other in zip(checkpoint(whole, 6), checkpoint(more, 6), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -69,7 +56,7 @@ def test_averages_are_resumed_validated_and_saved(make_config, make_set, weights
     with safe_open(Path(result["saved"]) / "pytorch_lora_weights.safetensors", framework="pt") as file:
         assert file.metadata()["latentpress.weights"] == weights
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert json.loads((Path(whole.output) / "run" / "result.json").read_text())["weights"] == weights
+    assert json.loads((whole.run_folder / "result.json").read_text())["weights"] == weights
     assert result["weights"] == weights
     for name, value in trained.items():
         z = state.get(f"{name}/z")
@@ -78,16 +65,15 @@ def test_averages_are_resumed_validated_and_saved(make_config, make_set, weights
         assert torch.allclose(found, average, atol=1e-6) and not torch.allclose(found, value, atol=1e-5)
     if weights == "ema":
         with pytest.raises(ResumeError, match=r"train\.ema"):
-            loop.train_loop(prepare(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))
-        plain = make_config("t2i", name="plain", steps=6, validation=look, **{**settings, "ema": {"decay": 0.6}})
-        make_set(plain)
-        loop.train_loop(prepare(plain))
+            loop.train_loop(prepared(more.model_copy(update={"train": more.train.model_copy(update={"ema": None})})))
+        plain = ready("t2i", name="plain", steps=6, validation=look, **{**settings, "ema": {"decay": 0.6}})
+        loop.train_loop(prepared(plain))
         assert all(torch.equal(value, checkpoint(plain, 6)[0][name]) for name, value in trained.items())
         ours, theirs = eval_losses(whole), eval_losses(plain)
         assert ours[0] == theirs[0] and ours[-1] != theirs[-1], "with the average, if that is asked for"
 
 
-def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(make_config, make_set) -> None:
+def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> None:
     """Weights and what they lost together move as the masters do, within 15 % (4 % seen);
     without the summation, 9 in 10 weights don't move at all."""
     moved, lost = {}, {}
@@ -98,9 +84,8 @@ def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(make_confi
     ):
         settings = {"name": optimizer, "lr": 1e-5, "warmup": 0, "weight_decay": 0.0}
         train = {"weight_precision": precision, "precision": "bfloat16", "adapter": {"type": "full"}, "steps": 15}
-        config = make_config("sana", name=name, batch_size=2, optimizer=settings, **train)
-        make_set(config)
-        run = prepare(config)
+        config = ready("sana", name=name, batch_size=2, optimizer=settings, **train)
+        run = prepared(config)
         if name == "plain":
             run.optimizer = make_optimizer(run.trainable, Optimizer.model_validate({**settings, "name": "adamw"}))
         assert {weight.dtype for weight in run.trainable.values()} == {getattr(torch, precision)}
@@ -111,7 +96,7 @@ def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(make_confi
             key: state[weight].get("kahan_comp", torch.zeros(())).float() for key, weight in run.trainable.items()
         }
         moved[name] = {key: weight.detach().float() - start[key] for key, weight in run.trainable.items()}
-    result = Path(config.output) / "run" / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    result = config.run_folder / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     assert {value.dtype for value in load_file(result).values()} == {torch.bfloat16}
 
     def flat(values: dict[str, torch.Tensor], *more: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tensors of adapters in files: reading them, and writing them in each format.
+"""Tensors of adapters in files: reading them, and writing them in each format, equal tensors as equal bytes.
 
 `trainer/adapters/header.py` describes the formats.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES, FileFormat
@@ -27,9 +28,7 @@ from trainer.adapters.header import (
     flat_name,
     pair_layers,
 )
-from trainer.adapters.layers import SIDES, Layer, Lokr, Tensors
-from trainer.adapters.strength import METADATA_KEY
-from trainer.tensor_files import write_tensors
+from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
 
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
@@ -98,12 +97,8 @@ def adapter_contents(
     else:
         for part, modules in _by_component(layers).items():
             starts = {f"{COMFYUI_PREFIX}{name}.": layer for name, layer in modules.items()}
-            yield path_of_component(path, part), _name_with_alpha(starts), make_header(notes)
-
-
-def path_of_component(path: Path, part: str) -> Path:
-    """Where ComfyUI's adapter of a further transformer is, beside that of the first."""
-    return path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
+            final = path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
+            yield final, _name_with_alpha(starts), make_header(notes)
 
 
 def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -142,25 +137,27 @@ def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
     """peft's configuration of each component, with the rank and alpha of each module, as diffusers writes them."""
     from peft import LoKrConfig, LoraConfig
 
-    found = dict[str, Any]()
-    for part, own in _by_component(layers).items():
-        ranks = {f"^{re.escape(name)}": layer.rank for name, layer in own.items()}
-        alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in own.items()}
+    peft = dict[str, Any]()
+    for part, modules in _by_component(layers).items():
+        ranks = {f"^{re.escape(name)}": layer.rank for name, layer in modules.items()}
+        alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in modules.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
         settings: dict[str, Any] = {
             "r": int(rank),
-            "target_modules": sorted(own),
+            "target_modules": sorted(modules),
             "rank_pattern": {key: value for key, value in ranks.items() if value != rank},
             "alpha_pattern": {key: value for key, value in alphas.items() if value != alpha},
         }
-        lokrs = {name: layer for name, layer in own.items() if isinstance(layer, Lokr)}
+        lokrs = {name: layer for name, layer in modules.items() if isinstance(layer, Lokr)}
         if lokrs:
             config = LoKrConfig(alpha=alpha, **settings, **find_decomposition(lokrs)).to_dict()  # type: ignore[arg-type]
         else:
-            dora = any(layer.kind == "DoRA" for layer in own.values())
+            dora = any(layer.kind == "DoRA" for layer in modules.values())
             config = LoraConfig(lora_alpha=alpha, use_dora=dora, **settings).to_dict()  # type: ignore[arg-type]
-        found |= {f"{part}.{key}": sorted(it) if isinstance(it, set) else it for key, it in config.items()}
-    return found
+        peft |= {
+            f"{part}.{key}": sorted(option) if isinstance(option, set) else option for key, option in config.items()
+        }
+    return peft
 
 
 def find_decomposition(layers: Mapping[str, Lokr]) -> dict[str, Any]:
@@ -190,3 +187,21 @@ def _unlike_peft(name: str, layer: Lokr) -> AdapterError:
         f"the LoKr of {name} can't be in diffusers' format: peft does not divide a weight into {shown}",
         "Merge it into the model: latentpress export-adapter --merge --to FOLDER",
     )
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of the umask; the library's own are for the owner only. Equal
+    tensors and metadata give equal bytes: the library writes metadata in an order that is drawn anew each time."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    path.chmod(mode & 0o777)
+    if metadata:
+        with path.open("r+b") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+            header["__metadata__"] = dict(sorted(metadata.items()))
+            sorted_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+            assert len(sorted_header) == size, "the library escapes other characters than json"
+            file.seek(8)
+            file.write(sorted_header)

@@ -1,4 +1,4 @@
-"""What adapter files hold, from their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
+"""Adapter files by their headers: layers, rank, strength. Without torch, unless there are alpha tensors.
 
 diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.weight (outputs, rank, ...); rank and
            alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)
@@ -19,17 +19,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 
 from cache.store.json_checks import printable
-from schemas.config.adapter import FILE_NAMES, FileFormat
+from schemas.config.adapter import FILE_NAMES, Adapter, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR
 from schemas.weight_files import PICKLE_SUFFIXES
-from trainer.adapters.layers import DOWN, LOKR_TENSORS, MAGNITUDE, UP, Kind, Layer, Shapes, pair_lokr, pair_lora
-from trainer.adapters.strength import check_alpha, read_configs
+from trainer.adapters.layers import (
+    DOWN,
+    LOKR_TENSORS,
+    MAGNITUDE,
+    UP,
+    Kind,
+    Layer,
+    Shapes,
+    check_alpha,
+    pair_lokr,
+    pair_lora,
+    read_configs,
+)
 
 OUR_PREFIX = "latentpress."
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
@@ -61,6 +72,12 @@ _OTHER_KINDS = {
     "text_encoder": "an adapter of a text encoder",
 }
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
+#: Kind of a file -> what the configuration must say for it.
+_SETTINGS = {
+    "LoRA": "Set train.adapter.type to lora and train.adapter.dora to false.",
+    "DoRA": "Set train.adapter.type to lora and train.adapter.dora to true.",
+    "LoKr": "Set train.adapter.type to lokr.",
+}
 
 
 class AdapterError(LatentpressError, ValueError):
@@ -96,30 +113,30 @@ class AdapterFile:
         return sorted({round(layer.alpha, 6) for layer in self.layers.values() if layer.given_rank is not None})
 
 
-def find_adapter(place: Path) -> Path:
+def find_adapter(path: Path) -> Path:
     """The adapter file that `place` names: a file, or the folder of an adapter, a checkpoint or a run."""
-    if place.is_file():
-        return place
-    if not place.is_dir():
-        what = NOT_REGULAR if place.exists() else "is not there"
-        raise AdapterError(f"{place} {what}", "Name an adapter file, or the folder of an adapter or a run.")
-    for folder in (place, place / "adapter"):
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        what = NOT_REGULAR if path.exists() else "is not there"
+        raise AdapterError(f"{path} {what}", "Name an adapter file, or the folder of an adapter or a run.")
+    for folder in (path, path / "adapter"):
         for name in FILE_NAMES.values():
             if (folder / name).is_file():
                 return folder / name
-    if (place / "model" / "transformer").is_dir() or (place / "config.json").is_file():
+    if (path / "model" / "transformer").is_dir() or (path / "config.json").is_file():
         step = "Nothing needs to be converted: `from_pretrained` loads it. Name the run of a LoRA."
-        raise AdapterError(f"{place} holds a whole model and no adapter", step)
-    found = sorted(path.name for path in place.glob("*.safetensors"))
+        raise AdapterError(f"{path} holds a whole model and no adapter", step)
+    names = sorted(file.name for file in path.glob("*.safetensors"))
     raise AdapterError(
-        f"{place} holds no {' or '.join(FILE_NAMES.values())}{'; it has ' if found else ''}{', '.join(found[:5])}",
+        f"{path} holds no {' or '.join(FILE_NAMES.values())}{'; it has ' if names else ''}{', '.join(names[:5])}",
         "Name the adapter's file itself, or train until a result is saved.",
     )
 
 
-def read_adapter(place: Path) -> AdapterFile:
-    """What `find_adapter(place)` holds. AdapterError where it is damaged or of a kind that is not read."""
-    path = find_adapter(place)
+def read_adapter(source: Path) -> AdapterFile:
+    """The adapter that `find_adapter(source)` finds. AdapterError where it is damaged or of a kind that is not read."""
+    path = find_adapter(source)
     if path.name.endswith(PICKLE_SUFFIXES):
         step = "Convert it on a machine that you can lose: safetensors.torch.save_file(torch.load(...), ...)."
         raise AdapterError(f"{path} is pickled, and a pickle can run code: only *.safetensors is read", step)
@@ -148,21 +165,21 @@ def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
         if dtype not in FLOAT_DTYPES and (not key.endswith(".alpha") or dtype not in INTEGER_DTYPES):
             raise AdapterError(
                 f"{path}: {printable(key)} is of type {dtype}, and not one of {', '.join(FLOAT_DTYPES)}",
-                "Name the adapter's file before it was quantised or converted, or convert it to bfloat16.",
+                "Name the adapter's file before it was quantized or converted, or convert it to bfloat16.",
             )
 
 
 def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     if not keys:
         return {}
-    found = {}
+    alphas = {}
     with safe_open(path, "pt") as file:  # numpy has no bfloat16
         for key in keys:
             tensor = file.get_tensor(key)
             if tensor.numel() != 1:
                 raise ValueError(f"{key} is no number")
-            found[key] = check_alpha(float(tensor), key)
-    return found
+            alphas[key] = check_alpha(float(tensor), key)
+    return alphas
 
 
 def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: Mapping[str, float]) -> dict[str, Layer]:
@@ -203,9 +220,9 @@ def _is_twice(path: Path, name: str, *keys: str) -> AdapterError:
 
 
 def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
-    said = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
+    known = next(((kind, key) for key in keys for part, kind in _OTHER_KINDS.items() if part in key), None)
     foreign = [key for key in keys if not _KEY.fullmatch(key)]
-    kind, shown = said or ("no LoRA of a transformer", ", ".join(foreign[:3]))
+    kind, shown = known or ("no LoRA of a transformer", ", ".join(foreign[:3]))
     return AdapterError(
         f"{path} is {kind}: it holds {printable(shown) or 'no tensors'}",
         "LoRA files with diffusers' or ComfyUI's keys are read (<module path>.lora_A.weight and .lora_B.weight), "
@@ -215,9 +232,9 @@ def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
 
 def check_family(adapter: AdapterFile, family: str) -> None:
     """AdapterError where our own note names another family."""
-    if (own := adapter.notes.get("family", family)) != family:
+    if (trained_for := adapter.notes.get("family", family)) != family:
         raise AdapterError(
-            f"{adapter.path} was trained for {printable(own)}, and model.family is {family}",
+            f"{adapter.path} was trained for {printable(trained_for)}, and model.family is {family}",
             f"Name an adapter of {family}, or the configuration with which this one was trained.",
         )
 
@@ -235,18 +252,18 @@ def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> A
     paths = defaultdict[str, list[str]](list)
     for name in weights:
         paths[flat_name(name)].append(name)
-    found = {}
+    layers = {}
     for name, layer in adapter.layers.items():
-        own = paths.get(flat_name(name), [name])
-        if len(own) > 1:
+        candidates = paths.get(flat_name(name), [name])
+        if len(candidates) > 1:
             raise AdapterError(
-                f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(own)} in {model}",
+                f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(candidates)} in {model}",
                 "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
             )
-        if own[0] in found:
-            raise _is_twice(adapter.path, own[0], LYCORIS_PREFIX + flat_name(name), own[0])
-        found[own[0]] = layer
-    return replace(adapter, layers=found)
+        if candidates[0] in layers:
+            raise _is_twice(adapter.path, candidates[0], LYCORIS_PREFIX + flat_name(name), candidates[0])
+        layers[candidates[0]] = layer
+    return replace(adapter, layers=layers)
 
 
 def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> None:
@@ -265,3 +282,41 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
                 f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, and in {model} {size[0]} x {size[1]}",
                 "It was made for a model of another size: set model.flavour or model.path to that.",
             )
+
+
+def read_initial(settings: Adapter) -> AdapterFile | None:
+    """The adapter of `train.adapter.init`. AdapterError where it is of another kind than the configuration's, or no
+    module has the rank or alpha that the configuration gives."""
+    if settings.init is None:
+        return None
+    try:
+        adapter = read_adapter(Path(settings.init))
+    except AdapterError as error:
+        raise AdapterError(f"train.adapter.init: {error.message}", error.next_step) from error
+    wanted = "LoKr" if settings.type == "lokr" else "DoRA" if settings.dora else "LoRA"
+    if adapter.kind != wanted:
+        raise AdapterError(
+            f"train.adapter.init: {adapter.path} is a {adapter.kind}, and the configuration has a {wanted}",
+            f"{_SETTINGS[adapter.kind]} Or name a {wanted}.",
+        )
+    ranks, alphas = zip(*(initial_scale(layer, settings.rslora) for layer in adapter.layers.values()), strict=True)
+    rank = settings.rank if "rank" in settings.model_fields_set else None
+    for name, given, values in (("rank", rank, ranks), ("alpha", settings.alpha, alphas)):
+        if given is not None and not any(math.isclose(given, value, rel_tol=1e-5) for value in values):
+            with_rslora = " (with rslora: true)" if name == "alpha" and settings.rslora else ""
+            raise AdapterError(
+                f"train.adapter.init: {adapter.path} has {name} {_join(values)}{with_rslora}; the configuration has "
+                f"{name} {given:g}",
+                f"Remove train.adapter.{name}: training takes the file's.",
+            )
+    return adapter
+
+
+def initial_scale(layer: Layer, rslora: bool) -> tuple[int, float]:
+    """Rank, and the alpha with which alpha / rank is the layer's strength, with rslora alpha / sqrt(rank)."""
+    return layer.rank, layer.scale * (math.sqrt(layer.rank) if rslora else layer.rank)
+
+
+def _join(numbers: Any) -> str:
+    shown = sorted(set(numbers))
+    return ", ".join(f"{number:g}" for number in shown[:5]) + (", ..." if len(shown) > 5 else "")

@@ -12,15 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from cache.models.weights import MODEL_INDEX, read_object
 from schemas.weight_files import PICKLE_SUFFIXES, WEIGHTS_SUFFIX
+from trainer.adapters.files import write_tensors
 from trainer.adapters.header import FLOAT_DTYPES, AdapterError
 from trainer.adapters.layers import Layer
-from trainer.tensor_files import write_tensors
 
 
 def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]]:
     """By "<component>.<module path>", from the headers of a component's files. AdapterError where they are damaged or
-    quantised."""
-    found = dict[str, tuple[int, ...]]()
+    quantized."""
+    shapes = dict[str, tuple[int, ...]]()
     for path in weight_files(checkpoint / part):
         with _explained(path), safe_open(path, "np") as file:
             for key in file.keys():  # noqa: SIM118
@@ -28,11 +28,11 @@ def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]
                 if tensor.get_dtype() not in FLOAT_DTYPES:
                     raise AdapterError(
                         f"{path}: {key} is of type {tensor.get_dtype()}, to which nothing can be added",
-                        "Set model.path to the checkpoint before it was quantised.",
+                        "Set model.path to the checkpoint before it was quantized.",
                     )
                 if key.endswith(".weight"):
-                    found[f"{part}.{key.removesuffix('.weight')}"] = tuple(tensor.get_shape())
-    return found
+                    shapes[f"{part}.{key.removesuffix('.weight')}"] = tuple(tensor.get_shape())
+    return shapes
 
 
 def weight_files(component: Path) -> list[Path]:
@@ -76,7 +76,7 @@ def other_files(folder: Path) -> list[Path]:
 def list_parts(checkpoint: Path) -> list[str]:
     """The components that model_index.json names."""
     index = read_object(checkpoint / MODEL_INDEX)
-    return [name for name, found in index.items() if isinstance(found, list) and found[:1] != [None]]
+    return [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
 
 
 def copy_rest(checkpoint: Path, target: Path, merged: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a family's module in `trainer/families/` has, and models of several transformers.
+"""The contract of a family's module in `trainer/families/`, and models of several transformers.
 
 Each module ends with an assignment of itself to a name of type `FamilyModule`, so that mypy checks it.
 """
@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.family import Family, Task
 from trainer.batch import Batch
-from trainer.families.tokens import KeptTokens
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,36 @@ class TokenGrid:
             squares = values_BTHWD.unflatten(3, (-1, self.square)).unflatten(2, (-1, self.square))
             values_BTHWD = squares.transpose(3, 4)  # B T H/s W/s s s D
         return values_BTHWD.flatten(1, -2)
+
+
+@dataclass
+class KeptTokens:
+    """The tokens of a route, of the N that the transformer has.
+
+    positions_BK: ascending, in the order of `FamilyModule.token_grid`. square: that of the TokenGrid, whose squares are
+    kept whole. waiting_BND: the hidden states of all tokens where the route begins; set by its first block.
+    """
+
+    positions_BK: torch.Tensor
+    tokens: int
+    square: int = 1
+    waiting_BND: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        starts_B1 = torch.arange(len(self.positions_BK), device=self.positions_BK.device)[:, None] * self.tokens
+        self._rows = (self.positions_BK + starts_B1).flatten()  # of all samples' tokens, one after the other
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """(B or 1, N, ...) -> (B, K, ...)"""
+        shape = self.positions_BK.shape
+        rows = values.expand(shape[0], *values.shape[1:]).flatten(0, 1)
+        return rows.index_select(0, self._rows).unflatten(0, shape)
+
+    def restore(self, values_BKD: torch.Tensor) -> torch.Tensor:
+        """(B, N, D): the tokens that waited, with these in their places."""
+        assert self.waiting_BND is not None, "the route's first block has not run"
+        rows = self.waiting_BND.to(values_BKD.dtype).flatten(0, 1)
+        return rows.index_copy(0, self._rows, values_BKD.flatten(0, 1)).view_as(self.waiting_BND)
 
 
 class FamilyModule(Protocol):
@@ -74,11 +103,11 @@ class FamilyModule(Protocol):
         compiled or sharded one by one."""
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
-        """Those of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
+        """The blocks of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
         `token_grid`; of Experts, `model` is one of them."""
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
-        """That of the visual blocks."""
+        """The order of the visual blocks' tokens."""
 
     def hidden_size(self, model: Any) -> int:
         """D of the visual tokens."""
@@ -91,7 +120,7 @@ class FamilyModule(Protocol):
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
         gets as its first argument: what else belongs to a token is taken with it. A block may look at the tokens that
-        wait (`kept.restore`) where it computes neighbours."""
+        wait (`kept.restore`) where it computes neighbors."""
 
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
@@ -100,7 +129,7 @@ class FamilyModule(Protocol):
         depend on its batch mates."""
 
     def sampling_dtype(self, model: Any) -> torch.dtype:
-        """That of the pipeline's latents between denoising steps."""
+        """The dtype of the pipeline's latents between denoising steps."""
 
     def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
         """The latents that denoising starts from."""
@@ -123,7 +152,7 @@ class Experts(torch.nn.Module):
 
     @property
     def config(self) -> Any:
-        """That of the first; only their weights differ."""
+        """The first one's; only their weights differ."""
         return next(iter(self.experts.values())).config
 
 

@@ -14,7 +14,7 @@ from cache.models.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, TokenGrid
+from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
 from trainer.families.kandinsky5_attention import (
     Kandinsky5Transformer3DModel,
     install_processors,
@@ -22,7 +22,6 @@ from trainer.families.kandinsky5_attention import (
     sparse_params,
     take_blocks,
 )
-from trainer.families.tokens import KeptTokens
 
 VIDEO = FAMILIES["kandinsky5-video"]
 LATENT_STRIDE = VIDEO.spatial_stride  # pixels of one latent, the same for images
@@ -102,12 +101,11 @@ def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[Re
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """That of frozen weights; adapters and modulations may be float32."""
+    """The dtype of frozen weights; adapters and modulations may be float32."""
     return model.visual_embeddings.in_layer.weight.dtype
 
 
-def sampling_dtype(model: Any) -> torch.dtype:
-    return compute_dtype(model)
+sampling_dtype = compute_dtype
 
 
 def visual_input(
@@ -188,8 +186,8 @@ def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor
     mean, deviation = first.mean(axes, keepdim=True), first.std(axes, keepdim=True)
     new_mean = torch.clamp(others.mean(), mean - 0.05, mean + 0.1)
     new_deviation = torch.clamp(others.std(), deviation - 0.1, deviation + 0.25)
-    normalised = (first - mean) / deviation * new_deviation + new_mean
-    return torch.cat([normalised, latents_BCTHW[:, :, NORMALIZED_FRAMES:]], 2)
+    normalized = (first - mean) / deviation * new_deviation + new_mean
+    return torch.cat([normalized, latents_BCTHW[:, :, NORMALIZED_FRAMES:]], 2)
 
 
 if TYPE_CHECKING:

@@ -177,7 +177,7 @@ def sparse_edge(model: Any) -> int:
 
 
 def take_blocks(sparse: SparseParams, positions_BK: torch.Tensor) -> SparseParams:
-    """Of some of the tokens, whole blocks (B, K)."""
+    """The parameters of some of the tokens, whole blocks (B, K)."""
     blocks_Bk = positions_BK[:, ::BLOCK_TOKENS] // BLOCK_TOKENS
     near_NN = sparse["sta_mask"][0, 0]
     return sparse | {"sta_mask": near_NN[blocks_Bk[:, :, None], blocks_Bk[:, None, :]][:, None]}
@@ -239,9 +239,9 @@ def check_block_mask_used(
 
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, 1, 2 * BLOCK_TOKENS, head_dim, generator=generator).to(device, dtype) for _ in range(3)]
-    one = torch.ones(1, 1, 2, dtype=torch.int32, device=device)
+    counts = torch.ones(1, 1, 2, dtype=torch.int32, device=device)
     order = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32, device=device)[None, None]
-    diagonal = BlockMask.from_kv_blocks(torch.zeros_like(one), order, one, order, BLOCK_SIZE=BLOCK_TOKENS)
+    diagonal = BlockMask.from_kv_blocks(torch.zeros_like(counts), order, counts, order, BLOCK_SIZE=BLOCK_TOKENS)
     with torch.no_grad():
         out = flex(*qkv, block_mask=diagonal)
         halves = zip(*(x.split(BLOCK_TOKENS, 2) for x in qkv), strict=True)

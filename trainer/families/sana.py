@@ -11,8 +11,7 @@ from cache.models.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, TokenGrid
-from trainer.families.tokens import KeptTokens
+from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
 
 TASKS = tuple(FAMILIES["sana"].pipelines)
 
@@ -86,7 +85,7 @@ def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[Re
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """That of frozen weights; adapters may be float32."""
+    """The dtype of frozen weights; adapters may be float32."""
     return model.patch_embed.proj.weight.dtype
 
 

@@ -1,15 +1,18 @@
-"""`train --dry-run --card GIB`: whether encode-text, encode-latents and train fit a card, from the configuration alone.
+"""Whether a run fits the card that is there, and what makes it fit; with `train --dry-run --card GIB`, whether
+encode-text, encode-latents and train fit a card, from the configuration alone.
 
-Nothing is downloaded: shapes of a published repository are the catalogue's, of a folder its own. The buckets are the
-plan's, and where there is none those that the datasets' sizes allow; texts have their greatest length.
+For the latter nothing is downloaded: shapes of a published repository are the catalogue's, of a folder its own. The
+buckets are the plan's, and where there is none those that the datasets' sizes allow; texts have their greatest length.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
+import torch
+from pydantic import ValidationError
 
 from cache.models.compatibility import bucket_side_multiple, find_published
 from cache.models.weights import WeightsError, local_folder, read_component_config
@@ -19,13 +22,18 @@ from schemas.cli.progress import activity
 from schemas.cli.report import Report
 from schemas.clips import largest_valid_frames
 from schemas.config.pipeline import Config
+from schemas.config.section import Section
+from schemas.config.training import Train
 from schemas.geometry import Bucket, resolution_buckets
 from schemas.recipe import plan_key
 from trainer.memory import encoders as encoder_memory
-from trainer.memory.advice import RESERVED, explain_fit, gib, list_smaller, try_changes
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
 Shapes = dict[str, dict[str, Any]]
+#: Bytes of a card, for the CUDA context, kernels' own memory and fragments
+RESERVED = 1 << 30
+LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
+OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
 
 
 def check_card(config: Config, card: float, ranks: int) -> Report:
@@ -50,48 +58,25 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
         return encoder_memory.estimate_latents(changed, shapes, largest)
 
     rows: list[dict[str, Any]] = []
-    for program, predict, changes in (
-        ("encode-text", text, encoder_memory.text_changes(config)),
-        ("encode-latents", latents, encoder_memory.latent_changes(config)),
-        ("train", train, None),
+    elsewhere = "It runs on the CPU with stages.{}.device: cpu, or on another machine."
+    for program, subject, predict, changes, otherwise in (
+        ("encode-text", "encode-text", text, encoder_memory.text_changes(config), elsewhere),
+        ("encode-latents", "encode-latents", latents, encoder_memory.latent_changes(config), elsewhere),
+        ("train", "the run", train, train_changes(config.train, ranks), OTHERWISE),
     ):
         with activity(f"predicting {program}"):
-            found = predict(config)
-        fits = found.device + RESERVED <= size
-        row = {"program": program, "weights_gib": found.weights, "activations_gib": found.activations}
-        row |= {"all_gib": found.device + RESERVED}
-        rows.append({key: _round(value) for key, value in row.items()} | {"fits": fits})
-        if fits:
-            continue
-        if isinstance(found, MemoryEstimate):
-            said = explain_fit(config, ranks, (f"a card of {card:g} GiB", size), found, train) or ""
-        else:
-            said = _explain(config, program, card, found.device, changes or [], predict)
-        report.failed.append({"item": program, "reason": "does-not-fit", "message": said})
+            estimate: MemoryEstimate | encoder_memory.EncoderMemory = predict(config)
+        need = estimate.device + RESERVED
+        sizes = {"weights_gib": estimate.weights, "activations_gib": estimate.activations, "all_gib": need}
+        row = {name: round(size / 2**30, 1) for name, size in sizes.items()}
+        rows.append({"program": program, **row, "fits": need <= size})
+        if need > size:
+            described = (f"a card of {card:g} GiB", size)
+            message = explain(config, subject, described, estimate.device, changes, predict, otherwise.format(program))
+            report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
     report.details = {"card_gib": card, "buckets_of": where, "largest_bucket": largest, "memory": rows}
     report.details |= {"assumed": assumed} if assumed else {}
     return report
-
-
-def _explain(
-    config: Config,
-    program: str,
-    card: float,
-    need: int,
-    changes: list[tuple[str, dict[str, Any]]],
-    predict: Callable[[Config], Any],
-) -> str:
-    limit = int(card * 2**30) - RESERVED
-    shown, least = try_changes(config, changes, need, limit, lambda changed: predict(changed).device)
-    said = [f"{program} would need {gib(need + RESERVED)}, 1 GiB of it for CUDA and its kernels."]
-    said += [list_smaller(shown)] if shown else []
-    if least > limit:
-        said.append(f"It runs on the CPU with stages.{program}.device: cpu, or on another machine.")
-    return " ".join(said)
-
-
-def _round(value: Any) -> Any:
-    return round(value / 2**30, 1) if isinstance(value, int) else value
 
 
 def _numbers(config: Config, bucket: str) -> int:
@@ -128,8 +113,8 @@ def list_buckets(config: Config) -> tuple[list[str], str]:
         multiple = published
     if "://" in config.root or Path(config.root).is_dir():
         plan = plans.newest_plan(Store(config.root), plan_key(config, multiple))
-        if plan is not None and (found := pc.unique(plan.active.column("bucket")).to_pylist()):
-            return found, "the plan"
+        if plan is not None and (buckets := pc.unique(plan.active.column("bucket")).to_pylist()):
+            return buckets, "the plan"
     return sorted(set(_possible_buckets(config, multiple))), "the datasets' sizes, as there is no plan yet"
 
 
@@ -147,3 +132,98 @@ def _possible_buckets(config: Config, multiple: int) -> Iterator[str]:
             edges = dataset.resolutions(spec.resolution)
             sizes = [size for edge in edges for size in make(edge, dataset.resolution_type, multiple)]
         yield from (str(Bucket(width, height, frames)) for width, height in sizes)
+
+
+def find_card(device: str) -> tuple[str, int] | None:
+    """Name and bytes of the card that a run on `device` (auto, cpu, cuda or cuda:N) would use; None without one."""
+    index = int(device.partition(":")[2] or 0)
+    if device == "cpu" or not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return None
+    card = torch.cuda.get_device_properties(index)
+    return card.name, card.total_memory
+
+
+def explain_fit(
+    config: Config,
+    ranks: int,
+    card: tuple[str, int],
+    estimate: MemoryEstimate,
+    predict: Callable[[Config], MemoryEstimate],
+) -> str | None:
+    """A warning where `estimate`, the prediction for `config`, exceeds the card, with the options that help."""
+    if estimate.device + RESERVED <= card[1]:
+        return None
+    return explain(config, "the run", card, estimate.device, train_changes(config.train, ranks), predict, OTHERWISE)
+
+
+def explain(
+    config: Config,
+    subject: str,
+    card: tuple[str, int],
+    need: int,
+    changes: Iterable[tuple[str, dict[str, Any]]],
+    predict: Callable[[Config], Any],
+    otherwise: str,
+) -> str:
+    """Say what is needed, which of `changes` help (see `try_changes`), and `otherwise` where they are not enough."""
+    name, size = card
+    shown, least = try_changes(config, changes, need, size - RESERVED, lambda changed: predict(changed).device)
+    message = f"{subject} would need {gib(need + RESERVED)} on the device, 1 GiB of it for CUDA and its kernels, "
+    message += f"and {name} has {gib(size)}."
+    message += f" It would need less with {', and with '.join(shown)}." if shown else ""
+    return message + (f" {otherwise}" if least + RESERVED > size else "")
+
+
+def try_changes(
+    config: Config,
+    changes: Iterable[tuple[str, dict[str, Any]]],
+    need: int,
+    limit: int,
+    predict: Callable[[Config], int],
+) -> tuple[list[str], int]:
+    """(the changes that each need fewer bytes than those before, with what they need; the least need). They add up, and
+    the last one is the first within `limit`. changes: (label, section of the configuration -> keys)."""
+    shown = []
+    for label, sections in changes:
+        try:
+            values = {name: change_settings(getattr(config, name), keys) for name, keys in sections.items()}
+        except ValidationError:  # such as block offload of full rank
+            continue
+        changed = config.model_copy(update=values)
+        if changed == config or (smaller := predict(changed)) > need * (1 - LEAST_SAVED):
+            continue
+        need, config = smaller, changed
+        shown.append(f"{label} ({gib(need + RESERVED)})")
+        if need <= limit:
+            break
+    return shown, need
+
+
+def train_changes(settings: Train, ranks: int) -> list[tuple[str, dict[str, Any]]]:
+    """Options that change nothing of what is trained, and their values, in the order in which they are tried."""
+    every_block = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
+    changes: list[tuple[str, dict[str, Any]]] = [("gradient_checkpointing true of every block", every_block)]
+    if settings.ema:
+        changes.append(("ema.device cpu", {"ema": {"device": "cpu"}}))
+    changes.append(("offload.streams false", {"offload": {"streams": False}}))
+    changes.append(("offload.blocks_per_group 1", {"offload": {"blocks_per_group": 1}}))
+    changes.append(("offload.activations true", {"offload": {"activations": True}}))
+    if ranks == 1:
+        changes.append(("offload.blocks true", {**every_block, "offload": {"blocks": True}}))
+    else:
+        changes.append(("parallel.strategy fsdp2", {"parallel": {"strategy": "fsdp2"}}))
+        changes.append(("parallel.reshard_after_forward true", {"parallel": {"reshard_after_forward": True}}))
+        changes.append(("parallel.cpu_offload true", {"parallel": {"cpu_offload": True}}))
+    return [(f"train.{label}", {"train": values}) for label, values in changes]
+
+
+def change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
+    """`settings` with `values`, in which a section has the keys that change. ValidationError where they don't fit."""
+    given = settings.model_dump(by_alias=True)
+    for key, value in values.items():
+        given[key] = {**given[key], **value} if isinstance(value, dict) else value
+    return type(settings).model_validate(given)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -20,17 +20,23 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Offload, Parallel, Train
 from schemas.geometry import Bucket
 from trainer import flow
-from trainer.adapters.initial import read_initial
+from trainer.adapters.header import read_initial
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
-from trainer.memory.meter import META, KernelMode, MemoryMeter, SavedOnHost, quantise_shapes
-from trainer.memory.optimizer import OptimizerMemory, measure_optimizer
+from trainer.memory.meter import (
+    META,
+    KernelMode,
+    MemoryMeter,
+    OptimizerMemory,
+    SavedOnHost,
+    measure_optimizer,
+    quantize_shapes,
+)
 from trainer.methods.selection import make_methods
-from trainer.run.run_state import train_precision
 from trainer.setup.adapters import MUTATING_INITS
-from trainer.setup.attach import make_trainable
-from trainer.setup.initial import fit_initial
-from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.attach import fit_initial, make_trainable
+from trainer.setup.blocks import checkpoint_blocks
+from trainer.setup.load import choose_dtypes
 from trainer.setup.offload import largest_groups
 from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
 from trainer.setup.wrap import Denoiser
@@ -63,7 +69,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained: numbers of each dtype, and of the largest parameter."""
+    """The trained weights: how many numbers of each dtype, and of the largest parameter."""
 
     numbers: Mapping[torch.dtype, int]
     largest: int
@@ -79,14 +85,14 @@ class Trained:
 
     @property
     def working(self) -> int:
-        """Of the optimizer's step, beside weights, gradients and state."""
+        """Bytes that the optimizer's step needs beside weights, gradients and state."""
         return int(sum(count * self.states[dtype].working for dtype, count in self.numbers.items())) + int(
-            max(self.largest * each.working_one for each in self.states.values())
+            max(self.largest * state.working_one for state in self.states.values())
         )
 
     @property
     def averages(self) -> bool:
-        return any(each.averages for each in self.states.values())
+        return any(state.averages for state in self.states.values())
 
 
 def estimate_memory(
@@ -98,9 +104,7 @@ def estimate_memory(
     RunError where the optimizer is not installed. Any train.device but cpu counts as a GPU.
     """
     settings, family = config.train, module_of(config.model.family_spec)
-    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
-    half = train_precision(config) == "bfloat16"
-    dtype = torch.bfloat16 if half and not masters else torch.float32
+    dtype, autocast = choose_dtypes(config)
     # Its values change no size.
     adapter = settings.adapter.model_copy(update={"init_weights": "default"})
     file = read_initial(adapter)
@@ -110,22 +114,22 @@ def estimate_memory(
         loaded = sum_bytes(model.parameters())
         scales = fit_initial(model, file, adapter)[1] if file else None
         if settings.quantized:
-            quantise_shapes(model, family, settings.base_precision)
+            quantize_shapes(model, family, settings.base_precision)
         make_trainable(model, family, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
-    kernels = KernelMode(torch.bfloat16 if half and masters else None)
+    kernels = KernelMode(autocast)
     for block in family.blocks(model):
         kernels.follow(block)
     weights = sum_bytes(model.parameters())
-    own = [weight for weight in model.parameters() if weight.requires_grad]
-    trained = find_trained([*own, *added], settings)
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = find_trained([*trainable, *added], settings)
     hosted, copies = hosted_weights(family.blocks(model), settings)
     bucket = max(buckets, key=lambda name: prod(latent_shape(config, name)))
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
-    activations = max(peak - weights - sum_bytes(own), trained.working)
+    activations = max(peak - weights - sum_bytes(trainable), trained.working)
     sharded = uses_sharding(settings.parallel, ranks)
     # Gradients that DistributedDataParallel does not send yet are apart from those that it sends.
     gradients = trained.bytes * (2 if ranks > 1 and not sharded and settings.accumulate > 1 else 1)
@@ -134,13 +138,13 @@ def estimate_memory(
     parts: Parts = (weights + sum_bytes(added) - hosted + copies, gradients, trained.state, near)
     offloaded = hosted + moved + average - near
     if sharded:
-        cast = gathered_dtype(settings, torch.bfloat16 if half and masters else None) is not None
+        cast = gathered_dtype(settings, autocast) is not None
         sizes = [gathered_bytes(block, cast) for block in family.blocks(model)]
         outside = parts[0] - sum(gathered_bytes(block, False) for block in family.blocks(model))
         parts, shards = share_parts(parts, outside, sizes, settings.parallel, ranks)
         offloaded += shards
     device = (*parts, activations)
-    exported, kept = exported_bytes(model, config, sum_bytes(own)), trained.state + average
+    exported, kept = exported_bytes(model, config, sum_bytes(trainable)), trained.state + average
     # While a moving average is exported, the host has a copy of the weights that are trained.
     copied = trained.bytes if trained.averages or settings.ema else 0
     if settings.device == "cpu":
@@ -168,7 +172,7 @@ def share_parts(parts: Parts, outside: int, blocks: Sequence[int], settings: Par
 
 
 def gathered_bytes(block: torch.nn.Module, cast: bool) -> int:
-    """Of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
+    """Bytes of a block's weights. cast: from float32 to bfloat16, those that autocast casts."""
     chosen = [part for part in block.modules() if cast and isinstance(part, AUTOCAST)]
     return sum_bytes(block.parameters()) - sum(sum_bytes(part.parameters(recurse=False)) for part in chosen) // 2
 
@@ -188,12 +192,13 @@ def hosted_weights(blocks: Sequence[torch.nn.Module], settings: Train) -> tuple[
     offload = settings.offload
     if not offload.blocks:
         return 0, 0
-    frozen = [sum_bytes(each for each in block.parameters() if not each.requires_grad) for block in blocks]
+    frozen = [sum_bytes(weight for weight in block.parameters() if not weight.requires_grad) for block in blocks]
     return sum(frozen), largest_groups(frozen, offload.blocks_per_group, offload.streams)
 
 
 def exported_bytes(model: Any, config: Config, trained: int) -> int:
-    """Of an adapter's files in a checkpoint, or of the transformer's. trained: bytes of the model's trained weights."""
+    """Bytes of an adapter's files in a checkpoint, or the transformer's. trained: bytes of the model's trained
+    weights."""
     adapter = config.train.adapter
     if adapter.type == "full":
         return sum_bytes(model.parameters())
@@ -209,7 +214,7 @@ def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
 
 
 def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
-    return sum(each.untyped_storage().nbytes() for each in weights)
+    return sum(weight.untyped_storage().nbytes() for weight in weights)
 
 
 def step_memory(

@@ -1,17 +1,28 @@
-"""Tensors without bytes that take what tensors of a device would take, and a meter of the memory they stand for."""
+"""Tensors without bytes that take what tensors of a device would take, a meter of the memory they stand for, and the
+memory of an optimizer, measured with small matrices."""
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
 
+from schemas.config.training import Optimizer
+from schemas.optimizers import find_optimizer
 from trainer.families.base import FamilyModule
+from trainer.run.optimizer_state import collect
+from trainer.setup.optimizers import averages_weights, find_class, make_optimizer
 from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
 
 META = torch.device("meta")
+TRIAL_SHAPE = (256, 256)
+#: Matrices of two trials. A loop over parameters may keep what the one before needed, so no trial has only one.
+FEW, MORE = 2, 6
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -43,7 +54,8 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class KernelMode(TorchFunctionMode):
-    """What a device's own kernels do and meta tensors do not: attention that stores no scores, and autocast."""
+    """Imitates what a device's own kernels do and meta tensors do not: attention that stores no scores, and
+    autocast."""
 
     CAST = (torch.nn.functional.linear, torch.nn.functional.conv2d, torch.matmul, torch.bmm)
 
@@ -85,7 +97,8 @@ class KernelMode(TorchFunctionMode):
         kwargs = kwargs or {}
         attention = func is torch.nn.functional.scaled_dot_product_attention
         if self.autocast and (attention or func in self.CAST):
-            args, kwargs = [self.cast(it) for it in args], {key: self.cast(it) for key, it in kwargs.items()}
+            args = [self.cast(arg) for arg in args]
+            kwargs = {key: self.cast(arg) for key, arg in kwargs.items()}
         if attention:
             return attend(*args, **kwargs)
         return func(*args, **kwargs)
@@ -128,8 +141,8 @@ class SavedTensor:
         self.bytes = tensor.numel() * tensor.element_size()
 
 
-class QuantisedLinear(torch.nn.Linear):
-    """A linear layer on the meta device whose weight has the storage of a quantised one, and whose passes make the
+class QuantizedLinear(torch.nn.Linear):
+    """A linear layer on the meta device whose weight has the storage of a quantized one, and whose passes make the
     tensors that the library `name` makes (optimum-quanto 0.2, torchao 0.18, bitsandbytes 0.50)."""
 
     def __init__(self, part: torch.nn.Linear, name: str) -> None:
@@ -147,11 +160,11 @@ class QuantisedLinear(torch.nn.Linear):
             out = torch.mm(x.reshape(-1, x.shape[-1]), matrix.t()) * scale
             out = out.reshape(*x.shape[:-1], self.out_features)
         else:
-            out = DequantisedProduct.apply(x, self.weight.shape, self.name == "int8-quanto")
+            out = DequantizedProduct.apply(x, self.weight.shape, self.name == "int8-quanto")
         return out if self.bias is None else out + self.bias
 
 
-class DequantisedProduct(torch.autograd.Function):
+class DequantizedProduct(torch.autograd.Function):
     """x times the transposed matrix, which is made in each pass; `keep` keeps the input for the backward pass, as
     optimum-quanto does without need."""
 
@@ -168,8 +181,66 @@ class DequantisedProduct(torch.autograd.Function):
         return torch.matmul(grad, matrix), None, None
 
 
-def quantise_shapes(model: Any, family: FamilyModule, name: str) -> None:
-    """What `quantize_base` does, to a model on the meta device."""
+def quantize_shapes(model: Any, family: FamilyModule, name: str) -> None:
+    """Do what `quantize_base` does, to a model on the meta device."""
     for path, part in base_matrices(model, family).items():
         if can_quantize(part, name):
-            model.set_submodule(path, QuantisedLinear(part, name))
+            model.set_submodule(path, QuantizedLinear(part, name))
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes for each trained number: `state`, and what a step needs besides, `working`, of which as much as is needed
+    for one parameter at a time is `working_one`. averages: whether it keeps the weights that are saved apart from those
+    that are trained."""
+
+    state: float
+    working: float
+    working_one: float
+    averages: bool
+
+
+#: Of an optimizer that runs on no CPU.
+LIKE_ADAMW = OptimizerMemory(8, 4, 0, False)
+
+
+def measure_optimizer(settings: Optimizer, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
+    """From steps on a CPU with few matrices and with more, once in a process for equal settings. cpu: whether training
+    runs on one, too; elsewhere torch's own optimizers take all parameters at once. RunError where the optimizer is not
+    installed."""
+    return _measure(settings.model_dump_json(), dtype, cpu)
+
+
+@cache
+def _measure(settings_json: str, dtype: torch.dtype, cpu: bool) -> OptimizerMemory:
+    settings = Optimizer.model_validate_json(settings_json)
+    kind, arguments = find_class(settings.name), dict(settings.arguments)
+    chosen = {*arguments, *find_optimizer(settings.name).arguments}
+    if not cpu and kind.__module__.startswith("torch.optim") and not {"foreach", "fused"} & chosen:
+        arguments["foreach"] = True
+    settings = settings.model_copy(update={"groups": (), "arguments": arguments})
+    try:
+        (state, few, averages), (_, more, _) = (trial(settings, dtype, count) for count in (FEW, MORE))
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return LIKE_ADAMW
+    numbers, working = prod(TRIAL_SHAPE), (more - few) / (MORE - FEW)
+    return OptimizerMemory(state / numbers, working / numbers, (few - FEW * working) / numbers, averages)
+
+
+def trial(settings: Optimizer, dtype: torch.dtype, count: int) -> tuple[int, int, bool]:
+    """(bytes of one matrix' state, those that a step of `count` matrices needs besides, whether it averages)."""
+    weights = {str(number): torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype)) for number in range(count)}
+    optimizer = make_optimizer(weights, settings)
+    for weight in weights.values():
+        weight.grad = torch.full_like(weight, 1e-3)
+    optimizer.step()  # makes the state
+    tensors, _ = collect(weights, optimizer)
+    meter = MemoryMeter()
+    for tensor in (*weights.values(), *(weight.grad for weight in weights.values()), *tensors.values()):
+        if tensor is not None:
+            meter.add(tensor)
+    start = meter.live
+    with meter:
+        optimizer.step()
+    kept = sum(value.nbytes for name, value in tensors.items() if name.startswith("0/"))
+    return kept, meter.peak - start, averages_weights(optimizer)

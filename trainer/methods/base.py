@@ -88,7 +88,7 @@ class MethodStep:
         return seeded_uniform(self.identities, purpose, shape)
 
     def normal(self, purpose: str, *shape: int) -> torch.Tensor:
-        """As `uniform`, of the standard normal distribution, on the device of the step's noise."""
+        """Numbers like those of `uniform`, of the standard normal distribution, on the device of the step's noise."""
         return seeded_noise(self.identities, purpose, shape, self.noise_BCTHW.device)
 
 
@@ -130,7 +130,7 @@ class Method:
         ranks."""
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints keep of the method beside its weights: JSON."""
+        """JSON that checkpoints keep of the method beside its weights."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""CREPA: the hidden states of one transformer block are aligned with vision features of the frame and its neighbours.
+"""CREPA: the hidden states of one transformer block are aligned with vision features of the frame and its neighbors.
 
 Hwang et al. 2025, "Cross-Frame Representation Alignment for Fine-Tuning Video Diffusion Models", arXiv 2506.09229. What
 is added to a sample's loss is
@@ -7,8 +7,8 @@ is added to a sample's loss is
                                                       exp(-d / tau) * cos(p(h_f), y_k)]
 
 with h the block's output, p a LayerNorm and a Linear that are trained and thrown away, y DINOv2's patch tokens, d the
-distance and tau a temperature. Neighbours outside of the clip have no term. A clip of one frame, or an image, has no
-neighbours: that is REPA (Yu et al. 2024, arXiv 2410.06940).
+distance and tau a temperature. Neighbors outside of the clip have no term. A clip of one frame, or an image, has no
+neighbors: that is REPA (Yu et al. 2024, arXiv 2410.06940).
 
 encode-vision has computed y from the frames themselves, so nothing is decoded here and no vision model is loaded. y is
 enlarged to the transformer's tokens (bilinear), and never shifted: both grids divide the same frame evenly. Text tokens
@@ -60,7 +60,7 @@ class CREPAMethod(Method):
         return self._projection
 
     def weight(self, number: int, steps: int) -> float:
-        """Of step `number` (from 0) of `steps`, by schedule and cut-offs."""
+        """The weight of step `number` (from 0) of `steps`, by schedule and cut-offs."""
         settings = self.settings
         if self.ended or (settings.cutoff_step is not None and number >= settings.cutoff_step):
             return 0.0
@@ -95,7 +95,7 @@ class CREPAMethod(Method):
             self._hidden_BLD = output
 
     def _release(self) -> torch.Tensor | None:
-        """What was kept, once."""
+        """Return what was kept, once."""
         if self._hook is not None:
             self._hook.remove()
         hidden_BLD, self._hidden_BLD, self._hook = self._hidden_BLD, None, None
@@ -129,7 +129,7 @@ class CREPAMethod(Method):
 
     def targets(self, step: MethodStep) -> torch.Tensor:
         """(B, T, rows, columns, C): what a token's projection is multiplied with, the weighted sum of the unit vectors
-        of its place in its own frame and the neighbours."""
+        of its place in its own frame and the neighbors."""
         features_BTHWC, grid = step.batch.extras["vision"].float(), step.grid
         if features_BTHWC.ndim != 5 or features_BTHWC.shape[1] != grid.frames:
             raise MethodError(
@@ -142,7 +142,7 @@ class CREPAMethod(Method):
         if frames_NCHW.shape[2:] != size:
             frames_NCHW = F.interpolate(frames_NCHW, size, mode="bilinear", align_corners=False)
         unit_BTHWC = F.normalize(frames_NCHW, dim=1).movedim(1, -1).unflatten(0, features_BTHWC.shape[:2])
-        return add_neighbours(unit_BTHWC, self.distances, self.settings.adjacent_tau)
+        return add_neighbors(unit_BTHWC, self.distances, self.settings.adjacent_tau)
 
     def take(self, step: MethodStep, values_BTHWD: torch.Tensor) -> torch.Tensor:
         """(B, L, D): values on the token grid, of the tokens that the block computes, in their order."""
@@ -172,7 +172,7 @@ class CREPAMethod(Method):
             raise ValueError("the state of crepa is no similarity, and whether it has ended")
 
 
-def add_neighbours(values_BTHWC: torch.Tensor, distances: range, tau: float) -> torch.Tensor:
+def add_neighbors(values_BTHWC: torch.Tensor, distances: range, tau: float) -> torch.Tensor:
     """Each frame and, times exp(-d / tau), those d before and after it, for each of `distances`."""
     summed = values_BTHWC.clone()
     for d in distances:

@@ -40,7 +40,7 @@ class ScheduledSamplingMethod(Method):
         step.noisy_BCTHW = noisy_BCTHW
 
     def probability(self, number: int) -> float:
-        """Of a sample to be rolled out in step `number` (from 0)."""
+        """The probability of a sample to be rolled out in step `number` (from 0)."""
         settings = self.settings
         since = number - settings.start_step
         done = min(1.0, max(0.0, since / settings.ramp_steps)) if settings.ramp_steps else float(since >= 0)

@@ -1,7 +1,7 @@
 """TREAD: in some blocks only a random part of the visual tokens is computed, which saves time.
 
 A route drops `selection_ratio` of the tokens at its first block (in i2v, of those after the first frame); they come
-back after its last one as they were there. What belongs to a token (its position, NABLA's neighbourhoods) goes with it;
+back after its last one as they were there. What belongs to a token (its position, NABLA's neighborhoods) goes with it;
 texts, masks of texts and the modulation by the noise level are the sample's, and stay. Which tokens a block of a family
 takes, and how, `route_blocks` of the family says. Validation and eval run outside of `around`, and compute every token.
 
@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
 from trainer.batch import to_device
-from trainer.families.base import TokenGrid, components
-from trainer.families.tokens import KeptTokens
+from trainer.families.base import KeptTokens, TokenGrid, components
 from trainer.methods.base import Method, MethodStep
 
 
@@ -74,12 +73,13 @@ class TreadMethod(Method):
 
 
 def count_dropped(ratio: float, count: int) -> int:
-    """Of so many, rounded down; within 1e-9 of a whole number it is that one: in binary 0.29 * 100 is 28.999..."""
+    """The share of so many, rounded down; within 1e-9 of a whole number it is that one: in binary 0.29 * 100 is
+    28.999..."""
     return math.floor(round(ratio * count, 9))
 
 
 def given_squares(step: MethodStep, grid: TokenGrid) -> int:
-    """Of the leading frames that are given (i2v)."""
+    """How many squares the leading frames have that are given (i2v)."""
     latent_frames = step.batch.latents_BCTHW.shape[2] // grid.frames  # of one token
     frames = -(-step.family.clean_frames(step.task) // latent_frames)
     return frames * grid.rows * grid.columns // grid.square**2

@@ -1,4 +1,4 @@
-"""What differs between two configurations of one run: when it was last started and now, or of two ranks."""
+"""Differences between two configurations of one run: when it was last started and now, or of two ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,13 +39,13 @@ def find_changed_settings(file: Path, config: Config) -> list[str]:
         return []
     now = config.model_dump(mode="json", by_alias=True)
     differences = (
-        each for section in SECTIONS for each in _compare(section, respell(before.get(section)), now[section])
+        change for section in SECTIONS for change in _compare(section, respell(before.get(section)), now[section])
     )
     return [f"{key}: {_format(old)}, now {_format(new)}" for key, old, new in differences if key not in NOT_COMPARED]
 
 
 def describe_rank(config: Config, data: TrainSet, signature: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal on all ranks before the base weights are read: settings, code, training set."""
+    """Everything that must be equal on all ranks before the base weights are read: settings, code, training set."""
     values = config.model_dump(mode="json", by_alias=True, exclude={"validation": {"prompts": {"__all__": {"image"}}}})
     code = xxhash.xxh3_64()
     packages = (package for package in PACKAGES if package.name != "stages")

@@ -34,11 +34,11 @@ from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store import disk_space
 from cache.store.files import replacing, sync, temporary
 from cache.store.json_checks import parse_json
+from trainer.adapters.files import write_tensors
 from trainer.methods.base import Method
 from trainer.run import optimizer_state, resume
 from trainer.run.resume import OPTIMIZER_FILE, TRAINABLE_FILE
 from trainer.run.sharded import copy_values, is_sharded, load_shards, local, save_shards
-from trainer.tensor_files import write_tensors
 
 SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
 CHECKPOINTS = 2  # that are there at the same time, at least
@@ -95,7 +95,7 @@ def _find_weights(
 ) -> dict[str, dict[str, str]]:
     """File -> parameter -> its key, for the parameters that exported files hold, bit for bit: an adapter may be that of
     a moving average, or converted."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    weights: dict[str, dict[str, str]] = defaultdict(dict)
     for path, names in exported.items():
         with safe_open(folder / path, "pt") as file:
             for key, name in names.items():
@@ -103,8 +103,8 @@ def _find_weights(
                     continue
                 saved, weight = file.get_tensor(key), trainable[name].detach().cpu()
                 if saved.dtype == weight.dtype and torch.equal(saved, weight):
-                    found[path][name] = key
-    return dict(found)
+                    weights[path][name] = key
+    return dict(weights)
 
 
 def restore(
@@ -186,8 +186,8 @@ def _copy(name: str, target: torch.Tensor, value: torch.Tensor | None) -> None:
     """Set a tensor to a finite value of its own shape and dtype, which is neither broadcast nor converted. ValueError
     for another, or none."""
     if value is None or value.shape != target.shape or value.dtype != target.dtype:
-        found = "missing" if value is None else f"of shape {tuple(value.shape)} in {value.dtype}"
-        raise ValueError(f"{name} is {found}, and should be of shape {tuple(target.shape)} in {target.dtype}")
+        state = "missing" if value is None else f"of shape {tuple(value.shape)} in {value.dtype}"
+        raise ValueError(f"{name} is {state}, and should be of shape {tuple(target.shape)} in {target.dtype}")
     if not local(value).isfinite().all():
         raise ValueError(f"{name} has numbers that are not finite")
     copy_values(target, value)
@@ -208,14 +208,14 @@ def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> 
     return None
 
 
-def quarantine(damaged: Path, reason: str, found: resume.Checkpoint) -> str:
-    """Rename a damaged checkpoint, so that it is neither counted nor removed; what to say of it. found: the checkpoint
+def quarantine(damaged: Path, reason: str, taken: resume.Checkpoint) -> str:
+    """Rename a damaged checkpoint, so that it is neither counted nor removed; what to say of it. taken: the checkpoint
     that is taken instead."""
     names = (damaged.with_name(f"damaged-{damaged.name}.{number}") for number in count(1))
     kept = damaged.rename(next(name for name in names if not name.exists()))
     sync(kept.parent)
     return (
-        f"{damaged} is damaged ({reason}): the run goes on from {found.path.name}, the newest intact checkpoint, and "
+        f"{damaged} is damaged ({reason}): the run goes on from {taken.path.name}, the newest intact checkpoint, and "
         f"the damaged one is kept as {kept.name}"
     )
 

@@ -128,15 +128,15 @@ class StopRequest:
 
 
 def describe_progress(config: Config) -> str:
-    """Which steps are saved and which are lost."""
+    """Say which steps are saved and which are lost."""
     folder = config.run_folder
     try:
-        found, _ = newest_checkpoint(folder / "checkpoints")
+        newest, _ = newest_checkpoint(folder / "checkpoints")
     except LatentpressError:
-        found = None
-    if found is not None and found.step >= config.train.steps:
-        return f"nothing is lost: the checkpoint at step {found.step} has all of it; the result is still to be saved"
-    saved = 0 if found is None else found.step
+        newest = None
+    if newest is not None and newest.step >= config.train.steps:
+        return f"nothing is lost: the checkpoint at step {newest.step} has all of it; the result is still to be saved"
+    saved = 0 if newest is None else newest.step
     done = max((line["step"] for line in read_metrics(folder / METRICS_FILE) if "loss" in line), default=0)
     if done <= saved:
         kept = (

@@ -22,11 +22,11 @@ MOST_NAMED = 3  # samples
 Change = dict[str, Any]
 
 
-def list_changes(found: Checkpoint, digest: str) -> list[Change]:
+def list_changes(checkpoint: Checkpoint, digest: str) -> list[Change]:
     """The changes of data before the next step. digest: of the data that it is going to be trained on."""
-    changes, data = list(found.state.get("data changes", [])), found.state["terms"].get("data")
+    changes, data = list(checkpoint.state.get("data changes", [])), checkpoint.state["terms"].get("data")
     if isinstance(data, dict) and data.get("digest") != digest:
-        changes.append({"step": found.step, "set": data.get("set")})
+        changes.append({"step": checkpoint.step, "set": data.get("set")})
     return changes
 
 
@@ -36,7 +36,7 @@ def first_step(changes: Sequence[Change]) -> int:
 
 
 def recorded_changes(changes: Sequence[Change], data: TrainSet) -> dict[str, Any]:
-    """Of state.json, for `check_new_data` when the run goes on."""
+    """Entries of state.json, for `check_new_data` when the run goes on."""
     return {"data changes": [*changes], "held out compared": held_out_digest(data)} if changes else {}
 
 
@@ -48,26 +48,26 @@ def _held_out(data: TrainSet) -> pa.Array:
     return data.tables["index"].column("sample_id").slice(len(data)).combine_chunks()
 
 
-def check_new_data(found: Checkpoint, data: TrainSet, changes: Sequence[Change]) -> None:
+def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Change]) -> None:
     """ResumeError where the data were made by other encoders than those before, or where they hold out what the run was
     trained on, also at another resolution; and where a set before is not there, so that this is not known."""
-    compared = found.state.get("held out compared") == held_out_digest(data)
-    if not changes or (compared and changes == found.state.get("data changes")):
+    compared = checkpoint.state.get("held out compared") == held_out_digest(data)
+    if not changes or (compared and changes == checkpoint.state.get("data changes")):
         return
     trained = []
     for change in changes:
         before = _open(data, change["set"])
         if before is None:
             raise ResumeError(
-                f"{found.path} was trained on set {change['set']}, which is not there, so whether set {data.id} was "
-                "made by the same encoders and holds out other samples is not known",
+                f"{checkpoint.path} was trained on set {change['set']}, which is not there, so whether set {data.id} "
+                "was made by the same encoders and holds out other samples is not known",
                 f"Bring {data.store.path('sets')}/{change['set']} back. {NEW_RUN_HINT}",
             )
         made, now = source_fingerprints(before), source_fingerprints(data)
         if different := sorted(kind for kind in made.keys() & now.keys() if made[kind] != now[kind]):
             raise ResumeError(
-                f"{found.path} can't be continued on set {data.id}: its shards of {' and '.join(different)} were made "
-                f"by other models, or with other settings, than those of set {before.id}",
+                f"{checkpoint.path} can't be continued on set {data.id}: its shards of {' and '.join(different)} were "
+                f"made by other models, or with other settings, than those of set {before.id}",
                 f"Set the model and the sections text and latents back. {NEW_RUN_HINT}",
             )
         trained.append(before.tables["index"].column("sample_id").slice(0, len(before)).combine_chunks())
@@ -99,8 +99,8 @@ def _media_of(ids: pa.Array, known: pa.Table | None) -> pa.Array:
     """(n,) the media of samples; where no plan has a sample its own id."""
     if known is None:
         return ids
-    found = pc.index_in(ids, value_set=known.column("sample_id").combine_chunks())
-    return pc.coalesce(known.column("media_id").combine_chunks().take(found), ids)
+    rows = pc.index_in(ids, value_set=known.column("sample_id").combine_chunks())
+    return pc.coalesce(known.column("media_id").combine_chunks().take(rows), ids)
 
 
 def _name_samples(data: TrainSet, ids: list[str]) -> list[str]:

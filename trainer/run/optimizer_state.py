@@ -116,14 +116,14 @@ def collect(
 
 
 def _state_keys(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """What is no argument; and arguments without a value for which the optimizer has chosen one."""
-    arguments, found = inspect.signature(type(optimizer).__init__).parameters, []
+    """The keys that are no arguments; and arguments without a value for which the optimizer has chosen one."""
+    arguments, keys = inspect.signature(type(optimizer).__init__).parameters, []
     for key, value in group.items():
         default = optimizer.defaults.get(key)
         changed = isinstance(value, torch.Tensor) or key not in optimizer.defaults or value != default
         if key not in SET_BY_TRAINING and changed and (key not in arguments or default is None):
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys
 
 
 def restore(
@@ -161,7 +161,8 @@ def restore(
 
 
 def _first_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What an optimizer of this class and these arguments keeps of a weight of TRIAL_SHAPE after its first step."""
+    """The state that an optimizer of this class and these arguments keeps of a weight of TRIAL_SHAPE after its first
+    step."""
     arguments = inspect.signature(type(optimizer).__init__).parameters
     weight = torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype, device=device))
     weight.grad = torch.ones_like(weight)

@@ -31,7 +31,7 @@ class Update(NamedTuple):
 
 
 class PromptUpdates:
-    """What a run samples: the prompts of its set, until the configuration has others. Every rank calls `check`.
+    """The prompts that a run samples: those of its set, until the configuration has others. Every rank calls `check`.
 
     reload: reads the configuration again; raises LatentpressError. warn: on rank 0, and says nothing on others.
     """
@@ -45,28 +45,29 @@ class PromptUpdates:
 
     def check(self, files: "RunFiles") -> tuple[Config, TrainSet]:
         """The configuration and the set whose prompts are sampled now."""
-        found = files.from_main(self._find() if files.main else None)
-        if found is None:
+        update = files.from_main(self._find() if files.main else None)
+        if update is None:
             return self.config, self.data
         data, problem = None, ""
         try:
-            data = self._open(found.set_id)
+            data = self._open(update.set_id)
         except (LatentpressError, OSError, ValueError) as error:
             problem = str(error)
-        problems = [each for each in files.gathered(problem) if each]
+        problems = [text for text in files.gathered(problem) if text]
         if data is None or problems:
             self._say(f"the new validation prompts can't be read, and those of before are sampled: {problems[0]}")
             return self.config, self.data
-        self.config, self.data = self.config.model_copy(update={"validation": found.validation}), data
+        self.config, self.data = self.config.model_copy(update={"validation": update.validation}), data
         return self.config, self.data
 
     def _find(self) -> Update | None:
-        """What the configuration says now, where that is something else and encoded."""
+        """The configuration's prompts now, where that is something else and encoded."""
         try:
             config = self._reload()
             if config.model != self.config.model:
                 return None  # of another model, which this run does not train
-            validation = _update(self.config.validation, config.validation)
+            changes = {option: getattr(config.validation, option) for option in UPDATED}
+            validation = self.config.validation.model_copy(update=changes)
             if validation == self.config.validation:
                 return None
             updated = self.config.model_copy(update={"validation": validation})
@@ -96,7 +97,3 @@ class PromptUpdates:
         if message != self._said:
             self._warn(message)
         self._said = message
-
-
-def _update(old: Validation, new: Validation) -> Validation:
-    return old.model_copy(update={option: getattr(new, option) for option in UPDATED})

@@ -80,7 +80,7 @@ class RankWatch:
             try:
                 yield
             except CheckpointException as error:  # torch.distributed.checkpoint: the errors of some ranks, on all
-                rank, (cause, _) = min(error.failures.items(), key=lambda each: (each[0] != self.rank, each[0]))
+                rank, (cause, _) = min(error.failures.items(), key=lambda item: (item[0] != self.rank, item[0]))
                 if rank == self.rank:
                     raise cause from error
                 raise RankLostError(f"{self._name(rank)} failed: {describe_error(cause)}", HINT) from error
@@ -102,11 +102,11 @@ class RankWatch:
         broken = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         with suppress(RuntimeError):
             self._store.set(f"failed/{self.rank}", "" if broken else describe_error(error))
-        if broken and (found := self._find_cause()):
-            raise RankLostError(found, HINT) from error
+        if broken and (cause := self._find_cause()):
+            raise RankLostError(cause, HINT) from error
 
     def _find_cause(self) -> str | None:
-        """What happened to the rank that failed first, after some seconds at most."""
+        """Tell what happened to the rank that failed first, after some seconds at most."""
         start, connected = time.monotonic(), set[int]()
         while time.monotonic() - start < ANSWER_S:
             try:
@@ -144,13 +144,13 @@ class RankWatch:
                 self._end(f"{self._describe_store()} has not answered for {self._timeout:g} s", tell=False)
 
     def _describe_store(self) -> str:
-        place = (
+        address = (
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, by which the ranks know of each other,"
         )
         if 0 not in self._seen:
-            return place
+            return address
         last = self._seen[0][0]
-        return f"rank 0 (process {last['process']} on {last['host']}), last at {last['doing']}, or {place}"
+        return f"rank 0 (process {last['process']} on {last['host']}), last at {last['doing']}, or {address}"
 
     def _end(self, message: str, tell: bool = True) -> None:
         """End this process, as its main thread may wait for ever. Not after the end, as the others may end first. tell:
@@ -168,14 +168,14 @@ class RankWatch:
         os._exit(INCOMPLETE)
 
     def _write(self) -> None:
-        frame, place = sys._current_frames().get(self._main), ""
-        while frame is not None and not place:
+        frame, line = sys._current_frames().get(self._main), ""
+        while frame is not None and not line:
             path = Path(frame.f_code.co_filename)
             if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
-                place = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+                line = f"{path.relative_to(ROOT)}:{frame.f_lineno}"
             frame = frame.f_back
         self._written += 1
-        record = {"number": self._written, "count": self._count, "doing": self._doing, "place": place}
+        record = {"number": self._written, "count": self._count, "doing": self._doing, "place": line}
         record |= {"still": time.monotonic() - self._moved, "host": socket.gethostname(), "process": os.getpid()}
         self._store.set(f"rank/{self.rank}", json.dumps(record))
 
@@ -199,7 +199,8 @@ class RankWatch:
         return list(range(self.ranks)) if self.rank == 0 else [0, self.rank]
 
     def _find_failure(self) -> str | None:
-        """Which of these failed some seconds ago, while this one's main thread still does not know, as it loads."""
+        """Tell which of these failed some seconds ago, while this one's main thread still does not know, as it
+        loads."""
         for rank in self._watched():
             reason = self._read(f"failed/{rank}") if rank != self.rank else None
             if reason:
@@ -209,7 +210,7 @@ class RankWatch:
         return None
 
     def _find_problem(self) -> str | None:
-        """What is wrong with these, if anything is."""
+        """Tell what is wrong with these, if anything is."""
         watched = self._watched()
         silent = [rank for rank in watched if self._silence(rank) > self._timeout]
         if silent:

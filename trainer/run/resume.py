@@ -201,10 +201,10 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def check_signature(found: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
+def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and this one. Keys that `signature` lacks
     are not compared, so most can be compared before a model is loaded. new_data: whether the data may be others."""
-    saved = found.state["terms"]
+    saved = checkpoint.state["terms"]
     current = json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:
         current["data"] = saved.get("data")
@@ -216,7 +216,7 @@ def check_signature(found: Checkpoint, signature: Mapping[str, Any], new_data: b
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
         hints = {key: f"Set {setting} back." for key, setting in SETTINGS.items()} | HINTS
         steps = dict.fromkeys(hints[key] for key in different if key in hints)
-        message = f"{found.path} can't be continued with this configuration:"
+        message = f"{checkpoint.path} can't be continued with this configuration:"
         raise ResumeError("\n".join([message, *lines]), " ".join([*steps, NEW_RUN_HINT]))
 
 
@@ -243,8 +243,8 @@ def _format_value(key: str, value: Any) -> str:
 
 
 def _comparable(key: str, value: Any, old: bool) -> Any:
-    """Of the data its digest, as another set may have the same samples; of the base weights what an old checkpoint has,
-    or their content."""
+    """The part that is compared: of the data its digest, as another set may have the same samples; of the base weights
+    what an old checkpoint has, or their content."""
     if isinstance(value, dict) and key in ("data", "base weights"):
         return value.get("digest" if key == "data" else "first numbers" if old else "content")
     return value

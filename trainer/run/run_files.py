@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
@@ -50,8 +49,8 @@ class RunFiles:
         seen = self.gathered((self.sees, socket.gethostname()))
         token.unlink(missing_ok=True)
         self.hosts = [host for _, host in seen]
-        self.shared = all(each for each, _ in seen)
-        self._blind = sorted({host for each, host in seen if not each})
+        self.shared = all(sees for sees, _ in seen)
+        self._blind = sorted({host for sees, host in seen if not sees})
 
     def require_shared(self, why: str) -> None:
         """OutputMismatch where some machines don't see rank 0's folder."""
@@ -64,18 +63,18 @@ class RunFiles:
             )
 
     @contextmanager
-    def checkpoint(self, found: resume.Checkpoint | None) -> Iterator[resume.Checkpoint | None]:
+    def checkpoint(self, checkpoint: resume.Checkpoint | None) -> Iterator[resume.Checkpoint | None]:
         """For the body, the checkpoint that rank 0 has found, on every rank; `found` of the others has no effect."""
         if self._accelerator.num_processes == 1:
-            yield found
+            yield checkpoint
             return
-        path = self.from_main(None if found is None else found.path.name)
+        path = self.from_main(None if checkpoint is None else checkpoint.path.name)
         if path is None:
             yield None
         elif self.shared:
-            yield found or resume.read_checkpoint(self.folder / "checkpoints" / path, verify=False)
+            yield checkpoint or resume.read_checkpoint(self.folder / "checkpoints" / path, verify=False)
         else:
-            with self._received(found, path) as copy:
+            with self._received(checkpoint, path) as copy:
                 yield copy
 
     def refuse_newer(self, step: int) -> None:
@@ -85,9 +84,9 @@ class RunFiles:
             return
         step = self.from_main(step)
         newest, _ = resume.newest_checkpoint(self.folder / "checkpoints") if not self.sees else (None, [])
-        own = self.gathered(0 if newest is None else newest.step)
-        if (most := max(own)) > step:
-            host, has = self.hosts[own.index(most)], f"one of step {step}" if step else "none"
+        steps = self.gathered(0 if newest is None else newest.step)
+        if (most := max(steps)) > step:
+            host, has = self.hosts[steps.index(most)], f"one of step {step}" if step else "none"
             raise OutputMismatch(
                 f"{host} has a checkpoint of step {most} in {self.folder}, and rank 0 on {self.hosts[0]} has {has}",
                 f"Start rank 0 on {host} (torchrun --node-rank, accelerate's --machine_rank), copy its folder to "
@@ -95,7 +94,7 @@ class RunFiles:
             )
 
     @contextmanager
-    def _received(self, found: resume.Checkpoint | None, name: str) -> Iterator[resume.Checkpoint]:
+    def _received(self, checkpoint: resume.Checkpoint | None, name: str) -> Iterator[resume.Checkpoint]:
         """A copy of rank 0's checkpoint, whose checksums are compared, on each machine that can't see it."""
         if not self.sees:
             for old in self.folder.glob(f"{RECEIVED}*"):  # of processes that were killed
@@ -107,12 +106,12 @@ class RunFiles:
                 target.parent.mkdir()
                 writes = True
         try:
-            files = found.files if self.main and found is not None else None
-            for file in self.from_main(files):
-                self._send_file(found.path / file if found is not None and self.main else None, writes, target / file)
+            sent = checkpoint if self.main else None
+            for file in self.from_main(None if sent is None else sent.files):
+                self._send_file(None if sent is None else sent.path / file, target / file if writes else None)
             self._accelerator.wait_for_everyone()
-            if found is not None and self.sees:
-                yield found
+            if checkpoint is not None and self.sees:
+                yield checkpoint
             else:
                 copy = self.folder / "checkpoints" / name if self.sees else target
                 yield resume.read_checkpoint(copy, verify=writes)
@@ -121,35 +120,29 @@ class RunFiles:
             if writes:
                 shutil.rmtree(target.parent, ignore_errors=True)
 
-    def _send_file(self, source: Path | None, writes: bool, target: Path) -> None:
-        """source: on rank 0. Every rank takes part; those that `writes` write."""
-        left = self.from_main(source.stat().st_size if source is not None else None)
-        if writes:
+    def _send_file(self, source: Path | None, target: Path | None) -> None:
+        """Send a file of rank 0, which alone names a `source`, to the processes that name a `target`."""
+        if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-        with open(source or (target if writes else os.devnull), "rb" if source is not None else "wb") as file:
-            while left:
-                size = min(left, CHUNK_BYTES)
-                data = bytearray(size if source is None else file.read(size))
-                chunk = torch.frombuffer(data, dtype=torch.uint8).to(self._accelerator.device)
-                dist.broadcast(chunk, 0)
+        with open(source or target or os.devnull, "wb" if source is None else "rb") as file:
+            while data := self.from_main(None if source is None else file.read(CHUNK_BYTES)):
                 self._note(alone=True)
-                if writes:
-                    file.write(chunk.cpu().numpy().data)
-                left -= len(data)
+                if source is None:
+                    file.write(data)
 
     @contextmanager
     def collected(self, folder: Path) -> Iterator[Path]:
-        """Where the body writes files that shall appear in `folder` of rank 0, small ones: where that can't be seen a
-        folder for a while, from which they are sent."""
+        """A folder in which the body writes files that shall appear in `folder` of rank 0, small ones: where that can't
+        be seen a folder for a while, from which they are sent."""
         if self.shared:
             yield folder
             return
         with tempfile.TemporaryDirectory(prefix=".sent-", dir=self.folder) as temporary:
-            place = folder if self.sees else Path(temporary)
-            yield place
-            own = [] if self.sees else [(path.name, path.read_bytes()) for path in sorted(place.iterdir())]
+            target = folder if self.sees else Path(temporary)
+            yield target
+            sent = [] if self.sees else [(path.name, path.read_bytes()) for path in sorted(target.iterdir())]
             everyones: list[Any] = [None] * self._accelerator.num_processes
-            dist.gather_object(own, everyones if self.main else None)
+            dist.gather_object(sent, everyones if self.main else None)
         for name, data in (file for files in everyones for file in files or ()):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f".{name}.tmp").write_bytes(data)

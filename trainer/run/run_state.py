@@ -30,7 +30,7 @@ from trainer.adapters.header import find_adapter
 from trainer.run.new_data import check_new_data, list_changes
 from trainer.run.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
-QUANTISATION_LIBRARIES = {
+QUANTIZATION_LIBRARIES = {
     "int8-quanto": "optimum.quanto",
     "int8-torchao": "torchao",
     "fp8-torchao": "torchao",
@@ -38,6 +38,11 @@ QUANTISATION_LIBRARIES = {
 }
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
 RANDOM_NUMBERS = "philox4x64-10"
+BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
+BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
+HASH_ROWS = 1 << 18  # rows hashed at a time
+HASHED_STRINGS = ("sample_id", "bucket", "dataset")
+HASHED_NUMBERS = ("repeats", "weight", "regularisation")
 
 
 class RunError(LatentpressError):
@@ -52,7 +57,7 @@ class RunFinished(Exception):
 
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
-    shards = config.train.shuffle_shards
+    shards, init = config.train.shuffle_shards, config.train.adapter.init
     return {
         "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
         "family": config.model.family,
@@ -71,11 +76,12 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
             for name, section in used_methods(config, data).items()
         },
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
-        "initial adapter": initial_adapter_checksum(config),
+        # Of the file's bytes, so that the same adapter may be elsewhere when the run goes on.
+        "initial adapter": init and file_checksum(find_adapter(Path(init))),
         "optimizer": config.train.optimizer.name,
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
-        # Whether weights that are not quantised are float32 or bfloat16 may change, as train.precision may.
+        # Whether weights that are not quantized are float32 or bfloat16 may change, as train.precision may.
         "base_precision": config.train.base_precision if config.train.quantized else "no_change",
     }
 
@@ -111,21 +117,8 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
         return
     for name, method in config.train.methods.used.items():
         for key, problem in method.layer_problems(count):
-            place = ".".join(map(str, ("train.methods", name, *key)))
-            raise RunError(f"{place}: {problem}", f"{config.model.source} has {count} blocks; correct {place}.")
-
-
-def initial_adapter_checksum(config: Config) -> str | None:
-    """Of the file's bytes, so that the same adapter may be elsewhere when the run goes on."""
-    place = config.train.adapter.init
-    return None if place is None else file_checksum(find_adapter(Path(place)))
-
-
-BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
-BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
-HASH_ROWS = 1 << 18  # rows hashed at a time
-HASHED_STRINGS = ("sample_id", "bucket", "dataset")
-HASHED_NUMBERS = ("repeats", "weight", "regularisation")
+            option = ".".join(map(str, ("train.methods", name, *key)))
+            raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
 
 
 def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:
@@ -139,10 +132,10 @@ def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any
     digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in kinds}))
     for start in range(0, len(data), HASH_ROWS):
         rows = index.slice(start, HASH_ROWS)
-        numbers, own = pc.list_flatten(rows.column("texts")), rows.column("null_text")
-        own = own if null is None else pc.fill_null(own, null)
+        numbers, null_texts = pc.list_flatten(rows.column("texts")), rows.column("null_text")
+        null_texts = null_texts if null is None else pc.fill_null(null_texts, null)
         captions += len(numbers)
-        for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(own)):
+        for column in (*(rows.column(name) for name in HASHED_STRINGS), texts.take(numbers), texts.take(null_texts)):
             _hash_strings(digest, column)
         for column in (*(rows.column(name) for name in HASHED_NUMBERS), pc.list_value_length(rows.column("texts"))):
             digest.update(np.asarray(column).astype("<f8").data)
@@ -168,7 +161,7 @@ def fixed_shift(config: Config) -> float:
 
 
 def train_shift(config: Config, bucket: str) -> float:
-    """That of sigma for samples of a bucket ("WxH@F")."""
+    """The shift of sigma for samples of a bucket ("WxH@F")."""
     if not config.train.timesteps.auto_shift:
         return fixed_shift(config)
     size, token = Bucket.parse(bucket), config.model.family_spec.side_multiple  # pixels
@@ -213,7 +206,7 @@ def check_parallel(settings: Parallel, ranks: int) -> None:
 def check_base_precision(config: Config) -> None:
     """RunError for a train.base_precision whose library is not installed."""
     name = config.train.base_precision
-    library = QUANTISATION_LIBRARIES.get(name)
+    library = QUANTIZATION_LIBRARIES.get(name)
     if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
         raise RunError(f"train.base_precision: {name} needs {library}", "Install it: pip install -e '.[quant]'")
 
@@ -229,19 +222,19 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
     ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
     """
     folder = config.run_folder
-    found, _ = newest_checkpoint(folder / "checkpoints")
-    if found is None:
+    checkpoint, _ = newest_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
         return None
     if not config.train.resume:
         raise ResumeError(
-            f"{folder} has a checkpoint at step {found.step} and train.resume is false",
+            f"{folder} has a checkpoint at step {checkpoint.step} and train.resume is false",
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
     signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
-    check_signature(found, signature, may_change)
-    changes = list_changes(found, signature["data"]["digest"])
-    check_new_data(found, data, changes)
-    return found.state | {"data changes": changes}
+    check_signature(checkpoint, signature, may_change)
+    changes = list_changes(checkpoint, signature["data"]["digest"])
+    check_new_data(checkpoint, data, changes)
+    return checkpoint.state | {"data changes": changes}
 
 
 def write_config(config: Config, data: TrainSet) -> None:

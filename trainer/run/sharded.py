@@ -38,12 +38,12 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 def gather_all(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
     """Name -> whole tensor, on the host where it was sharded. keep: False on the processes that need nothing but have
     to take part, which get an empty result."""
-    found = {}
+    gathered = {}
     for name, tensor in tensors.items():
         whole = gather(tensor)
         if keep:
-            found[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
-    return found
+            gathered[name] = whole.cpu() if isinstance(tensor, DTensor) else whole
+    return gathered
 
 
 def shard_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -66,9 +66,9 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path | None = None)
     `folder`, which the main process names. Every process calls it; nothing happens without tensors."""
     if not tensors:
         return []
-    place = [None if folder is None else str(folder)]
-    torch.distributed.broadcast_object_list(place)
-    checkpoint.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(place[0]), save_distributed=True))
+    target = [None if folder is None else str(folder)]
+    torch.distributed.broadcast_object_list(target)
+    checkpoint.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(target[0]), save_distributed=True))
     return [] if folder is None else [f"{folder.name}/{path.name}" for path in sorted(folder.iterdir())]
 
 
@@ -84,8 +84,8 @@ def _fill_whole(stored: TensorStorageMetadata) -> bool:
 
 
 def load_shards(folder: Path, owner: Callable[[str], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """What `save_shards` wrote, by any number of processes, each sharded as its owner is. owner: name -> weight of the
-    same shape; a tensor without one is whole and on the host."""
+    """Read what `save_shards` wrote, by any number of processes, each sharded as its owner is. owner: name -> weight of
+    the same shape; a tensor without one is whole and on the host."""
     wanted: dict[str, torch.Tensor] = {}
     for name, stored in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):

@@ -1,26 +1,25 @@
-"""LoRA through peft, and saving results in the formats that diffusers' pipelines load."""
+"""LoRA and LoKr through peft. A LoKr's update of a matrix is alpha / rank times the Kronecker product
+of two small ones."""
 
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
-from peft import LoraConfig, PeftType, get_peft_model_state_dict
-from peft.tuners.lokr import LoKrLayer
+from peft import LoKrConfig, LoraConfig, get_peft_model_state_dict
+from peft.tuners.lokr.layer import Linear, LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from schemas.config.adapter import AdapterFormat
-from trainer.adapters.files import write_formats
 from trainer.adapters.header import AdapterError
 from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
 WHOLE_PATHS = "Correct the regular expression, which must match whole paths, as '.*to_query' does."
+T = TypeVar("T")
 Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type annotations
 
 
@@ -64,10 +63,13 @@ def choose_scales(
                 )
     scales = {}
     for target in targets:
-        own = next((ranks[pattern] for pattern in ranks if re.fullmatch(pattern, target)), rank)
-        default = own if alpha is None else alpha
-        scales[target] = own, next((alphas[one] for one in alphas if re.fullmatch(one, target)), default)
+        r = _first_match(ranks, target, rank)
+        scales[target] = r, _first_match(alphas, target, r if alpha is None else alpha)
     return scales
+
+
+def _first_match(patterns: Mapping[str, T], path: str, default: T) -> T:
+    return next((value for pattern, value in patterns.items() if re.fullmatch(pattern, path)), default)
 
 
 def scale_settings(scales: Mapping[str, tuple[int, float]]) -> tuple[int, float, dict[str, Any]]:
@@ -87,8 +89,8 @@ def scales_by_component(
     """Each transformer of the model that has targets, and these by their paths in it."""
     for name, expert in components(model).items():
         prefix = f"experts.{name}." if isinstance(model, Experts) else ""
-        if own := {path.removeprefix(prefix): scale for path, scale in scales.items() if path.startswith(prefix)}:
-            yield expert, own
+        if chosen := {path.removeprefix(prefix): scale for path, scale in scales.items() if path.startswith(prefix)}:
+            yield expert, chosen
 
 
 def is_convolution(module: torch.nn.Module) -> TypeGuard[torch.nn.Conv2d]:
@@ -96,24 +98,6 @@ def is_convolution(module: torch.nn.Module) -> TypeGuard[torch.nn.Conv2d]:
 
 
 def add_lora(
-    model: Model,
-    targets: Sequence[str],
-    rank: int,
-    alpha: float | None = None,
-    dropout: float = 0.0,
-    *,
-    rank_pattern: Mapping[str, int] | None = None,
-    alpha_pattern: Mapping[str, float] | None = None,
-    rslora: bool = False,
-    dora: bool = False,
-    init_weights: str = "default",
-) -> None:
-    """`add_scaled_lora` to each target (a full module path), with the ranks and alphas of `choose_scales`."""
-    scales = choose_scales(targets, rank, alpha, rank_pattern, alpha_pattern)
-    add_scaled_lora(model, scales, dropout, rslora=rslora, dora=dora, init_weights=init_weights)
-
-
-def add_scaled_lora(
     model: Model,
     scales: Mapping[str, tuple[int, float]],
     dropout: float = 0.0,
@@ -130,8 +114,8 @@ def add_scaled_lora(
     if not scales:
         raise ValueError("LoRA needs at least one target module")
     model.requires_grad_(False)
-    for expert, own in scales_by_component(model, scales):
-        r, lora_alpha, patterns = scale_settings(own)
+    for expert, chosen in scales_by_component(model, scales):
+        r, lora_alpha, patterns = scale_settings(chosen)
         with warnings.catch_warnings():
             # Of merging into torchao's tensors, and of peft's own way to save PiSSA: nothing here does either.
             warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without", UserWarning)
@@ -140,7 +124,7 @@ def add_scaled_lora(
                 r=r,
                 lora_alpha=lora_alpha,  # type: ignore[arg-type]  # peft takes fractions
                 lora_dropout=dropout,
-                target_modules=[*own],
+                target_modules=[*chosen],
                 use_rslora=rslora,
                 use_dora=dora,
                 init_lora_weights=True if init_weights == "default" else init_weights,  # type: ignore[arg-type]
@@ -174,8 +158,11 @@ def read_scales(model: Model) -> dict[str, tuple[int, float]]:
     """Full path of each module that carries an adapter -> its rank and alpha."""
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in list_adapted_modules(model)}
     return {
-        name: (each.r[ADAPTER_NAME], (each.alpha if isinstance(each, LoKrLayer) else each.lora_alpha)[ADAPTER_NAME])
-        for name, each in modules.items()
+        name: (
+            module.r[ADAPTER_NAME],
+            (module.alpha if isinstance(module, LoKrLayer) else module.lora_alpha)[ADAPTER_NAME],
+        )
+        for name, module in modules.items()
     }
 
 
@@ -204,59 +191,46 @@ def adapter_off(model: Model) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def save_lora(
-    model: Model,
-    directory: Path,
-    family: str,
-    metadata: Mapping[str, str] | None = None,
-    formats: Sequence[AdapterFormat] = ("diffusers",),
-) -> Path:
-    """Write the adapter's file of each format to `directory`, of a LoKr also LyCORIS'; returns the first's path.
+class KroneckerLinear(Linear):
+    """peft's layer, without making the product: (w1 kron w2) x = w1 X w2^T with X the reshaped x, so that neither the
+    product nor its gradient is in memory, and the base may be packed in 4 bits, whose shape peft would take for the
+    product's."""
 
-    metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
-    diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.disable_adapters or self.merged:
+            return super().forward(x, *args, **kwargs)
+        result = self.base_layer(x, *args, **kwargs)
+        sides = (self.lokr_w1, self.lokr_w1_a, self.lokr_w1_b), (self.lokr_w2, self.lokr_w2_a, self.lokr_w2_b)
+        for name in self.active_adapters:
+            w1, w2 = (whole[name] if name in whole else a[name] @ b[name] for whole, a, b in sides)
+            x_MN = x.to(w1.dtype).unflatten(-1, (w1.shape[1], w2.shape[1]))
+            update = (w1 @ (x_MN @ w2.T)).flatten(-2)  # (..., M, K) -> (..., L, K) -> (..., L * K)
+            result = result + self.scaling[name] * update
+        return result.to(x.dtype)
+
+
+def add_lokr(
+    model: Any, scales: Mapping[str, tuple[int, float]], decompose_factor: int = -1, decompose_both: bool = False
+) -> None:
+    """Freeze the model, and add a float32 LoKr, drawn from torch's generator, to each target.
+
+    scales: full module path -> rank and alpha. decompose_factor: the first factor of each side; -1: near its root.
     """
-    tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
-    for part, expert in components(model).items():
-        if not list_adapted_modules(expert):
-            continue
-        state, config = file_contents(expert)
-        tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
-        # peft may have shortened the paths to suffixes that are unambiguous in this model only.
-        config["target_modules"] = sorted(list_adapted_modules(expert))
-        sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
-
-
-def file_contents(expert: Model) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The adapter's tensors and peft configuration, such that loading them into the original base gives this model."""
-    state, config = lora_state(expert), expert.peft_config[ADAPTER_NAME].to_dict()
-    if config["peft_type"] == PeftType.LOKR:
-        return state, config
-    # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
-    config["lora_dropout"] = 0.0
-    config["init_lora_weights"] = True  # a pipeline would start with it, and pissa and olora would change its base
-    initial = getattr(expert, "initial_lora", None)
-    if initial is None:
-        return state, config
-    # With W - s B0 A0 in place of W, the change of W is s (B A - B0 A0), a LoRA of twice the rank with the same s.
-    for name, value in state.items():
-        start = initial[name].to(value.device)
-        state[name] = torch.cat([value, start]) if "lora_A" in name else torch.cat([value, -start], 1)
-    factor = 2**0.5 if config["use_rslora"] else 2
-    config |= {"r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"]}
-    config["rank_pattern"] = {key: 2 * value for key, value in config["rank_pattern"].items()}
-    config["alpha_pattern"] = {key: factor * value for key, value in config["alpha_pattern"].items()}
-    return state, config
-
-
-def save_full(model: Model, directory: Path) -> Path:
-    """Write the transformer to `directory` for its `from_pretrained`; further experts into folders next to it."""
-    for part, expert in components(model).items():
-        folder = directory.with_name(part)
-        expert.save_pretrained(folder)
-        mode = (folder / "config.json").stat().st_mode & 0o777  # safetensors makes weights private to their owner
-        for path in folder.glob("*.safetensors"):
-            path.chmod(mode)
-    return directory
+    model.requires_grad_(False)
+    for expert, chosen in scales_by_component(model, scales):
+        rank, alpha, patterns = scale_settings(chosen)
+        config = LoKrConfig(
+            r=rank,
+            alpha=alpha,  # type: ignore[arg-type]  # peft takes fractions
+            target_modules=[*chosen],
+            decompose_factor=decompose_factor,
+            decompose_both=decompose_both,
+            **patterns,
+        )
+        expert.add_adapter(config, ADAPTER_NAME)
+        for path, layer in [*expert.named_modules()]:
+            if isinstance(layer, Linear):
+                r, scale = chosen[path]
+                ours = KroneckerLinear(layer.get_base_layer(), ADAPTER_NAME, config=config, r=r, alpha=scale)
+                expert.set_submodule(path, ours)
+    finish_adapter(model, [*scales])

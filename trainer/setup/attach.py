@@ -1,14 +1,19 @@
-"""What is trained of a model: a LoRA, a LoKr, every weight, or a subset of the weights."""
+"""Attaching what is trained of a model: a LoRA, a LoKr, every weight, or a subset of the weights. An adapter's file to
+start from (`train.adapter.init`) gives modules, ranks, alphas and weights."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from schemas.config.adapter import Adapter
-from trainer.adapters.header import AdapterError
-from trainer.adapters.initial import read_initial
-from trainer.families.base import FamilyModule
-from trainer.setup import adapters, initial, lokr
+from trainer.adapters.files import load_layers
+from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial, resolve_names
+from trainer.families.base import Experts, FamilyModule, components
+from trainer.setup import adapters
+from trainer.setup.adapters import choose_targets, lora_state
 
 
 def make_trainable(
@@ -32,18 +37,18 @@ def make_trainable(
     file = None
     if scales is None:
         if file := read_initial(adapter):
-            file, scales = initial.fit_initial(model, file, adapter)
+            file, scales = fit_initial(model, file, adapter)
         else:
             targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
             patterns = adapter.rank_pattern, adapter.alpha_pattern
             scales = adapters.choose_scales(targets, adapter.rank, adapter.alpha, *patterns)
     if adapter.type == "lokr":
-        lokr.add_lokr(model, scales, adapter.decompose_factor, adapter.decompose_both)
+        adapters.add_lokr(model, scales, adapter.decompose_factor, adapter.decompose_both)
     else:
         options: dict[str, Any] = {name: getattr(adapter, name) for name in ("rslora", "dora", "init_weights")}
-        adapters.add_scaled_lora(model, scales, adapter.dropout, **options)
+        adapters.add_lora(model, scales, adapter.dropout, **options)
     if file:
-        initial.load_weights(model, file)
+        load_weights(model, file)
 
 
 def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
@@ -52,13 +57,75 @@ def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
     model.requires_grad_(targets is None)
     for pattern in targets or ():
         modules = [part for path, part in model.named_modules() if path and re.fullmatch(pattern, path)]
-        own = [weight for path, weight in model.named_parameters() if re.fullmatch(pattern, path)]
-        for part in (*modules, *own):
+        weights = [weight for path, weight in model.named_parameters() if re.fullmatch(pattern, path)]
+        for part in (*modules, *weights):
             part.requires_grad_(True)
-        if not own and not any([*part.parameters()] for part in modules):
+        if not weights and not any([*part.parameters()] for part in modules):
             examples = [path for path, _ in model.named_children()]
             raise AdapterError(
                 f"train.adapter.targets: {pattern!r} matches no module with weights and no weight whole; the model's "
                 f"modules begin with {', '.join(examples)}",
                 adapters.WHOLE_PATHS,
             )
+
+
+def fit_initial(model: Any, file: AdapterFile, adapter: Adapter) -> tuple[AdapterFile, dict[str, tuple[int, float]]]:
+    """The file with module paths for names, and of each module that it adapts the full path, rank and alpha.
+    AdapterError where the model has no such module or one of another size, or `train.adapter.targets` chooses others.
+
+    model: without an adapter, on any device, quantized or not.
+    """
+    paths = _name_modules(model, [".*"])
+    file = resolve_names(file, paths, "the transformer")
+    if adapter.targets is not None and (chosen := _name_modules(model, adapter.targets).keys()) != file.layers.keys():
+        sides = (("the file", file.layers.keys() - chosen), ("train.adapter.targets", chosen - file.layers.keys()))
+        shown = (
+            f"only {side} has {', '.join(sorted(names)[:3])} ({len(names)} in all)" for side, names in sides if names
+        )
+        raise AdapterError(
+            f"train.adapter.init: {file.path} adapts other modules than this run: {'; '.join(shown)}",
+            "Remove train.adapter.targets, as training takes the file's modules, or name an adapter of this model.",
+        )
+    check_fits(file, {name: module_size(model.get_submodule(path)) for name, path in paths.items()}, "the transformer")
+    layers = {path: file.layers[name] for name, path in paths.items() if name in file.layers}
+    return file, {path: initial_scale(layer, adapter.rslora) for path, layer in layers.items()}
+
+
+def _name_modules(model: Any, patterns: Sequence[str]) -> dict[str, str]:
+    """ "<component>.<module path>" of the modules that the patterns choose -> full path."""
+    several = isinstance(model, Experts)
+    return {
+        path.removeprefix("experts.") if several else f"transformer.{path}": path
+        for path in choose_targets(model, patterns)
+    }
+
+
+def module_size(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer, whose weight may be packed, or of a convolution."""
+    if isinstance(module, torch.nn.Linear):
+        return module.out_features, module.in_features
+    return module.weight.shape[0], math.prod(module.weight.shape[1:])
+
+
+def load_weights(model: Any, file: AdapterFile) -> None:
+    """Set the model's adapter, which has what `fit_initial` said, to the file's weights. AdapterError where a LoKr
+    divides matrices otherwise."""
+    parameters = {
+        f"{part}.{key}": value
+        for part, expert in components(model).items()
+        for key, value in lora_state(expert).items()
+    }
+    held = {f"{name}.{end}": value for name, layer in load_layers(file).items() for end, value in layer.tensors.items()}
+    if file.kind == "LoKr":
+        ours, theirs = ({key: list(value.shape) for key, value in side.items()} for side in (parameters, held))
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                raise AdapterError(
+                    f"train.adapter.init: {file.path} divides matrices otherwise than this run: {key} is "
+                    f"{theirs.get(key, 'absent')} there and {ours.get(key, 'absent')} here",
+                    "Set train.adapter.decompose_factor and decompose_both to those of its training, or merge it into "
+                    "the model: latentpress export-adapter --merge --whole --to FOLDER",
+                )
+    with torch.no_grad():
+        for key, parameter in parameters.items():
+            parameter.copy_(held[key].reshape(parameter.shape))

@@ -28,13 +28,10 @@ class MovingAverage:
 
     def __init__(self, trainable: Parameters, settings: EMA) -> None:
         self.settings, self.updates = settings, 0
+        device = torch.device("cpu") if settings.device == "cpu" else None
         self.averages = {
-            name: weight.detach().to(self._device(weight), torch.float32, copy=True)
-            for name, weight in trainable.items()
+            name: weight.detach().to(device, torch.float32, copy=True) for name, weight in trainable.items()
         }
-
-    def _device(self, weight: torch.Tensor) -> torch.device:
-        return torch.device("cpu") if self.settings.device == "cpu" else weight.device
 
     @torch.no_grad()
     def update(self, trainable: Parameters) -> None:
@@ -48,8 +45,8 @@ class MovingAverage:
 
 
 def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:
-    """Which weights are validated and saved: the moving average where there is one, the average of a schedule-free
-    optimizer, or the trained weights."""
+    """Name the weights that are validated and saved: the moving average where there is one, the average of a
+    schedule-free optimizer, or the trained weights."""
     if average is not None:
         return "ema"
     return "schedule-free average" if averages_weights(optimizer) else "trained"

@@ -1,4 +1,4 @@
-"""What is trained, in files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
+"""Export of what is trained to files that diffusers' pipelines load: a run's result, and a part of each checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+from peft import PeftType
 from safetensors import safe_open
 
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
+from trainer.adapters.files import write_formats
 from trainer.families.base import Experts, FamilyModule, components
 from trainer.run.sharded import gather_all, is_sharded
-from trainer.setup import adapters
+from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import model_shape
 
@@ -34,15 +36,15 @@ def export_weights(
     if folder is None:
         return {}
     if config.train.adapter.type != "full":
-        adapters.save_lora(model, folder, config.model.family, notes, formats)
-        names = {weight.data_ptr(): name for name, weight in model.named_parameters() if weight.requires_grad}
+        save_lora(model, folder, config.model.family, notes, formats)
+        names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
         held: dict[str, str] = {}
         for part, expert in components(model).items():
-            if adapters.list_adapted_modules(expert):
-                own = adapters.lora_state(expert)
-                held |= {f"{part}.{key}": names[tensor.data_ptr()] for key, tensor in own.items()}
+            if list_adapted_modules(expert):
+                tensors = lora_state(expert)
+                held |= {f"{part}.{key}": names[tensor.data_ptr()] for key, tensor in tensors.items()}
         return {LORA_WEIGHT_NAME_SAFE: held} if "diffusers" in formats else {}
-    adapters.save_full(model, folder / "transformer")
+    save_full(model, folder / "transformer")
     written: dict[str, dict[str, str]] = {}
     for part in components(model):
         prefix = f"experts.{part}." if isinstance(model, Experts) else ""
@@ -56,16 +58,74 @@ def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -
     """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
     Every process calls it."""
     adapter = config.train.adapter
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = trainable_parameters(model)
     state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:
         return None
     with torch.device("meta"):
         whole = family.untrained(model_shape(model))
         adapter = adapter.model_copy(update={"init_weights": "default"})
-        make_trainable(whole, family, adapter, scales=adapters.read_scales(model))
+        make_trainable(whole, family, adapter, scales=read_scales(model))
     whole.load_state_dict(state, strict=False, assign=True)
     for expert, saved in zip(components(model).values(), components(whole).values(), strict=True):
         if hasattr(expert, "initial_lora"):  # of PiSSA and OLoRA
             saved.initial_lora = expert.initial_lora
     return whole
+
+
+def save_lora(
+    model: Any,
+    directory: Path,
+    family: str,
+    metadata: Mapping[str, str] | None = None,
+    formats: Sequence[AdapterFormat] = ("diffusers",),
+) -> Path:
+    """Write the adapter's file of each format to `directory`, of a LoKr also LyCORIS'; returns the first's path.
+
+    metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
+    diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
+    """
+    tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
+    for part, expert in components(model).items():
+        if not list_adapted_modules(expert):
+            continue
+        state, config = file_contents(expert)
+        tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
+        # peft may have shortened the paths to suffixes that are unambiguous in this model only.
+        config["target_modules"] = sorted(list_adapted_modules(expert))
+        sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
+    return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
+
+
+def file_contents(expert: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The adapter's tensors and peft configuration, such that loading them into the original base gives this model."""
+    state, config = lora_state(expert), expert.peft_config[ADAPTER_NAME].to_dict()
+    if config["peft_type"] == PeftType.LOKR:
+        return state, config
+    # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
+    config["lora_dropout"] = 0.0
+    config["init_lora_weights"] = True  # a pipeline would start with it, and pissa and olora would change its base
+    initial = getattr(expert, "initial_lora", None)
+    if initial is None:
+        return state, config
+    # With W - s B0 A0 in place of W, the change of W is s (B A - B0 A0), a LoRA of twice the rank with the same s.
+    for name, value in state.items():
+        start = initial[name].to(value.device)
+        state[name] = torch.cat([value, start]) if "lora_A" in name else torch.cat([value, -start], 1)
+    factor = 2**0.5 if config["use_rslora"] else 2
+    config |= {"r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"]}
+    config["rank_pattern"] = {key: 2 * value for key, value in config["rank_pattern"].items()}
+    config["alpha_pattern"] = {key: factor * value for key, value in config["alpha_pattern"].items()}
+    return state, config
+
+
+def save_full(model: Any, directory: Path) -> Path:
+    """Write the transformer to `directory` for its `from_pretrained`; further experts into folders next to it."""
+    for part, expert in components(model).items():
+        folder = directory.with_name(part)
+        expert.save_pretrained(folder)
+        mode = (folder / "config.json").stat().st_mode & 0o777  # safetensors makes weights private to their owner
+        for path in folder.glob("*.safetensors"):
+            path.chmod(mode)
+    return directory

@@ -23,17 +23,24 @@ def load_transformer(
 ) -> tuple[Any, torch.dtype | None]:
     """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
 
-    Full-rank weights stay float32 and compute under autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the
-    optimizer sums what they lose (train.weight_precision). A base that is going to be quantised is on the CPU:
-    `quantize_base` moves it. load: in place of the family's function of this name, with the same parameters.
+    A base that is going to be quantized is on the CPU: `quantize_base` moves it. load: in place of the family's
+    function of this name, with the same parameters.
     """
-    half, settings = train_precision(config) == "bfloat16", config.train
-    masters = settings.adapter.type == "full" and settings.weight_precision == "float32"
-    dtype = torch.bfloat16 if half and not masters else torch.float32
+    dtype, autocast = choose_dtypes(config)
     with explain_checkpoint_errors(config):
-        where = torch.device("cpu") if settings.quantized else device
+        where = torch.device("cpu") if config.train.quantized else device
         model = (load or family.load)(config.model.source, config.model.revision, dtype, where)
-    return model, torch.bfloat16 if half and masters else None
+    return model, autocast
+
+
+def choose_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of the weights, and of autocast, None without it. Full-rank weights stay float32 and compute under
+    autocast, as steps of 1e-5 vanish in bfloat16 weights, unless the optimizer sums what they lose
+    (train.weight_precision)."""
+    if train_precision(config) != "bfloat16":
+        return torch.float32, None
+    masters = config.train.adapter.type == "full" and config.train.weight_precision == "float32"
+    return (torch.float32, torch.bfloat16) if masters else (torch.bfloat16, None)
 
 
 def empty_transformer(config: Config) -> Any:
@@ -64,9 +71,9 @@ def explain_checkpoint_errors(config: Config) -> Iterator[None]:
 
 
 def fingerprint_base(config: Config, model: torch.nn.Module, loaded: bool) -> dict[str, Any]:
-    """What identifies the base weights. content: of the files of the transformer, as the encoders' are identified, or
-    None where they were not loaded from files. first numbers: what checkpoints of format version 4 have, a hash of the
-    first numbers of each weight as bfloat16, which says too little."""
+    """Hashes that identify the base weights. content: of the files of the transformer, as the encoders' are identified,
+    or None where they were not loaded from files. first numbers: what checkpoints of format version 4 have, a hash of
+    the first numbers of each weight as bfloat16, which says too little."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
         first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)

@@ -13,67 +13,26 @@ diffusers' group offloading (`block_level`) does this for inference and is not u
 All blocks are checkpointed. What others save for their backward pass would keep the copies on the device.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
+from trainer.setup.weight_parts import remake
 
-class HostedWeight:
+
+class HostedWeight(NamedTuple):
     """A frozen weight of a module, which is on the host, and for a time has a copy on the device in its place."""
 
-    def __init__(self, module: torch.nn.Module, name: str, pinned: bool) -> None:
-        self.module, self.name = module, name
-        self.weight: torch.nn.Parameter = getattr(module, name)
-        if pinned:
-            pin(self.weight)
-
-    def bring(self, device: torch.device, non_blocking: bool) -> None:
-        setattr(self.module, self.name, copy_weight(self.weight, device, non_blocking))
-
-    def leave(self) -> None:
-        setattr(self.module, self.name, self.weight)
+    module: torch.nn.Module
+    name: str
+    weight: torch.nn.Parameter
 
 
 def copy_weight(weight: torch.nn.Parameter, device: torch.device, non_blocking: bool = False) -> torch.nn.Parameter:
-    """A copy on the device of a weight, of one that is a tensor subclass (quanto, torchao), or of bitsandbytes' 4 bits.
-    Nothing of it changes if the weight is moved later."""
-    options: dict[str, Any] = {"device": device, "non_blocking": non_blocking, "copy": True}
-    if hasattr(weight, "__tensor_flatten__"):
-        names, meta = weight.__tensor_flatten__()
-        inner = {name: getattr(weight, name).to(**options) for name in names}
-        made = type(weight).__tensor_unflatten__(inner, meta, weight.size(), weight.stride())  # type: ignore[attr-defined]
-        return torch.nn.Parameter(made, requires_grad=False)
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return torch.nn.Parameter(weight.data.to(**options), requires_grad=False)
-    assert not state.nested, "scales are float32 here, and not quantised themselves"
-    state = copy.copy(state)  # as `Params4bit.to` would move the scales of the weight on the host
-    state.absmax, state.code = state.absmax.to(**options), state.code.to(**options)
-    return type(weight)(  # type: ignore[call-arg]
-        weight.data.to(**options),
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=False,
-        quant_type=state.quant_type,
-        quant_storage=weight.dtype,
-        bnb_quantized=True,
-    )
-
-
-def pin(weight: torch.nn.Parameter) -> None:
-    """Move the weight and its scales to pinned memory, from which a stream can copy while another computes."""
-    if hasattr(weight, "__tensor_flatten__"):
-        for name in weight.__tensor_flatten__()[0]:
-            setattr(weight, name, getattr(weight, name).pin_memory())
-        return
-    weight.data = weight.data.pin_memory()
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        state.absmax, state.code = state.absmax.pin_memory(), state.code.pin_memory()
+    """A copy of a frozen weight on the device, of which nothing changes if the weight is moved later."""
+    return remake(weight, lambda part: part.to(device, non_blocking=non_blocking, copy=True))
 
 
 class BlockGroup:
@@ -83,12 +42,16 @@ class BlockGroup:
         self.device, self.stream, self.there = device, stream, False
         self.copied: torch.Event | None = None
         self.weights = [
-            HostedWeight(part, name, stream is not None)
+            HostedWeight(part, name, weight)
             for block in blocks
             for part in block.modules()
             for name, weight in part.named_parameters(recurse=False)
             if not weight.requires_grad
         ]
+        for number, hosted in enumerate(self.weights if stream is not None else ()):
+            # A stream can copy from pinned memory while another computes.
+            self.weights[number] = hosted._replace(weight=remake(hosted.weight, torch.Tensor.pin_memory))
+            setattr(hosted.module, hosted.name, self.weights[number].weight)
 
     def bring(self) -> None:
         """Copy the weights to the device, or begin to."""
@@ -96,31 +59,34 @@ class BlockGroup:
             return
         self.there = True
         if self.stream is None:
-            for weight in self.weights:
-                weight.bring(self.device, non_blocking=False)
+            self._copy()
             return
         backend = torch.get_device_module(self.device)
         # Copies reuse the memory of groups that left, whose last kernels may not have run yet.
         self.stream.wait_stream(backend.current_stream(self.device))
         with backend.stream(self.stream):
-            for weight in self.weights:
-                weight.bring(self.device, non_blocking=True)
+            self._copy()
         self.copied = self.stream.record_event()
 
+    def _copy(self) -> None:
+        for hosted in self.weights:
+            setattr(hosted.module, hosted.name, copy_weight(hosted.weight, self.device, self.stream is not None))
+
     def wait(self) -> None:
-        """What is computed from now on finds the weights."""
+        """Have what is computed from now on find the weights."""
         if self.copied is not None:
             torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copied)
 
     def leave(self) -> None:
         if self.there:
             self.there = False
-            for weight in self.weights:
-                weight.leave()
+            for hosted in self.weights:
+                setattr(hosted.module, hosted.name, hosted.weight)
 
 
 class GroupScheduler:
-    """Which groups are on the device: that of the block that computes, and with `prefetch` the next one, too."""
+    """Decides which groups are on the device: that of the block that computes, and with `prefetch` the next one,
+    too."""
 
     def __init__(self, groups: Sequence[BlockGroup], prefetch: bool = False) -> None:
         self.groups, self.prefetch, self.current = groups, prefetch, -1
@@ -161,7 +127,7 @@ def offload_blocks(
     stream = torch.get_device_module(device).Stream(device) if streams else None
     parts = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
     scheduler = GroupScheduler([BlockGroup(part, device, stream) for part in parts], streams)
-    hosted = {each.weight for group in scheduler.groups for each in group.weights}
+    hosted = {entry.weight for group in scheduler.groups for entry in group.weights}
     for model in models:
         for weight in model.parameters():
             if weight not in hosted:
@@ -181,7 +147,7 @@ def offload_blocks(
 
 
 def largest_groups(sizes: Sequence[int], blocks_per_group: int, streams: bool) -> int:
-    """Bytes that are on the device at most, where each block has `sizes`: those of a group, or of two neighbours."""
+    """Bytes that are on the device at most, where each block has `sizes`: those of a group, or of two neighbors."""
     starts = range(0, len(sizes), blocks_per_group)
     return max(sum(sizes[first : first + blocks_per_group * (1 + streams)]) for first in starts)
 

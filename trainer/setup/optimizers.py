@@ -1,4 +1,5 @@
-"""The optimizer: its class by name, its parameter groups, and whether it works, tried before a model is loaded."""
+"""The optimizer: its class by name, its parameter groups, its rate at each step, steps that are skipped, and whether it
+works, tried before a model is loaded."""
 
 import importlib
 import inspect
@@ -7,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,13 +17,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from schemas.config.pipeline import Config
 from schemas.config.training import Optimizer
+from schemas.errors import LatentpressError
 from schemas.optimizers import DISTRIBUTIONS, OPTIMIZERS, find_optimizer
 from trainer.run.optimizer_state import collect
 from trainer.run.run_state import RunError, train_precision
 from trainer.run.sharded import gather
+from trainer.schedules import scheduled_value
 
 TRIAL_SHAPE = (64, 64)  # the smallest that bitsandbytes keeps in 8 bits
 TRIAL_STEPS = 3
+BAD_STEP_WINDOW = 100  # steps over which skipped ones are counted
 
 
 def check_optimizer(config: Config, device: torch.device, sharded: bool = False) -> None:
@@ -29,8 +34,8 @@ def check_optimizer(config: Config, device: torch.device, sharded: bool = False)
     does not run on the device, or does not go with other settings; OptimizerStateError where a checkpoint can't hold
     its state. sharded: also take them on parameters of which each process has a part (FSDP2)."""
     settings, pure = config.train.optimizer, config.train.weight_precision == "bfloat16"
-    found = find_class(settings.name)
-    parameters = inspect.signature(found.__init__).parameters
+    kind = find_class(settings.name)
+    parameters = inspect.signature(kind.__init__).parameters
     if pure and ("kahan_sum" not in parameters or settings.arguments.get("kahan_sum", True) is False):
         raise RunError(
             f"train.weight_precision bfloat16 needs Kahan summation, and {settings.name} has none: steps of 1e-5 "
@@ -43,7 +48,7 @@ def check_optimizer(config: Config, device: torch.device, sharded: bool = False)
             "Set train.precision to bfloat16, or train.weight_precision to float32.",
         )
     try:
-        weights, optimizer = _try_steps(found, settings, torch.bfloat16 if pure else torch.float32, device)
+        weights, optimizer = _try_steps(kind, settings, torch.bfloat16 if pure else torch.float32, device)
     except (TypeError, ValueError, RuntimeError, ImportError, AttributeError, AssertionError, KeyError) as error:
         raise RunError(
             f"train.optimizer: {settings.name} does not work on {device.type} with these settings: "
@@ -52,7 +57,7 @@ def check_optimizer(config: Config, device: torch.device, sharded: bool = False)
         ) from error
     collect(weights, optimizer)
     if sharded:
-        check_sharded_steps(found, settings, weights, device)
+        check_sharded_steps(kind, settings, weights, device)
     if config.train.ema is not None and averages_weights(optimizer):
         raise RunError(
             f"{settings.name} averages the weights itself, and train.ema would average them twice",
@@ -61,32 +66,32 @@ def check_optimizer(config: Config, device: torch.device, sharded: bool = False)
 
 
 def _try_steps(
-    found: type[torch.optim.Optimizer],
+    kind: type[torch.optim.Optimizer],
     settings: Optimizer,
     dtype: torch.dtype,
     device: torch.device,
-    place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    distribute: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
-    """A parameter of each group after a few steps with different gradients. place: makes them sharded ones."""
+    """A parameter of each group after a few steps with different gradients. distribute: makes them sharded ones."""
     values = torch.linspace(-1, 1, math.prod(TRIAL_SHAPE), device=device).reshape(TRIAL_SHAPE)
     weights = {
-        f"{number}.weight": torch.nn.Parameter(place(values.to(dtype, copy=True)))
+        f"{number}.weight": torch.nn.Parameter(distribute(values.to(dtype, copy=True)))
         for number in range(len(settings.groups) + 1)
     }
     groups = [
         {"params": [weight], **options}
         for weight, options in zip(weights.values(), [*_options(settings), {}], strict=True)
     ]
-    optimizer = _make(found, groups, settings)
+    optimizer = _make(kind, groups, settings)
     for step in range(TRIAL_STEPS):
         for weight in weights.values():
-            weight.grad = place((torch.cos(7 * values + step) * 1e-3).to(dtype))
+            weight.grad = distribute((torch.cos(7 * values + step) * 1e-3).to(dtype))
         optimizer.step()
     return weights, optimizer
 
 
 def check_sharded_steps(
-    found: type[torch.optim.Optimizer],
+    kind: type[torch.optim.Optimizer],
     settings: Optimizer,
     whole: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -95,7 +100,9 @@ def check_sharded_steps(
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     dtype, problem = next(iter(whole.values())).dtype, "its steps on sharded parameters differ from those on whole ones"
     try:
-        weights, _ = _try_steps(found, settings, dtype, device, lambda it: distribute_tensor(it, mesh, [Shard(0)]))
+        weights, _ = _try_steps(
+            kind, settings, dtype, device, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])
+        )
         same = all(torch.allclose(gather(weights[name]), value, rtol=1e-5) for name, value in whole.items())
     except (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, NotImplementedError) as error:
         same, problem = False, str(error).partition("\n")[0] or type(error).__name__
@@ -111,14 +118,14 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
     module, _, attribute = find_optimizer(name).path.rpartition(".")
     package = module.partition(".")[0]
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        kind = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         where = "'latentpress[optimizers]', or " if name in OPTIMIZERS else ""
         raise RunError(
             f"train.optimizer.name {name} needs {module}, which can't be imported: {error}",
             f"pip install {where}{DISTRIBUTIONS.get(package, package)}, or choose another train.optimizer.name.",
         ) from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         classes = sorted(
             key
             for key, value in vars(importlib.import_module(module)).items()
@@ -130,7 +137,7 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
             f"train.optimizer.name: {module} has no optimizer {attribute!r}; it has {', '.join(classes) or 'none'}",
             "Name a class of it, or one of " + ", ".join(OPTIMIZERS) + ".",
         )
-    return found
+    return kind
 
 
 def make_optimizer(trainable: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
@@ -163,24 +170,71 @@ def averages_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _options(settings: Optimizer) -> list[dict[str, Any]]:
-    """Of each group its own settings, as keys of a parameter group."""
+    """Each group's settings, as keys of a parameter group."""
     return [group.model_dump(include={"lr", "weight_decay"}, exclude_none=True) for group in settings.groups]
 
 
 def _make(
-    found: type[torch.optim.Optimizer], groups: Iterable[dict[str, Any]], settings: Optimizer
+    kind: type[torch.optim.Optimizer], groups: Iterable[dict[str, Any]], settings: Optimizer
 ) -> torch.optim.Optimizer:
     given = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"}, exclude_none=True)
     arguments = {**find_optimizer(settings.name).arguments, **given, **settings.arguments}
     groups = list(groups)
     # Some of optimi's take Triton's kernels wherever it is installed, as it is beside torch for CUDA.
-    takes_triton = "triton" in inspect.signature(found.__init__).parameters
+    takes_triton = "triton" in inspect.signature(kind.__init__).parameters
     if takes_triton and groups[0]["params"][0].device.type == "cpu" and arguments.setdefault("triton", False):
         raise ValueError("Triton has no kernels for a CPU: leave the argument triton out")
     with redirect_stdout(io.StringIO()):  # prodigyopt prints
-        optimizer: Any = found(groups, **arguments)
+        optimizer: Any = kind(groups, **arguments)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     if averages_weights(optimizer):
         optimizer.train()
     return optimizer
+
+
+class DivergedError(LatentpressError):
+    """Too many steps had a non-finite loss or gradient."""
+
+
+def learning_rate(config: Optimizer, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: warm-up, then the schedule from lr to lr_end, `cycles` times."""
+    first, last, options = config.lr, config.lr_end, config.model_dump(include={"warmup", "power", "cycles"})
+    return scheduled_value(config.schedule, first, last, step, steps, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Optimizer, step: int, steps: int) -> float:
+    """Give every parameter group its own rate times the schedule's factor; returns train.optimizer.lr's."""
+    rate = learning_rate(config, step, steps)
+    for group in optimizer.param_groups:
+        initial = group["initial_lr"]
+        group["lr"] = rate if initial == config.lr else initial * (rate / config.lr)
+    return rate
+
+
+@dataclass
+class BadStepCounter:
+    """Counts steps skipped for a non-finite loss or gradient: more than `limit` of BAD_STEP_WINDOW steps end the run.
+
+    Skipped steps use up their samples.
+    """
+
+    limit: int
+    steps: list[int] = field(default_factory=list)
+    total: int = 0
+
+    def check(self, step: int, loss: float, norm: float) -> bool:
+        """Whether to take the step. Otherwise it is counted; DivergedError past the limit."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return True
+        self.total += 1
+        self.steps = [*(past for past in self.steps if past > step - BAD_STEP_WINDOW), step]
+        if len(self.steps) > self.limit:
+            raise DivergedError(
+                f"step {step}: loss {loss}, gradient norm {norm}; {len(self.steps)} of the last {BAD_STEP_WINDOW} "
+                f"steps were not finite (train.max_bad_steps is {self.limit})",
+                "Lower train.optimizer.lr (1e-5 for full-rank training), lengthen train.optimizer.warmup, set "
+                "train.precision to float32, or train a LoRA (train.adapter.type=lora). The last checkpoint is "
+                "from before: training goes on from it with the new settings.",
+            )
+        return False

@@ -31,46 +31,46 @@ from trainer.run.resume import Checkpoint
 from trainer.run.run_files import RunFiles
 from trainer.run.sharded import is_sharded
 from trainer.setup.attach import make_trainable
-from trainer.setup.compile import check_compile, compile_blocks
-from trainer.setup.connect import connect_ranks
+from trainer.setup.blocks import check_compile, check_offload, compile_blocks, loading_device, reduce_memory
 from trainer.setup.ema import MovingAverage
-from trainer.setup.load import explain_checkpoint_errors, fingerprint_base, load_transformer, model_shape
-from trainer.setup.memory import check_offload, loading_device, reduce_memory
-from trainer.setup.methods import set_up_methods
-from trainer.setup.optim import BadStepCounter
-from trainer.setup.optimizers import check_optimizer, make_optimizer
+from trainer.setup.load import (
+    empty_transformer,
+    explain_checkpoint_errors,
+    fingerprint_base,
+    load_transformer,
+    model_shape,
+)
+from trainer.setup.optimizers import BadStepCounter, check_optimizer, make_optimizer
 from trainer.setup.quantize import check_setup, count_numbers, quantize_base
 from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
-from trainer.setup.wrap import Denoiser, make_accelerator, wrap_for_ranks
+from trainer.setup.wrap import Denoiser, connect_ranks, make_accelerator, wrap_for_ranks
 from trainer.step_metrics import GradientNoise
 
 
 @dataclass
 class TrainState:
-    """The objects of one training run."""
+    """The objects of one training run. Those without a value at first are set by `prepare_run`."""
 
     config: Config
     console: Console
     accelerator: Accelerator
+    watch: RankWatch
+    files: RunFiles
     loader: BatchLoader
     family: FamilyModule
     methods: dict[str, Method]
-    model: Any  # the family's transformer, a diffusers ModelMixin
-    denoiser: torch.nn.Module  # a Denoiser, wrapped for several processes
-    predict: Predict  # of the denoiser that is not wrapped
-    trainable: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    average: MovingAverage | None
-    bad_steps: BadStepCounter
-    gradient_noise: GradientNoise
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
-    watch: RankWatch
-    files: RunFiles
+    bad_steps: BadStepCounter
+    model: Any = field(init=False)  # the family's transformer, a diffusers ModelMixin
+    denoiser: torch.nn.Module = field(init=False)  # a Denoiser, wrapped for several processes
+    predict: Predict = field(init=False)  # of the denoiser that is not wrapped
+    trainable: dict[str, torch.nn.Parameter] = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    average: MovingAverage | None = field(init=False)
+    gradient_noise: GradientNoise = field(init=False)
     updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
     data_changes: list[Change] = field(default_factory=list)
-    new_set: str | None = (
-        None  # on which the run goes on, where the data are others than before the step it goes on with
-    )
+    new_set: str | None = None  # on which the run goes on, if it is not that of the step before
 
     @property
     def folder(self) -> Path:
@@ -99,11 +99,11 @@ class TrainState:
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
         return int(counts.max())
 
-    def begin_order(self, found: Checkpoint) -> None:
+    def begin_order(self, checkpoint: Checkpoint) -> None:
         """Let the order of the samples begin where the data last changed, as the run goes on from a checkpoint."""
-        self.data_changes = list_changes(found, self.signature["data"]["digest"])
+        self.data_changes = list_changes(checkpoint, self.signature["data"]["digest"])
         self.loader.schedule.first_step = begun = first_step(self.data_changes)
-        self.new_set = self.loader.data.id if self.data_changes and begun == found.step else None
+        self.new_set = self.loader.data.id if self.data_changes and begun == checkpoint.step else None
 
     def log(self, message: str) -> None:
         if self.is_main:
@@ -167,109 +167,84 @@ def prepare_run(
 ) -> TrainState:
     """Load the transformer, add what is trained, and move both to the device. load: in place of the family's; the
     benchmarks draw random weights."""
-    settings = config.train
-    signature = run_state.resume_signature(config, data, schedule)
+    settings, device = config.train, accelerator.device
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
-    check_offload(settings.offload, accelerator.device, ranks)
+    check_offload(settings.offload, device, ranks)
     check_compile(settings)
     sharded = uses_sharding(settings.parallel, ranks)
     if settings.parallel.strategy == "fsdp2" and not sharded:
         console.log("train.parallel.strategy fsdp2: there is one process, so the model is whole and not sharded")
-    loader = BatchLoader(
-        data,
-        schedule,
-        settings.caption_dropout,
-        rank,
-        ranks,
-        settings.timesteps.low_discrepancy,
-        draw_noise=accelerator.device.type == "cpu",
-        reading=settings.reading,
-        pinned=accelerator.device.type == "cuda",
-    )
+    draws = {"low_discrepancy": settings.timesteps.low_discrepancy, "draw_noise": device.type == "cpu"}
+    memory = {"reading": settings.reading, "pinned": device.type == "cuda"}
+    loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)
-    check_optimizer(config, accelerator.device, sharded)
-    check_setup(config, family, accelerator.device)
-    check_attention(config, family, accelerator.device)
+    check_optimizer(config, device, sharded)
+    check_setup(config, family, device)
+    check_attention(config, family, device)
     methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
+    signature, bad_steps = run_state.resume_signature(config, data, schedule), BadStepCounter(settings.max_bad_steps)
+    run = TrainState(config, console, accelerator, watch, files, loader, family, methods, signature, bad_steps)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded, watch.note):
-        denoiser = prepare_model(config, data, family, methods, accelerator, watch, signature, console, load)
+        denoiser = prepare_model(run, sharded, load)
     refuse_differences(files.gathered({"base weights": signature["base weights"]["content"]}), files.hosts)
     watch.note("bringing the ranks' models together")
-    model, trainable = denoiser.model, denoiser.trainable()
+    run.model, run.predict, run.trainable = denoiser.model, denoiser.predict, denoiser.trainable()
     with activity("bringing the model to the device"):
-        wrapped = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
-    optimizer = make_optimizer(trainable, settings.optimizer)
-    average = None if settings.ema is None else MovingAverage(trainable, settings.ema)
-    bad_steps = BadStepCounter(settings.max_bad_steps)
-    measured = (denoiser, settings.batch_size, settings.accumulate, ranks, settings.gradient_noise_every)
-    return TrainState(
-        config,
-        console,
-        accelerator,
-        loader,
-        family,
-        methods,
-        model,
-        wrapped,
-        denoiser.predict,
-        trainable,
-        optimizer,
-        average,
-        bad_steps,
-        GradientNoise(*measured),
-        signature,
-        watch,
-        files,
-    )
+        run.denoiser = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
+    run.optimizer = make_optimizer(run.trainable, settings.optimizer)
+    run.average = None if settings.ema is None else MovingAverage(run.trainable, settings.ema)
+    micro_batches = settings.batch_size, settings.accumulate, ranks
+    run.gradient_noise = GradientNoise(denoiser, *micro_batches, settings.gradient_noise_every)
+    return run
 
 
-def prepare_model(
-    config: Config,
-    data: TrainSet,
-    family: FamilyModule,
-    methods: Mapping[str, Method],
-    accelerator: Accelerator,
-    watch: RankWatch,
-    signature: dict[str, Any],
-    console: Console,
-    load: Callable[..., Any] | None = None,
-) -> Denoiser:
+def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | None) -> Denoiser:
     """The transformer with what is trained, on the device or sharded over devices; completes the signature."""
-    settings, device = config.train, accelerator.device
-    sharded = uses_sharding(settings.parallel, accelerator.num_processes)
-    watch.note("loading the transformer", alone=True)
-    place = f"on {device}, computing in {run_state.train_precision(config)}"
-    with console.activity(f"loading the transformer of {config.model.source} {place}", keep=True):
-        model, autocast = load_transformer(config, family, loading_device(settings.offload, sharded, device), load)
+    config, console, family, device = run.config, run.console, run.family, run.accelerator.device
+    settings, home = config.train, loading_device(config.train.offload, sharded, device)
+    run.watch.note("loading the transformer", alone=True)
+    where = f"on {device}, computing in {run_state.train_precision(config)}"
+    with console.activity(f"loading the transformer of {config.model.source} {where}", keep=True):
+        model, autocast = load_transformer(config, family, home, load)
     with explain_checkpoint_errors(config):
-        data.text_widths = {name: model.config[key] for name, key in config.model.family_spec.text_widths.items()}
-        signature["base weights"] = fingerprint_base(config, model, load is None)  # before it is quantised
+        widths = config.model.family_spec.text_widths.items()
+        run.loader.data.text_widths = {name: model.config[key] for name, key in widths}
+        run.signature["base weights"] = fingerprint_base(config, model, load is None)  # before it is quantized
         if settings.quantized:
-            watch.note("quantising the base", alone=True)
-            with console.activity(f"quantising the base to {settings.base_precision}", keep=True):
-                home = loading_device(settings.offload, sharded, device)
-                said = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
-            if accelerator.is_main_process:
-                console.log(said)
-        watch.note("adding what is trained", alone=True)
+            run.watch.note("quantizing the base", alone=True)
+            with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):
+                remark = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
+            run.log(remark)
+        run.watch.note("adding what is trained", alone=True)
         with activity("adding what is trained"):
             make_trainable(model, family, settings.adapter, settings.weight_precision)
-    signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
+    run.signature["transformer"] = hash_json(json.loads(json.dumps(model_shape(model))))
     if settings.attention_backend != NATIVE:
         use_backend(model, family, settings.attention_backend)
     if settings.compile == "blocks":
         compile_blocks(family.blocks(model), settings.compile_backend, console.log)
     reduce_memory(model, family, settings, device)
-    own = {name: weights for name, method in methods.items() if (weights := method.modules()) is not None}
-    denoiser = Denoiser(model, family, config.model.task, autocast, own, settings.offload)
-    if accelerator.is_main_process:
-        numbers = count_numbers(denoiser.trainable().values()), count_numbers(model.parameters())
-        console.log("training {:,} of {:,} parameters".format(*numbers))
+    added = {name: weights for name, method in run.methods.items() if (weights := method.modules()) is not None}
+    denoiser = Denoiser(model, family, config.model.task, autocast, added, settings.offload)
+    numbers = count_numbers(denoiser.trainable().values()), count_numbers(model.parameters())
+    run.log("training {:,} of {:,} parameters".format(*numbers))
     if sharded:
-        shard_model(model, family, own, settings.parallel, device, gathered_dtype(settings, autocast))
+        shard_model(model, family, added, settings.parallel, device, gathered_dtype(settings, autocast))
     denoiser.methods.to(device)
     return denoiser
+
+
+def set_up_methods(methods: Mapping[str, Method], config: Config, family: FamilyModule, data: TrainSet) -> None:
+    """`Method.setup` of each; MethodError where one can't be used. Reads the transformer's config.json and a sample."""
+    if not methods:
+        return
+    with explain_checkpoint_errors(config):
+        model = empty_transformer(config)
+    shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
+    for name, method in methods.items():
+        torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
+        method.setup(model, family, shapes)

@@ -1,26 +1,27 @@
 """Base weights in 8 or 4 bits, one matrix after the other, so that the host never holds a second copy of the model.
 
-Quantised are the linear layers that the family's LoRA adapts by default: attention and feed-forward of the blocks,
+Quantized are the linear layers that the family's LoRA adapts by default: attention and feed-forward of the blocks,
 which are nearly all weights. Biases, norms, embeddings of time and text, modulations, convolutions and final layers
-keep their dtype, as diffusers' quantisers do with what a model names for float32. diffusers' own quantisers are not
+keep their dtype, as diffusers' quantizers do with what a model names for float32. diffusers' own quantizers are not
 used: the one of bitsandbytes refuses to run without a GPU, and the one of quanto is deprecated.
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from schemas.config.pipeline import Config
-from trainer.adapters.initial import read_initial
+from trainer.adapters.header import read_initial
 from trainer.families.base import FamilyModule
 from trainer.run.run_state import RunError
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
-from trainer.setup.attach import unfreeze
-from trainer.setup.initial import fit_initial
+from trainer.setup.attach import fit_initial, unfreeze
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
+from trainer.setup.weight_parts import stored_bytes
 
 MIB = 1 << 20
 NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows would share some between two rows
@@ -53,7 +54,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
     if config.train.quantized and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
         shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})
         raise RunError(
-            f"train.base_precision: {name} can quantise no matrix of {config.model.source}: it needs input sides in "
+            f"train.base_precision: {name} can quantize no matrix of {config.model.source}: it needs input sides in "
             f"multiples of {NF4_COLUMN_MULTIPLE}, and they are {', '.join(shapes)}",
             "Set train.base_precision to int8-torchao or int8-quanto.",
         )
@@ -67,7 +68,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
 
 
 def base_matrices(model: Any, family: FamilyModule) -> dict[str, torch.nn.Linear]:
-    """Full path -> linear layer of those that may be quantised."""
+    """Full path -> linear layer of those that may be quantized."""
     paths = choose_targets(model, [family.LORA_TARGETS])
     return {path: part for path in paths if isinstance(part := model.get_submodule(path), torch.nn.Linear)}
 
@@ -77,100 +78,80 @@ def can_quantize(part: torch.nn.Linear, name: str) -> bool:
 
 
 def packed_bytes(part: torch.nn.Linear, name: str) -> int:
-    """Of a quantised weight: each number has 8 or 4 bits, and scales come on top, in the weight's dtype for a row, in
-    float32 for 64 numbers of nf4-bnb."""
+    """Bytes of a quantized weight: each number has 8 or 4 bits, and scales come on top, in the weight's dtype for a
+    row, in float32 for 64 numbers of nf4-bnb."""
     count = part.weight.numel()
     return int(count * 0.5625) if name == "nf4-bnb" else count + part.out_features * part.weight.element_size()
 
 
 def quantize_base(
-    model: Any, family: FamilyModule, name: str, via: str, device: torch.device, place: torch.device | None = None
+    model: Any, family: FamilyModule, name: str, via: str, device: torch.device, home: torch.device | None = None
 ) -> str:
-    """Quantise the base in place and move it to `place`, by default the device; returns a remark for the log.
+    """Quantize the base in place and move it to `place`, by default the device; returns a remark for the log.
 
-    model: on the CPU. via: "cpu", or "device" where each matrix is quantised after it was moved there, which is faster.
+    model: on the CPU. via: "cpu", or "device" where each matrix is quantized after it was moved there, which is faster.
     """
-    place = place or device
+    home = home or device
     can = {path: can_quantize(part, name) for path, part in base_matrices(model, family).items()}
     paths, before, after = [path for path in can if can[path]], 0, 0  # paths: no reference keeps a matrix to the end
     for path in paths:
         part = model.get_submodule(path)
         before += part.weight.numel() * part.weight.element_size()
-        part = QUANTISERS[name](part.to(device) if via == "device" else part).to(place)
+        part = QUANTIZERS[name](part.to(device) if via == "device" else part).to(home)
         model.set_submodule(path, part)
         after += stored_bytes(part.weight)
-        return_freed_memory()
-    model.to(place)
+        with suppress(AttributeError):  # another C library
+            # glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model.
+            ctypes.CDLL(None).malloc_trim(0)
+    model.to(home)
     left = len(can) - len(paths)
     kept = f"; {left} keep their dtype, as their sides are no multiples of {NF4_COLUMN_MULTIPLE}" if left else ""
     sizes = f"{before / MIB:,.1f} MiB before, {after / MIB:,.1f} MiB now"
-    return f"{len(paths)} matrices of the base quantised ({name}): {sizes}{kept}"
-
-
-def return_freed_memory() -> None:
-    """To the system: glibc keeps freed blocks below 32 MiB, and the host would hold 2.4 times the model."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    return f"{len(paths)} matrices of the base quantized ({name}): {sizes}{kept}"
 
 
 def count_numbers(weights: Iterable[torch.Tensor]) -> int:
-    """Of weights that may be quantised: bitsandbytes packs two numbers of 4 bits into one."""
+    """How many numbers weights have that may be quantized: bitsandbytes packs two numbers of 4 bits into one."""
     states = ((weight, getattr(weight, "quant_state", None)) for weight in weights)
     return sum(weight.numel() if state is None else state.shape.numel() for weight, state in states)
-
-
-def stored_bytes(weight: torch.Tensor) -> int:
-    """Of a quantised weight with its scales."""
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        return weight.numel() * weight.element_size() + state.absmax.numel() * state.absmax.element_size()
-    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = [getattr(weight, each) for each in names]
-    return sum(each.numel() * each.element_size() for each in inner)
 
 
 def to_int8_quanto(part: torch.nn.Linear) -> torch.nn.Linear:
     from optimum.quanto import QLinear, qint8
 
-    quantised = QLinear.from_module(part, weights=qint8)
-    quantised.freeze()
-    return quantised
+    quantized = QLinear.from_module(part, weights=qint8)
+    quantized.freeze()
+    return quantized
 
 
-def to_int8_torchao(part: torch.nn.Linear) -> torch.nn.Linear:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def to_torchao(kind: str, part: torch.nn.Linear) -> torch.nn.Linear:
+    """kind: the start of the name of torchao's configuration, such as Int8."""
+    from torchao import quantization
 
-    quantize_(part, Int8WeightOnlyConfig(version=2))
-    return part
-
-
-def to_fp8_torchao(part: torch.nn.Linear) -> torch.nn.Linear:
-    from torchao.quantization import Float8WeightOnlyConfig, quantize_
-
-    quantize_(part, Float8WeightOnlyConfig(version=2))
+    quantization.quantize_(part, getattr(quantization, f"{kind}WeightOnlyConfig")(version=2))
     return part
 
 
 def to_nf4_bnb(part: torch.nn.Linear) -> torch.nn.Linear:
-    """Where `part` is; `Params4bit.to` quantises."""
+    """Quantize on the part's device; `Params4bit.to` does."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     settings: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}
     dtype, where = part.weight.dtype, part.weight.device
-    quantised = Linear4bit(
+    quantized = Linear4bit(
         part.in_features, part.out_features, part.bias is not None, compute_dtype=dtype, device="meta", **settings
     )
-    quantised.weight = Params4bit(part.weight.data, requires_grad=False, module=quantised, **settings)
-    quantised.bias = part.bias
+    quantized.weight = Params4bit(part.weight.data, requires_grad=False, module=quantized, **settings)
+    quantized.bias = part.bias
     # On CPUs with AVX512-BF16 it would repack the weights at the first validation, and the kernel that reads these has
     # no backward pass: gradients would be lost without an error.
-    quantised.support_avx512bf16_for_cpu = False
-    return quantised.to(where)
+    quantized.support_avx512bf16_for_cpu = False
+    return quantized.to(where)
 
 
-QUANTISERS = {
+QUANTIZERS: dict[str, Callable[[torch.nn.Linear], torch.nn.Linear]] = {
     "int8-quanto": to_int8_quanto,
-    "int8-torchao": to_int8_torchao,
-    "fp8-torchao": to_fp8_torchao,
+    "int8-torchao": partial(to_torchao, "Int8"),
+    "fp8-torchao": partial(to_torchao, "Float8"),
     "nf4-bnb": to_nf4_bnb,
 }

@@ -1,23 +1,35 @@
-"""Devices and processes: accelerate, and the module that it wraps."""
+"""Devices and processes: how the ranks that a launcher started meet (`docs/cluster.md`), accelerate, and the module
+that it wraps."""
 
+import os
+import socket
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import DistError, GradBucket, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from schemas.config.training import Offload, Train
+from schemas.cli.progress import activity
+from schemas.config.training import Offload, Parallel, Train
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, components
+from trainer.run.rank_watch import RankLostError
 from trainer.run.run_state import RunError
 from trainer.setup.adapters import adapter_off
-from trainer.setup.memory import around_forward
+from trainer.setup.blocks import around_forward
+
+# The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
+PROCESS_TIMEOUT = timedelta(hours=6)
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HINT = "Look at what these processes say; start training on all machines at about the same time, with the same command."
 
 
 class Denoiser(torch.nn.Module):
@@ -70,7 +82,7 @@ class Denoiser(torch.nn.Module):
 
 
 def find_device(device: str) -> torch.device:
-    """What auto, cpu, cuda or cuda:N is here. RunError where there is no such card."""
+    """The device that auto, cpu, cuda or cuda:N is here. RunError where there is no such card."""
     if device.startswith("cuda"):
         index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
         if index >= count:
@@ -94,7 +106,7 @@ def make_accelerator(device: str) -> Accelerator:
 def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train) -> torch.nn.Module:
     """The denoiser on the device; of several processes in DistributedDataParallel, with the weights of rank 0.
 
-    torchao's tensors can't be sent. Each process has quantised them from its copy of the checkpoint.
+    torchao's tensors can't be sent. Each process has quantized them from its copy of the checkpoint.
     """
     device = accelerator.device
     if not settings.offload.blocks:
@@ -108,8 +120,8 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
     # Of depthwise convolutions: their strides differ in a side of 1, where any stride is the same.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
     # Gradients are views into what is sent: else there would be a second copy of them.
-    place = None if device.type == "cpu" else [device]
-    wrapped = DistributedDataParallel(denoiser, device_ids=place, init_sync=sent, gradient_as_bucket_view=True)
+    devices = None if device.type == "cpu" else [device]
+    wrapped = DistributedDataParallel(denoiser, device_ids=devices, init_sync=sent, gradient_as_bucket_view=True)
     if settings.parallel.gradient_compression == "bfloat16":
         wrapped.register_comm_hook(torch.distributed.group.WORLD, send_in_bfloat16)
     return wrapped
@@ -118,3 +130,58 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
 def send_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's hook. Under its own name it is refused where torch has no CUDA, but gloo adds bfloat16, too."""
     return bf16_compress_hook(group, bucket)
+
+
+def connect_ranks(device: str, parallel: Parallel) -> Store | None:
+    """Open torch's process group; returns the store by which the ranks found each other, None of a single process.
+
+    RankLostError where some do not come within `parallel.timeout` seconds, with their numbers: torch's own wait names
+    none, and lasts for PROCESS_TIMEOUT.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    if missing := [name for name in VARIABLES if not os.environ.get(name)]:
+        raise RunError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and {', '.join(missing)} is not set",
+            "Start training with torchrun, accelerate launch or examples/ray_train.py, which set it.",
+        )
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = open_store(rank, parallel.timeout)
+    meet(store, rank, ranks, parallel.timeout)
+    backend = "gloo" if device == "cpu" or not torch.accelerator.is_available() else None
+    if backend is None and torch.cuda.is_available():
+        backend = "cuda:nccl,cpu:gloo" if parallel.cpu_offload else "nccl"  # shards on the host are gathered by gloo
+    torch.distributed.init_process_group(
+        backend, store=PrefixStore("group", store), rank=rank, world_size=ranks, timeout=PROCESS_TIMEOUT
+    )
+    return store
+
+
+def open_store(rank: int, timeout: float) -> Store:
+    """The launcher's store where it has one, as torchrun's agent does, on any of the machines; else rank 0's."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(host, port, None, ours, timedelta(seconds=timeout), wait_for_workers=False)
+    except DistError as error:
+        raise RankLostError(f"rank {rank} can't reach {host}:{port} after {timeout:g} s ({error})", HINT) from error
+    # The agent's store outlives a failed attempt.
+    return PrefixStore(f"latentpress/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def meet(store: Store, rank: int, ranks: int, timeout: float) -> None:
+    """Wait for all ranks. RankLostError names those that did not come, and the machines of the others."""
+    store.set(f"here/{rank}", socket.gethostname())
+    end, came, late = time.monotonic() + timeout, dict[int, str](), list[int]()
+    with activity("waiting for all ranks", total=ranks, unit="ranks") as task:
+        for other in range(ranks):
+            try:
+                store.wait([f"here/{other}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+                came[other] = store.get(f"here/{other}").decode()
+                task.advance()
+            except DistError:
+                late.append(other)
+    if late:
+        machines = ", ".join(f"{number} on {host}" for number, host in came.items()) or "none"
+        names = ", ".join(map(str, late))
+        raise RankLostError(f"after {timeout:g} s these ranks have not come: {names}; those here: {machines}", HINT)

@@ -10,7 +10,7 @@ import pytest
 from schemas.cli.console import Console, Report
 from schemas.cli.report import MOST_COLUMNS
 from tests.schemas.cli.programs import Clock, Terminal, call
-from trainer.run.progress import format_step
+from trainer.run.metrics import format_step
 
 
 def test_standard_output_has_one_json_document_and_nothing_else(here):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, trained
 from trainer.adapters.files import load_layers, write_adapter
 from trainer.adapters.header import AdapterError, read_adapter
-from trainer.setup import adapters
+from trainer.setup import export
 from trainer.setup.adapters import choose_targets
 
 ALPHAS = {"above": {"rank": 3, "alpha": 7.5}, "below": {"rank": 4, "alpha": 1.5}}
@@ -23,7 +23,7 @@ BOTH = ("diffusers", "comfyui")
 def test_every_format_gives_the_output_of_training(tiny, tmp_path, kind, alpha) -> None:
     """The diffusers file through its pipeline, though ComfyUI's is in the same folder; ComfyUI's by its rule."""
     model = trained(kind, tiny(kind), **ALPHAS[alpha])
-    assert adapters.save_lora(model, tmp_path, kind, formats=BOTH).name == "pytorch_lora_weights.safetensors"
+    assert export.save_lora(model, tmp_path, kind, formats=BOTH).name == "pytorch_lora_weights.safetensors"
     if kind == "sana":
         assert any(key.endswith("ff.conv_point.alpha") for key in load_file(tmp_path / "comfyui_lora.safetensors"))
     trained_output, theirs = output(kind, model), pipeline(kind, tiny(kind))

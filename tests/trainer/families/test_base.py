@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
+from tests.trainer.runs import opened
 from trainer.data import BatchLoader
 from trainer.families.base import module_of
 
@@ -74,10 +73,9 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", "i2i", "t2v", "i2v", "sana"])
-def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(make_config, make_set, kind) -> None:
-    config = make_config(kind)
-    make_set(config)
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
+def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kind) -> None:
+    config = ready(kind)
+    data = opened(config)
     [part] = BatchLoader(data, BatchSchedule(data.spans, 0, 2, 2), 0.0).step(0).micro_batches
     family, called = module_of(config.model.family_spec), []
     model = family.load(config.model.source).eval()

@@ -1,5 +1,7 @@
 """Against the installed pipelines, on tiny checkpoints in float32."""
 
+from functools import partial
+
 import diffusers
 import numpy as np
 import PIL.Image
@@ -9,12 +11,15 @@ from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
 from schemas.catalogue import FAMILIES
+from schemas.config.adapter import Adapter
+from tests.trainer.families.batches import by_batch_and_alone, sample_losses
+from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
 from trainer.families import kandinsky5_attention as attention
-from trainer.flow import interpolate, loss_per_sample, velocity
-from trainer.sampling import denoise, load_scheduler
 from trainer.setup import adapters
+from trainer.setup.attach import make_trainable
+from trainer.validation import denoise, load_scheduler
 
 KINDS = {
     "t2i": "kandinsky5-image-t2i",
@@ -28,11 +33,8 @@ VIDEO = ("t2v", "i2v")
 PIXELS = (32, 48)  # height, width
 
 
+run = partial(sample_losses, kandinsky5, task="t2v")
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_batch(lengths, latent_CTHW=(16, 1, 4, 6), condition=False, seed=0) -> Batch:
@@ -43,15 +45,6 @@ def make_batch(lengths, latent_CTHW=(16, 1, 4, 6), condition=False, seed=0) -> B
     latents = random(count, *latent_CTHW, seed=seed)
     pooled = random(count, 32, seed=seed + 2)
     return Batch(latents, first, text, mask, pooled, [str(i) for i in range(count)], "48x32@1")
-
-
-def one(batch: Batch, i: int) -> Batch:
-    """Sample i by itself, without padding."""
-    condition = None if batch.condition_BCTHW is None else batch.condition_BCTHW[i : i + 1]
-    text = batch.text_BLD[i][batch.text_mask_BL[i]][None]
-    mask = torch.ones(text.shape[:2], dtype=torch.bool)
-    pooled = batch.pooled_BD[i : i + 1]
-    return Batch(batch.latents_BCTHW[i : i + 1], condition, text, mask, pooled, [batch.ids[i]], batch.bucket)
 
 
 def make_pipeline(folder, task, transformer=None):
@@ -165,15 +158,6 @@ def test_i2v_without_later_frames_to_compare_with_keeps_its_latents():
     assert not torch.equal(kandinsky5.postprocess_latents(random(1, 16, 5, 4, 4), "i2v"), random(1, 16, 5, 4, 4))
 
 
-def run(model, batch, task="t2v", sigma=0.6) -> torch.Tensor:
-    """Loss of each sample at fixed noise."""
-    noise = torch.cat([random(1, *batch.latents_BCTHW.shape[1:], seed=50 + int(id)) for id in batch.ids])
-    sigma_B = torch.full((len(batch),), sigma)
-    noisy = interpolate(batch.latents_BCTHW, noise, sigma_B)
-    predicted = kandinsky5.predict(model, noisy, sigma_B, batch, task)
-    return loss_per_sample(predicted, velocity(batch.latents_BCTHW, noise), kandinsky5.clean_frames(task))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", NABLA])
 def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
@@ -189,48 +173,14 @@ def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
     assert torch.equal(ours, theirs)
 
 
-def by_batch_and_alone(model, batch, task):
-    """(losses in a batch, losses one by one, largest relative difference of any parameter's gradient)."""
-    model.zero_grad()
-    together = run(model, batch, task)
-    together.mean().backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    alone = torch.cat([run(model, one(batch, i), task) for i in range(len(batch))])
-    alone.mean().backward()
-    largest = max(
-        ((grads[name] - p.grad).norm() / p.grad.norm().clamp(min=1e-6)).item()
-        for name, p in model.named_parameters()
-        if name in grads
-    )
-    return together.detach(), alone.detach(), largest
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("float32_rotary", [True, False])
-def test_outputs_do_not_depend_on_batch_mates(tiny, task, float32_rotary, record_property):
-    model = kandinsky5.load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
-    batch = make_batch([3, 17, 8], (16, 2 if task in VIDEO else 1, 4, 6), condition=task in ("i2i", "i2v"))
-    sigma_B = torch.tensor([0.2, 0.5, 0.9])
-    with torch.no_grad():
-        together = kandinsky5.predict(model, batch.latents_BCTHW, sigma_B, batch, task)
-        for i in range(3):
-            mine = one(batch, i)
-            alone = kandinsky5.predict(model, mine.latents_BCTHW, sigma_B[i : i + 1], mine, task)
-            largest = (together[i] - alone[0]).abs().max().item()
-            record_property(f"output {i}", largest)
-            print(f"{task}, float32 rotary {float32_rotary}, sample {i}: {largest:.1e}")
-            assert largest <= (1e-5 if float32_rotary else 1e-3)
-
-
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("float32_rotary", [True, False])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, float32_rotary, record_property):
     model = kandinsky5.load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
     latent = (16, 2 if task in VIDEO else 1, 4, 6)
     batch = make_batch([3, 17, 8], latent, condition=task in ("i2i", "i2v"))
-    together, alone, gradients = by_batch_and_alone(model, batch, task)
-    losses = (together - alone).abs().max().item()
+    together, single, gradients = by_batch_and_alone(kandinsky5, model, batch, task)
+    losses = (together - single).abs().max().item()
     record_property("loss", losses)
     record_property("gradients", gradients)
     assert losses <= (1e-5 if float32_rotary else 1e-3)
@@ -241,8 +191,8 @@ def test_without_a_mask_losses_do_depend_on_batch_mates(tiny, monkeypatch):
     model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")), float32_rotary=True)
     batch = make_batch([3, 17, 8], (16, 2, 4, 6))
     monkeypatch.setattr(attention.TextMask, "current", None)
-    together, alone, _ = by_batch_and_alone(model, batch, "t2v")
-    assert (together - alone).abs().max() > 1e-3
+    together, single, _ = by_batch_and_alone(kandinsky5, model, batch, "t2v")
+    assert (together - single).abs().max() > 1e-3
 
 
 def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
@@ -260,7 +210,7 @@ def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
 
 def with_lora(model):
     torch.manual_seed(0)
-    adapters.add_lora(model, adapters.choose_targets(model, [kandinsky5.LORA_TARGETS]), rank=4)
+    make_trainable(model, kandinsky5, Adapter(rank=4))
     for name, parameter in adapters.trainable_parameters(model).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)

@@ -6,29 +6,19 @@ import diffusers
 import pytest
 import torch
 
+from tests.trainer.families.batches import by_batch_and_alone, sample_losses
+from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families import sana
-from trainer.flow import interpolate, loss_per_sample, velocity
-from trainer.sampling import denoise, load_scheduler
+from trainer.validation import denoise, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_batch(lengths, height=3, width=4, seed=0) -> Batch:
     text, mask = pad_text([random(length, 64, seed=seed + 100 + i) for i, length in enumerate(lengths)])
     latents = random(len(lengths), 32, 1, height, width, seed=seed)
     return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "128x96@1")
-
-
-def one(batch: Batch, i: int) -> Batch:
-    """Sample i by itself, without padding."""
-    text = batch.text_BLD[i][batch.text_mask_BL[i]][None]
-    mask = torch.ones(text.shape[:2], dtype=torch.bool)
-    return Batch(batch.latents_BCTHW[i : i + 1], None, text, mask, None, [batch.ids[i]], batch.bucket)
 
 
 def make_pipeline(folder, dtype=torch.float32):
@@ -125,31 +115,15 @@ def test_timesteps_are_scaled_as_the_checkpoint_says(tiny):
     assert timestep.item() == pytest.approx(0.25)
 
 
-def run(model, batch) -> torch.Tensor:
-    noise = torch.cat([random(1, *batch.latents_BCTHW.shape[1:], seed=50 + int(id)) for id in batch.ids])
-    sigma_B = torch.full((len(batch),), 0.6)
-    noisy = interpolate(batch.latents_BCTHW, noise, sigma_B)
-    predicted = sana.predict(model, noisy, sigma_B, batch, "t2i")
-    return loss_per_sample(predicted, velocity(batch.latents_BCTHW, noise))
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
     model = sana.load(str(tiny("sana")))
     if checkpointing:
         model.enable_gradient_checkpointing()
     batch = make_batch([3, 17, 8])
-    together = run(model, batch)
-    together.mean().backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    alone = torch.cat([run(model, one(batch, i)) for i in range(3)])
-    alone.mean().backward()
-    losses = (together - alone).abs().max().item()
     # A cross-attention key's bias has a gradient of zero but for rounding: hence the floor.
-    gradients = max(
-        ((grads[name] - p.grad).norm() / p.grad.norm().clamp(min=1e-3)).item() for name, p in model.named_parameters()
-    )
+    together, single, gradients = by_batch_and_alone(sana, model, batch, least=1e-3)
+    losses = (together - single).abs().max().item()
     record_property("loss", losses)
     record_property("gradients", gradients)
     assert losses <= 1e-5
@@ -161,7 +135,7 @@ def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
     unmasked = make_batch([3, 17])
     unmasked.text_mask_BL[:] = True
     with torch.no_grad():
-        assert (run(model, batch) - run(model, unmasked))[0].abs() > 1e-3
+        assert (sample_losses(sana, model, batch) - sample_losses(sana, model, unmasked))[0].abs() > 1e-3
 
 
 def test_only_images_are_accepted(tiny):

@@ -1,13 +1,16 @@
-"""Every attention backend whose package is there, at the models' head sizes, and a run with each."""
+"""Every attention backend whose package is there, at the head sizes of models, and a run with each; NABLA by compiled
+flex attention on CUDA, which a CPU has no backward pass of, equals a dense mask."""
 
 from typing import get_args
 
 import pytest
 import torch
 
+from benchmarks.gpu import nabla
 from schemas.config.section import AttentionBackend
 from tests.trainer.runs import lines, train
 from trainer.attention import find_problem
+from trainer.families.kandinsky5_attention import nabla_attention
 
 pytestmark = pytest.mark.slow
 MISSING = ("install", "No viable backend", "No available kernel")  # by what their errors say
@@ -26,7 +29,7 @@ def test_a_backend_that_is_there_computes_attention(device, name) -> None:
 
 
 @pytest.mark.parametrize("name", ["_native_flash", "_native_cudnn", "flash"])
-def test_training_with_a_backend_has_the_losses_of_torchs_own_choice(make_config, make_set, device, name) -> None:
+def test_training_with_a_backend_has_the_losses_of_torchs_own_choice(ready, device, name) -> None:
     if device == "cpu" and name != "_native_flash":
         pytest.skip("not on a CPU")
     if problem := find_problem(name, 64, torch.bfloat16, torch.device(device), gradient=True):
@@ -34,8 +37,22 @@ def test_training_with_a_backend_has_the_losses_of_torchs_own_choice(make_config
     found = []
     for backend in ("native", name):
         settings = {"device": device, "steps": 2, "precision": "bfloat16", "adapter": {"rank": 2}}
-        config = make_config("t2i", name=backend, attention_backend=backend, **settings)
-        make_set(config)
+        config = ready("t2i", name=backend, attention_backend=backend, **settings)
         train(config)
         found.append(lines(config))
     assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+GRID = (4, 16, 16)  # tokens: 16 blocks
+
+
+def test_flex_attention_equals_a_dense_mask_forward_and_backward(device) -> None:
+    inputs, sparse = nabla.make_inputs(GRID, 2, torch.device(device), torch.bfloat16, share=0.5)
+    sparse["sta_mask"] = torch.zeros_like(sparse["sta_mask"])  # else the window has nearly all of so few blocks
+    density = nabla.choose_blocks(inputs[0], inputs[1], sparse).to_dense().float().mean()
+    assert 0.05 < density < 0.5
+    found = nabla.compute(lambda q, k, v: nabla_attention(q, k, v, sparse), inputs)
+    dense = nabla.compute(nabla.with_dense_mask(sparse), inputs)
+    full = nabla.compute(nabla.full_attention, inputs)
+    assert max(nabla.relative_errors(found, dense)) < 0.02
+    assert min(nabla.relative_errors(found, full)) > 0.05

@@ -1,7 +1,6 @@
 """Runs whose numbers must not depend on what the card is used for: offload, compilation, fused and paged optimizers,
 a kill."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from benchmarks.gpu import sana
 from benchmarks.gpu.training import Case, Model, forget_models, measure_steps, predict, prepare
 from examples.tiny_shapes import SHAPES
 from schemas.config.pipeline import Config
-from tests.trainer.runs import lines, train
+from tests.trainer.runs import lines, train, write
 from trainer.run.resume import newest_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -27,7 +26,7 @@ def on(device: str, **settings: dict) -> dict:
     return {"device": device, "steps": STEPS, "adapter": {"rank": 2}, **settings}
 
 
-def test_offload_and_compilation_change_no_loss(make_config, make_set, device) -> None:
+def test_offload_and_compilation_change_no_loss(ready, device) -> None:
     """On a CPU one of them, as tests/trainer/setup/ has each there."""
     on_card = device == "cuda"
     compiled = {"compile": "blocks"}
@@ -42,8 +41,7 @@ def test_offload_and_compilation_change_no_loss(make_config, make_set, device) -
         options["compiled, offloaded"] = {**compiled, "offload": blocks}
     options["blocks and activations"] = {"offload": {**blocks, "activations": True}}
     for name, each in options.items():
-        config = make_config("t2i", name=name, **on(device, **each))
-        make_set(config)
+        config = ready("t2i", name=name, **on(device, **each))
         train(config)
         found[name] = lines(config)
     assert len(found["plain"]) == STEPS and len({*found["plain"].values()}) == STEPS
@@ -76,15 +74,14 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
 
     killed = config("killed", 100_000)
     make_set(killed)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(killed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(killed, tmp_path)
     child = subprocess.Popen(
         [sys.executable, "-m", "trainer", "--config", str(path), "--json"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
     )
-    folder, deadline = Path(killed.output) / "run" / "checkpoints", time.monotonic() + 90
+    folder, deadline = killed.run_folder / "checkpoints", time.monotonic() + 90
     try:
         while newest_checkpoint(folder)[0] is None:
             assert child.poll() is None and time.monotonic() < deadline

@@ -16,7 +16,6 @@ from schemas.catalogue import FAMILIES
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK
-from tests.forms import long
 from trainer.memory import encoders as encoder_memory
 from trainer.memory.card_fit import check_card, list_buckets, read_shapes
 from trainer.memory.estimate import sum_bytes
@@ -54,10 +53,8 @@ def no_network(monkeypatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [long("kandinsky-image-lora-16gb"), long("kandinsky-video-lite-lora-16gb"), "sana-lora-12gb"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["kandinsky-image-lora-16gb", "kandinsky-video-lite-lora-16gb", "sana-lora-12gb"])
 def test_a_recipe_fits_its_card_and_a_small_one_is_told_what_helps(name: str) -> None:
     config = load_config(ROOT / "examples" / "recipes" / f"{name}.yaml")
     card = float(name.rsplit("-", 1)[1].removesuffix("gb"))

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from examples.tiny_shapes import KINDS, SHAPES
-from schemas.cli.console import OK, Options, run_program
+from schemas.cli.console import OK
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
-from trainer.__main__ import run as program_run
+from tests.trainer.runs import moved, write
 from trainer.families.base import module_of
-from trainer.memory.advice import RESERVED, explain_fit, find_card, try_changes
+from trainer.memory.card_fit import RESERVED, explain_fit, find_card, try_changes
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 from trainer.methods.base import Method
 from trainer.methods.selection import METHODS
@@ -72,17 +72,13 @@ LONG_GRID = {
 
 
 @pytest.mark.slow
-def test_a_dry_run_shows_it_and_loads_nothing(make_config, make_set, tmp_path, capsys) -> None:
+def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
     shown = {}
     for name, options in (("less", {}), ("more", {"gradient_checkpointing": False, "batch_size": 4})):
-        config = make_config("i2v", name=name, **options)
-        make_set(config)
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-        assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
-        said = capsys.readouterr()
-        details = json.loads(said.out)["details"]
-        assert "loading the transformer" not in said.err and details["memory_of_bucket"] == "96x64@5"
+        config = ready("i2v", name=name, **options)
+        code, report, said = program(config, dry_run=True)
+        details = report["details"]
+        assert code == OK and "loading the transformer" not in said and details["memory_of_bucket"] == "96x64@5"
         shown[name] = {row["part"]: row["mib"] for row in details["memory"]}
         assert [*shown[name]] == [field.name for field in fields(MemoryEstimate)][:-1]
     assert shown["more"]["activations"] > shown["less"]["activations"]
@@ -170,19 +166,15 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_fit_the_card(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
-    config = make_config("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
-    make_set(config)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> None:
+    config = ready("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     def said(size: int) -> str:
         card = SimpleNamespace(name="a small card", total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-        assert run_program("train", program_run, Options(path, json=True, dry_run=True)) == OK
-        return " ".join(capsys.readouterr().err.split())
+        return " ".join(program(config, dry_run=True)[2].split())
 
     shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
     length = config.text.max_length or config.model.template.max_length
@@ -265,12 +257,11 @@ def test_the_host_memory_of_a_program(make_config, make_set, made, tmp_path, set
     module_of(make_config("t2i").model.family_spec).untrained(large).save_pretrained(tmp_path / "model" / "transformer")
     shape = json.loads((tmp_path / "model" / "transformer" / "config.json").read_text())
     config = make_config("t2i", steps=2, **settings)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "model")})})
+    config = moved(config, tmp_path / "model")
     rng = np.random.default_rng(0)
     items = [made.Item("512x512", made.latent(rng, config, "512x512"), [made.caption(rng, 64)]) for _ in range(4)]
     make_set(config, items, made.caption(rng, 64))
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    path = write(config, tmp_path)
     child = subprocess.Popen([sys.executable, "-m", "trainer", "--config", str(path)], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     assert os.waitstatus_to_exitcode(status) == OK

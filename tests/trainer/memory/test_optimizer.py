@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from schemas.config.training import Optimizer
-from trainer.memory.optimizer import measure_optimizer
+from trainer.memory.meter import measure_optimizer
 from trainer.run.run_state import RunError
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -38,7 +38,7 @@ def loss_by_hand(
     losses, similarities = [], []
     for sample, (hidden_ND, features) in enumerate(zip(hidden_BND, batch.extras["vision"], strict=True)):
         wanted = [enlarge(frame, grid.rows, grid.columns) for frame in features]
-        neighbours = {
+        neighbors = {
             f: [(f, 1.0)]
             + [
                 (f + sign * d, math.exp(-d / options.adjacent_tau))
@@ -54,7 +54,7 @@ def loss_by_hand(
             f, r, c = (int(n) for n in np.unravel_index(place, (grid.frames, grid.rows, grid.columns)))
             h = (h - h.mean()) / (h.var(correction=0) + 1e-5).sqrt() * norm.weight + norm.bias
             h = linear.weight @ h + linear.bias
-            found.append(sum(share * cosine(h, wanted[k][r, c]) for k, share in neighbours[f]))
+            found.append(sum(share * cosine(h, wanted[k][r, c]) for k, share in neighbors[f]))
             if mask is not None:
                 high, wide = mask.shape[-2] // grid.rows, mask.shape[-1] // grid.columns
                 factors.append(mask[sample, f, r * high : (r + 1) * high, c * wide : (c + 1) * wide].mean())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forms import long
 from tests.trainer.families.test_kandinsky5_attention import SPARSE, ByHand
 from tests.trainer.methods.test_tread import step_once
-from tests.trainer.runs import move_adapter, prepared
+from tests.trainer.runs import move_adapter, moved, prepared
 from trainer import train as loop
 from trainer.families.kandinsky5_attention import install_processors
 from trainer.setup import adapters
@@ -40,11 +41,11 @@ PLAIN = {"gradient_checkpointing": False}
 
 @pytest.fixture
 def start(make_config, make_set, made, tmp_path) -> Callable[..., loop.TrainState]:
-    """start(name, nabla=, moved=, **train options): a run of four samples a step, of whose latents all but a square of
-    16x16 is masked, another one for each: 8x8 tokens, which is what NABLA's TREAD drops, and the only tokens that any
-    may drop. moved: whether the adapter is no longer at its start."""
+    """start(name, nabla=, at_start=, **train options): a run of four samples a step, of whose latents all but a square
+    of 16x16 is masked, another one for each: 8x8 tokens, which is what NABLA's TREAD drops, and the only tokens that
+    any may drop. at_start: whether the adapter is as it begins."""
 
-    def get(name: str, nabla: dict | None = None, moved: bool = True, **options: Any) -> loop.TrainState:
+    def get(name: str, nabla: dict | None = None, at_start: bool = False, **options: Any) -> loop.TrainState:
         settings = {"batch_size": 2, "accumulate": 2, "caption_dropout": 0.5, "steps": 4, "methods": METHODS}
         settings |= {"adapter": {"rank": 4}, "optimizer": {"max_grad_norm": 1e12, "warmup": 0}, **PLAIN}
         config = make_config("i2v", name=name, **settings | options)
@@ -53,13 +54,13 @@ def start(make_config, make_set, made, tmp_path) -> Callable[..., loop.TrainStat
             shutil.copytree(config.model.path, folder)
             shape = json.loads((folder / "transformer/config.json").read_text()) | nabla
             (folder / "transformer/config.json").write_text(json.dumps(shape))
-            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+            config = moved(config, folder)
         make_set(config, *samples(made, config))
         torch.compiler.reset()
         run = prepared(config)
         # Rounding to bfloat16 would make a last bit's difference 60,000 times larger.
         install_processors(run.model, float32_rotary=True)
-        if moved:
+        if not at_start:
             move_adapter(run)
         return run
 
@@ -101,13 +102,15 @@ def test_each_has_its_part(start) -> None:
     "way",
     [
         {"gradient_checkpointing": True, "offload": {"blocks": True, "activations": True}},
-        {"compile": "blocks", "compile_backend": "eager", **ONE},
+        long({"compile": "blocks", "compile_backend": "eager", **ONE}),
+        {"attention_backend": "_native_math"},
     ],
-    ids=["offload", "compile"],
+    ids=["offload", "compile", "attention"],
 )
-def test_blocks_that_are_offloaded_or_compiled(start, way) -> None:
-    few = {key: value for key, value in way.items() if key in ONE}
-    check_same(step_once(start("way", **way)), step_once(start("plain", **few)))
+def test_blocks_that_are_offloaded_or_compiled_or_have_other_kernels(start, way) -> None:
+    few, run = {key: value for key, value in way.items() if key in ONE}, start("way", **way)
+    check_same(step_once(run), step_once(start("plain", **few)))
+    assert not any(block._forward_hooks for block in run.family.blocks(run.model)), "methods leave nothing behind"
 
 
 def test_nabla_that_leaves_nothing_out_is_the_plain_model(start) -> None:
@@ -126,15 +129,15 @@ def test_nabla_is_that_of_its_definition(start) -> None:
     assert abs(step_once(start("plain")).loss - found.loss) > 1e-4
 
 
-def test_a_quantised_base_is_a_plain_one_of_the_same_numbers(start) -> None:
-    quantised, plain = start("quantised", base_precision="int8-quanto"), start("plain")
-    weights, changed = dict(quantised.model.named_parameters()), 0
+def test_a_quantized_base_is_a_plain_one_of_the_same_numbers(start) -> None:
+    quantized, plain = start("quantized", base_precision="int8-quanto"), start("plain")
+    weights, changed = dict(quantized.model.named_parameters()), 0
     for name, weight in plain.model.named_parameters():
         if hasattr(weights[name], "dequantize") and not torch.equal(rounded := value(weights[name]), weight):
             weight.data.copy_(rounded)
             changed += 1
     assert changed == len(adapters.list_adapted_modules(plain.model))
-    found = step_once(quantised)
+    found = step_once(quantized)
     check_same(found, step_once(plain), 1e-4)
     assert abs(step_once(start("whole")).loss - found.loss) > 1e-5
 
@@ -146,8 +149,8 @@ def value(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("init", ["olora", "pissa"])
 def test_adapters_that_begin_with_a_part_of_the_base(start, init) -> None:
     """Their model is the base at the start, and the chain rule leads from the gradients of its weights to theirs."""
-    full = step_once(start("full", moved=False, methods=WITHOUT_BASE, adapter={"type": "full"}))
-    run = start(init, moved=False, methods=WITHOUT_BASE, adapter={"rank": 4, "alpha": 2, "init_weights": init})
+    full = step_once(start("full", at_start=True, methods=WITHOUT_BASE, adapter={"type": "full"}))
+    run = start(init, at_start=True, methods=WITHOUT_BASE, adapter={"rank": 4, "alpha": 2, "init_weights": init})
     own = {name: weight.detach().clone() for name, weight in run.trainable.items()}
     found, expected = step_once(run), {}
     for path in adapters.list_adapted_modules(run.model):

@@ -1,6 +1,5 @@
 """What a method may do in a step: hold weights, span both passes, draw at random, weigh and add losses."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,15 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console
 from schemas.config.methods import Methods
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import METHODS
-from trainer.run.metrics import read_metrics
 from trainer.setup import prepare
 
 
@@ -62,12 +57,6 @@ def tapping(monkeypatch: pytest.MonkeyPatch) -> Tapping:
     return method
 
 
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = BatchSchedule(data.spans, 0, config.train.batch_size, config.train.batch_size * config.train.accumulate)
-    return loop.prepare_training(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")
-
-
 def test_every_method_has_a_section_of_its_own() -> None:
     assert [*Methods.model_fields] == [*METHODS], "in the same order"
 
@@ -94,16 +83,15 @@ def test_the_documents_say_of_each_method_which_others_it_goes_with() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
-    make_config, make_set, tapping: Tapping, checkpointing: bool
+    ready, make_config, tapping: Tapping, checkpointing: bool
 ) -> None:
-    config = make_config("t2i", steps=2, accumulate=2, gradient_checkpointing=checkpointing)
-    make_set(config)
+    config = ready("t2i", steps=2, accumulate=2, gradient_checkpointing=checkpointing)
     run = prepared(config)
     before = tapping.head.weight.detach().clone()
     loop.train_loop(run)
     passes = ["block", "loss", "block", "left"] if checkpointing else ["block", "loss", "left"]
     assert tapping.noted == passes * 4, "a checkpointed block is computed again within the context"
-    kept = load_file(Path(config.output) / "run/checkpoints/step-000002/trainable.safetensors")
+    kept = load_file(config.run_folder / "checkpoints/step-000002/trainable.safetensors")
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight) and "methods.tapping.bias" in kept
     assert not torch.equal(before, tapping.head.weight)
     again = prepared(make_config("t2i", steps=2, accumulate=2))
@@ -114,48 +102,3 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
     noise = [again.gradient_noise.noise, again.gradient_noise.signal]
     assert noise == resumed.state["gradient noise"] and all(noise), "what a measurement is averaged with is kept"
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)
-
-
-@pytest.mark.slow
-def test_random_numbers_depend_on_the_position_alone(make_config, make_set, tapping: Tapping) -> None:
-    drawn = []
-    for batch_size, accumulate in ((2, 2), (4, 1)):
-        tapping.drawn.clear()
-        config = make_config("t2i", name=f"by{batch_size}", steps=2, batch_size=batch_size, accumulate=accumulate)
-        make_set(config)
-        loop.train_loop(prepared(config))
-        drawn.append(torch.cat(tapping.drawn))
-    assert torch.equal(drawn[0], drawn[1]) and len(set(drawn[0].tolist())) == 8
-
-
-class Replacing(Method):
-    """Trains on other noise towards the base model's own prediction plus one."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
-
-    def prepare(self, step: MethodStep) -> None:
-        self.seen.append((step.number, step.steps))
-        before = torch.get_rng_state()
-        step.noisy_BCTHW = step.noisy_BCTHW.flip(-1)
-        adapted, base = (step.predict(step.noisy_BCTHW, step.sigma_B, step.batch, base=base) for base in (False, True))
-        assert not adapted.requires_grad and torch.equal(adapted, base) == (step.number == 0), "a new LoRA does nothing"
-        assert torch.equal(before, torch.get_rng_state()) and step.model.training, "dropout was off"
-        step.target_BCTHW = base + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{"dropout": 0.5, "dora": True}, {"type": "lokr"}])
-def test_a_method_replaces_input_and_target(make_config, make_set, monkeypatch, adapter) -> None:
-    """A difference of 1 everywhere is a loss of 1, until the adapter changes the model."""
-    method = Replacing()
-    monkeypatch.setattr(prepare, "make_methods", lambda settings: {"replacing": method})
-    config = make_config("t2i", steps=2, batch_size=2, adapter={"rank": 2, **adapter})
-    make_set(config)
-    run = prepared(config)
-    trainable = {name: id(parameter) for name, parameter in run.denoiser.trainable().items()}
-    loop.train_loop(run)
-    assert method.seen == [(0, 2), (1, 2)]
-    assert {name: id(parameter) for name, parameter in run.denoiser.trainable().items()} == trainable
-    first, second = (line["loss"] for line in read_metrics(run.folder / "metrics.jsonl") if "loss" in line)
-    assert first == pytest.approx(1, rel=1e-5) and second != pytest.approx(1, rel=1e-5)

@@ -4,7 +4,6 @@ is cut and how many processes share it."""
 import json
 import math
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from schemas.config.methods import CREPA
 from schemas.errors import USAGE
-from tests.forms import long
 from tests.trainer.methods.crepa_by_hand import loss_by_hand
-from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train, trained_weights
+from tests.trainer.runs import (
+    LOADS,
+    lines,
+    move_adapter,
+    prepared,
+    train,
+    trained_weights,
+)
 from trainer import train as loop
-from trainer.methods.crepa import CREPAMethod, add_neighbours
+from trainer.methods.crepa import CREPAMethod, add_neighbors
 
 WIDTH = 12  # of the features
 
@@ -39,27 +41,9 @@ def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
     return items, null, prompts
 
 
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    size = config.train.batch_size
-    return loop.prepare_training(config, data, BatchSchedule(data.spans, 0, size, size), quiet(), "cpu")
-
-
-def move_adapter(run: loop.TrainState) -> None:
-    """Away from its start, where half of the gradients are 0."""
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in run.trainable.values():
-            weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.05)
-
-
-def gradients(run: loop.TrainState) -> dict[str, torch.Tensor]:
-    return {name: weight.grad.clone() for name, weight in run.trainable.items() if weight.grad is not None}
-
-
 CASES = {
     "t2v": ("t2v", {}, 1),
-    "neighbours": ("t2v", {"adjacent_distance": 2, "adjacent_tau": 0.5, "cumulative_neighbors": True}, 2),
+    "neighbors": ("t2v", {"adjacent_distance": 2, "adjacent_tau": 0.5, "cumulative_neighbors": True}, 2),
     "sum": ("t2v", {"adjacent_distance": 3, "adjacent_tau": 2.0, "normalize_by_frames": False, "weight": 2.0}, 2),
     "repa": ("i2v", {"adjacent_distance": 0}, 1),
     "masked": ("i2v", {}, 1),
@@ -141,63 +125,17 @@ def longer(made, config, given: tuple) -> tuple:
     return items, null, prompts
 
 
-def test_neighbours_outside_of_the_clip_have_no_term() -> None:
+def test_neighbors_outside_of_the_clip_have_no_term() -> None:
     values = torch.arange(3.0).view(1, 3, 1, 1, 1)
     near, far = math.exp(-1 / 2), math.exp(-2 / 2)
-    assert add_neighbours(values, range(1, 2), 2.0).flatten().tolist() == pytest.approx([near, 1 + 2 * near, 2 + near])
+    assert add_neighbors(values, range(1, 2), 2.0).flatten().tolist() == pytest.approx([near, 1 + 2 * near, 2 + near])
     both = [near + 2 * far, 1 + 2 * near, 2 + near]
-    assert add_neighbours(values, range(1, 5), 2.0).flatten().tolist() == pytest.approx(both)
-    assert torch.equal(add_neighbours(values, range(3, 4), 2.0), values)
-    assert torch.equal(add_neighbours(values, range(1, 1), 2.0), values)
+    assert add_neighbors(values, range(1, 5), 2.0).flatten().tolist() == pytest.approx(both)
+    assert torch.equal(add_neighbors(values, range(3, 4), 2.0), values)
+    assert torch.equal(add_neighbors(values, range(1, 1), 2.0), values)
 
 
 # --- how blocks are computed ---
-
-WAYS: dict[str, dict[str, Any]] = {
-    "checkpointing": {},
-    "half": {"gradient_checkpointing_interval": 2},
-    "offload": {"offload": {"blocks": True, "activations": True}},
-    "quantised": {"base_precision": "int8-quanto"},
-    "compiled": {"compile": "blocks", "compile_backend": "eager"},
-}
-UNCOMPILED = [way for way in WAYS if way != "compiled"]  # to trace a graph takes seconds: test_all_at_once.py has it
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "adapter", "ways"),
-    [
-        ("t2v", {"rank": 2}, UNCOMPILED),
-        long("t2v", {"rank": 2}, ["compiled"]),
-        ("sana", {"type": "full"}, ["checkpointing"]),
-    ],
-)
-def test_gradients_reach_the_block_however_it_is_computed(make_config, make_set, made, kind, adapter, ways) -> None:
-    """And nothing of the step is kept after it."""
-    found = {}
-    for name, options in {"plain": {"gradient_checkpointing": False}, **{way: WAYS[way] for way in ways}}.items():
-        methods = {"crepa": {"block_index": 1, "weight": 3.0}}
-        config = make_config(kind, name=name, batch_size=2, methods=methods, adapter=adapter, **options)
-        make_set(config, *with_features(made, config))
-        run = prepared(config)
-        move_adapter(run)
-        _, loss_B, logged = loop.backward(run, 0, run.loader.step(0).micro_batches[0], 2)
-        found[name] = ({"loss": loss_B, **logged}, gradients(run))
-        assert not any(block._forward_hooks for block in run.family.blocks(run.model)), name
-        assert not [value for value in vars(run.methods["crepa"]).values() if isinstance(value, torch.Tensor)]
-    numbers, wanted = found.pop("plain")
-    if "quantised" in found:
-        _, grads = found.pop("quantised")
-        everything, others = (torch.cat([each[name].flatten() for name in wanted]) for each in (wanted, grads))
-        assert torch.cosine_similarity(everything, others, 0) > 0.95
-    assert numbers["crepa_loss"].abs().min() > 0
-    for name, (others, grads) in found.items():
-        assert others.keys() == numbers.keys() and grads.keys() == wanted.keys()
-        for key, value in numbers.items():
-            torch.testing.assert_close(others[key], value, rtol=1e-5, atol=1e-6)
-        for key, grad in wanted.items():
-            assert (grad - grads[key]).norm() <= 1e-4 * grad.norm().clamp(min=1e-3), (name, key)
-
 
 # --- schedule and cut-offs ---
 
@@ -236,26 +174,6 @@ def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
             again.load_state(crafted)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"weight_end": 2.0, "schedule": "linear"}, "weight_end"),
-        ({"decay_steps": 5}, "option of schedule linear or cosine or polynomial, and schedule is constant; remove it"),
-        ({"weight_end": 0.1}, "schedule is constant; remove it"),
-        ({"power": 2.0, "schedule": "cosine"}, "option of schedule polynomial, and schedule is cosine; remove it"),
-        ({"similarity_ema_decay": 0.9}, "no effect without similarity_threshold; set that, or remove this"),
-        ({"threshold_mode": "recoverable"}, "no effect without similarity_threshold; set that, or remove this"),
-        ({"adjacent_distance": 0, "adjacent_tau": 2.0}, "no effect with adjacent_distance 0, .*raise that, or remove"),
-        ({"adjacent_distance": 0, "cumulative_neighbors": True}, "no effect with adjacent_distance 0"),
-        ({"schedule": "step"}, "schedule"),
-        ({"weight": 0.0}, "weight"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        CREPA(**options)
-
-
 # --- runs ---
 
 
@@ -281,55 +199,23 @@ def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> N
     assert {name for name in whole if "crepa" in name} == {
         f"methods.crepa.{name}" for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
     }
-    adapter = load_file(Path(config.output) / "run/adapter/pytorch_lora_weights.safetensors")
+    adapter = load_file(config.run_folder / "adapter/pytorch_lora_weights.safetensors")
     assert adapter and not [name for name in adapter if "crepa" in name or "methods" in name]
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(make_config, make_set, made, tmp_path, is_long) -> None:
-    """With micro-batches that are not synchronised, checkpointing, and a step after the cut-off. By FSDP2 in the long
-    form, and with all methods in tests/trainer/methods/test_regularisation.py."""
-    methods, found = {"crepa": {"block_index": 1, "cutoff_step": 2}}, []
-    for name, accumulate, strategy in (("alone", 4, "ddp"), ("ddp", 2, "ddp"), *is_long * [("fsdp2", 2, "fsdp2")]):
-        settings = {"methods": methods, "adapter": {"rank": 2}, "parallel": {"strategy": strategy}}
-        config = make_config("t2v", name=name, steps=3, batch_size=2, accumulate=accumulate, **settings)
-        make_set(config, *with_features(made, config))
-        if name == "alone":
-            train(config)
-        else:
-            path = tmp_path / "pipeline.yaml"
-            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-            assert on_two_ranks(path)["done"] == 3
-        names = ("loss", "crepa_loss", "crepa_similarity", "crepa_weight", "grad_norm")
-        found.append([lines(config, name) for name in names])
-        if name != "fsdp2":
-            found[-1].append(trained_weights(config))
-    (*alone, weights), (*shared, others), *sharded = found
-    assert [len(numbers) for numbers in alone] == [3, 2, 2, 3, 3]
-    for one, two, *three in zip(alone, shared, *sharded, strict=True):
-        assert one.keys() == two.keys()
-        assert [*two.values()] == pytest.approx([*one.values()], rel=1e-5, abs=1e-6)
-        for numbers in three:
-            assert [*numbers.values()] == pytest.approx([*one.values()], rel=1e-4, abs=1e-6)
-    for name, weight in weights.items():
-        # Adam divides small gradients by themselves: their last bits, which differ by processor, count in full.
-        assert (weight - others[name]).norm() <= 1e-3 * weight.norm().clamp(min=1e-3), name
 
 
 # --- refused ---
 
 
 def test_what_can_not_be_aligned_is_refused_before_a_model_is_loaded(
-    make_config, make_set, made, tmp_path, capsys
+    ready, make_config, make_set, made, program
 ) -> None:
-    config = make_config("t2i", methods={"crepa": {"block_index": 0}})
-    make_set(config)
-    code, _, said = program(config, tmp_path, capsys)
+    config = ready("t2i", methods={"crepa": {"block_index": 0}})
+    code, _, said = program(config)
     said = " ".join(said.split())
     assert code == USAGE and "train.methods.crepa needs vision, which no sample of set set1 has" in said
     assert "vision.model" in said and "latentpress run" in said
     config = make_config("t2i", name="deep", methods={"crepa": {}})
     make_set(config, *with_features(made, config))
-    code, _, said = program(config, tmp_path, capsys)
+    code, _, said = program(config)
     assert code == USAGE and LOADS not in said
     assert "train.methods.crepa.block_index: 8 is outside of the transformer's blocks, 0 to 1" in " ".join(said.split())

@@ -92,9 +92,9 @@ ADAPTERS = {"i2v": {"rank": 2}, "i2i": {"rank": 2, "init_weights": "olora"}, "sa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_the_loss_is_that_of_the_perturbed_input(make_config, make_set, kind) -> None:
+def test_the_loss_is_that_of_the_perturbed_input(ready, kind) -> None:
     """With the blocks computed again in the backward pass; sigma stays the same for the model and in the metrics."""
-    config = make_config(
+    config = ready(
         kind,
         steps=1,
         batch_size=4,
@@ -102,7 +102,6 @@ def test_the_loss_is_that_of_the_perturbed_input(make_config, make_set, kind) ->
         adapter=ADAPTERS[kind],
         methods={"input_perturbation": {"strength": 1.0}},
     )
-    make_set(config)
     run, losses = prepared(config), {}
     [part] = run.loader.step(0).micro_batches
     step = loop.start_step(run, 0, part)

@@ -1,36 +1,16 @@
 """The masked loss against its definition, computed by hand from the model's own prediction."""
 
-import json
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console, Options, run_program
-from schemas.config.methods import MaskedLoss
 from schemas.errors import USAGE
+from tests.trainer.runs import prepared
 from trainer import flow
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.run import metrics
 from trainer.timesteps import sample_sigma
-
-
-def quiet() -> Console:
-    return Console(stderr=open(os.devnull, "w"))
-
-
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    size = config.train.batch_size
-    plan = BatchSchedule(data.spans, config.train.seed, size, size * config.train.accumulate)
-    return loop.prepare_training(config, data, plan, quiet(), "cpu")
 
 
 def masked(made, config, every: int = 1):
@@ -45,7 +25,7 @@ def masked(made, config, every: int = 1):
 
 def first_loss(config) -> float:
     loop.train_loop(prepared(config))
-    [line] = [line for line in metrics.read_metrics(Path(config.output) / "run/metrics.jsonl") if "loss" in line]
+    [line] = [line for line in metrics.read_metrics(config.run_folder / "metrics.jsonl") if "loss" in line]
     return line["loss"]
 
 
@@ -70,7 +50,7 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
 
 
 @pytest.mark.slow
-def test_the_area_is_normalised_and_a_share_is_unmasked(make_config, make_set, made) -> None:
+def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, made) -> None:
     """Each sample's loss is the weighted mean of its trained frames; of a sample without its mask, the plain mean. The
     same for any division of the global batch. With a Huber loss and weights of the noise levels."""
     losses = []
@@ -154,34 +134,10 @@ def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> No
     assert found["all"] == pytest.approx(found["plain"], rel=1e-6) and found["none"] == 0 < found["plain"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"unmasked_weight": 1.0, "normalize_area": True}, "no effect with unmasked_weight 1: .*lower that, or remove"),
-        *(
-            (
-                {"unmasked_probability": 1.0, name: value},
-                "no effect with unmasked_probability 1, .*lower that, or remove",
-            )
-            for name, value in (("unmasked_weight", 0.5), ("normalize_area", True), ("prior_weight", 1.0))
-        ),
-    ],
-)
-def test_options_without_effect_are_refused(options, said) -> None:
-    with pytest.raises(ValidationError, match=said):
-        MaskedLoss(**options)
-
-
-def test_a_set_without_masks_is_refused_before_a_model_is_loaded(
-    make_config, make_set, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, program, monkeypatch) -> None:
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
-    config = make_config("t2i", methods={"masked_loss": {}})
-    make_set(config)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    config = ready("t2i", methods={"masked_loss": {}})
     for dry_run in (True, False):
-        assert run_program("train", program_run, Options(path, dry_run=dry_run)) == USAGE
-        said = capsys.readouterr().err
-        assert "train.methods.masked_loss needs mask, which no sample of set set1 has" in said
+        code, _, said = program(config, dry_run=dry_run)
+        assert code == USAGE and "train.methods.masked_loss needs mask, which no sample of set set1 has" in said
         assert "mask_data" in said and "latentpress run" in said

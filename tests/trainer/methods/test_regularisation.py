@@ -1,8 +1,6 @@
 """Regularisation data against the base model, loaded a second time without an adapter."""
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +8,14 @@ import torch
 
 from schemas.cli.console import Options, run_program
 from schemas.errors import OK, USAGE
+from tests.forms import long
 from tests.trainer.methods.test_crepa import with_features
-from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights
+from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights, write
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.methods.selection import METHODS
+
+pytestmark = pytest.mark.slow
 
 ROLLOUT = {"scheduled_sampling": {"probability": 0.6, "max_step_offset": 2, "schedule_steps": 10}}
 ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": 1}]}}
@@ -30,7 +31,6 @@ def marked(made, config, every: int = 2):
     return items, null, prompts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapter", "options"),
     [
@@ -70,7 +70,6 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
     assert not all(torch.equal(*pair) for pair in zip(before, run.trainable.values(), strict=True)), "it is trained"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -80,14 +79,13 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
     ],
 )
 def test_a_new_adapter_agrees_with_its_base(make_config, make_set, made, kind, settings) -> None:
-    """Also with a quantised one, at a perturbed input: with nothing else to learn, the loss is 0 and stays so."""
+    """Also with a quantized one, at a perturbed input: with nothing else to learn, the loss is 0 and stays so."""
     config = make_config(kind, steps=2, batch_size=2, methods={"input_perturbation": {}}, **settings)
     make_set(config, *marked(made, config, every=1))
     train(config)
     assert lines(config).keys() == {1, 2} and max(lines(config).values()) < 1e-10
 
 
-@pytest.mark.slow
 def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None:
     """Routed, the new adapter's model is not its base."""
     config = make_config("t2i", steps=1, methods=ROUTE)
@@ -96,52 +94,7 @@ def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None
     assert lines(config)[1] > 1e-4
 
 
-@pytest.mark.slow
-def test_with_nabla_a_rollout_and_the_base_model_are_sparse_too(make_config, make_set, made, tmp_path) -> None:
-    config = make_config("t2v", steps=1, batch_size=2, methods={**ROLLOUT, "input_perturbation": {}})
-    shutil.copytree(config.model.path, tmp_path / "nabla")
-    shape = json.loads((tmp_path / "nabla/transformer/config.json").read_text())
-    shape |= {"attention_type": "nabla", "attention_P": 0.2, "attention_wT": 3, "attention_wH": 1, "attention_wW": 1}
-    shape |= {"attention_method": "topcdf", "attention_add_sta": True}
-    (tmp_path / "nabla/transformer/config.json").write_text(json.dumps(shape))
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "nabla")})})
-    rng, bucket = np.random.default_rng(0), "128x128@5"
-    items = [made.Item(bucket, made.latent(rng, config, bucket), [made.caption(rng, 4)]) for _ in range(2)]
-    for item in items:
-        item.regularisation = True
-    make_set(config, items, made.caption(rng, 2), [])
-    run = prepared(config)
-    assert loop.train_step(run, run.loader.step(0))["loss"] < 1e-10
-    move_adapter(run)
-    assert loop.train_step(run, run.loader.step(1))["loss"] > 1e-4
-
-
-@pytest.mark.slow
-def test_with_a_rollout_it_trains_alike_however_memory_is_saved(make_config, make_set, made, is_long) -> None:
-    found = {}
-    for name, options in {
-        "plain": {"gradient_checkpointing": False},
-        "checkpointing": {},
-        "offload": {"offload": {"blocks": True, "activations": True}},
-        **(
-            {"compile": {"compile": "blocks", "compile_backend": "eager"}} if is_long else {}
-        ),  # as in test_all_at_once.py
-    }.items():
-        torch.compiler.reset()
-        methods = {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10}}
-        methods |= {"input_perturbation": {}}
-        config = make_config("t2i", name=name, steps=1, adapter={"rank": 2}, methods=methods, **options)
-        make_set(config, *marked(made, config, every=1))
-        run = prepared(config)
-        move_adapter(run)
-        numbers = loop.train_step(run, run.loader.step(0))
-        found[name] = numbers["loss"], numbers["grad_norm"]
-    for name, values in found.items():
-        assert values == pytest.approx(found["plain"], rel=1e-4) and values[0] > 1e-3, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [long("ddp"), "fsdp2"])
 def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
     make_config, make_set, made, tmp_path, strategy
 ) -> None:
@@ -163,9 +116,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     for config in (alone, two, cut):
         make_set(config, items, *others)
     train(alone)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    assert on_two_ranks(path)["done"] == 2
+    assert on_two_ranks(write(two, tmp_path))["done"] == 2
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4)
     if strategy == "fsdp2":
         return
@@ -177,7 +128,6 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
         assert torch.equal(value, trained_weights(whole)[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "settings", "said"),
     [
@@ -196,14 +146,14 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     items[0].regularisation = every < 99
     config = make_config("t2i", **settings)
     make_set(config, items, null, prompts)
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    write(config, path)
     assert run_program("train", program_run, Options(path)) == USAGE
     printed = " ".join(capsys.readouterr().err.split())
     assert "train.methods.regularization" in printed and said in printed
     if every < 99:
         assert "set train.methods.regularization.target to data" in printed
         allowed = make_config("t2i", **settings, methods={"regularisation": {"target": "data"}})
-        path.write_text(json.dumps(allowed.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        write(allowed, path)
         assert run_program("train", program_run, Options(path, dry_run=True, json=True)) == OK
         assert json.loads(capsys.readouterr().out)["details"]["methods"] == "regularisation"
-    assert not (Path(config.output) / "run" / "checkpoints").exists()
+    assert not (config.run_folder / "checkpoints").exists()

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from pydantic import ValidationError
 
 from schemas.config.methods import ScheduledSampling
 from schemas.identity import derive_seed
-from tests.trainer.runs import lines, move_adapter, prepared, train, trained_weights
+from tests.trainer.runs import move_adapter, prepared
 from trainer import train as loop
 from trainer.batch import Batch
 from trainer.families.base import module_of
@@ -128,25 +127,6 @@ def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:
     assert found["biased_early"][4] < found["uniform"][4] < found["biased_late"][4]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"ramp_shape": "cosine"}, "no effect without ramp_steps; set that, or remove this"),
-        ({"ramp_shape": "cosine", "start_step": 9}, "no effect without ramp_steps; set that, or remove this"),
-        ({"prob_start": 0.1}, "no effect without start_step and ramp_steps, .*set one of them, or remove this"),
-        (
-            {"strategy": "biased_late", "max_step_offset": 1},
-            "no effect with max_step_offset 1, .*raise that, or remove",
-        ),
-    ],
-)
-def test_options_without_effect_are_refused(options, said) -> None:
-    with pytest.raises(ValidationError, match=said):
-        ScheduledSampling(**options)
-    for ramp in ({"ramp_steps": 9, "ramp_shape": "cosine"}, {"start_step": 9}):
-        assert ScheduledSampling(prob_start=0.1, **ramp).prob_start == 0.1
-
-
 def module_of_sana():
     from schemas.catalogue import FAMILIES
 
@@ -155,16 +135,3 @@ def module_of_sana():
 
 def no_prediction(*_, **__):
     raise AssertionError("drawing takes no forward pass")
-
-
-@pytest.mark.slow
-def test_share_zero_is_bit_equal_to_no_method(make_config, make_set) -> None:
-    found = []
-    for name, methods in (("none", {}), ("zero", {"scheduled_sampling": {"probability": 0.0}})):
-        config = make_config("t2i", name=name, steps=2, adapter={"rank": 2, "dropout": 0.3}, methods=methods)
-        make_set(config)
-        train(config)
-        found.append((lines(config), trained_weights(config)))
-    assert found[0][0] == found[1][0] and all(
-        torch.equal(value, found[1][1][key]) for key, value in found[0][1].items()
-    )

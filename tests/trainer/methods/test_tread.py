@@ -1,7 +1,6 @@
 """TREAD against blocks that are run by hand on gathered tokens, one sample at a time, with drops by the definition."""
 
 import itertools
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -15,19 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from examples.tiny_models import build, make_model
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
-from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
-from tests.trainer.runs import LOADS, lines, on_two_ranks, program, quiet, train
+from tests.trainer.runs import LOADS, lines, prepared, train
 from trainer import train as loop
 from trainer.families.kandinsky5_attention import install_processors
-from trainer.methods.base import Method, MethodStep
 from trainer.methods.tread import count_dropped
 
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
@@ -87,10 +81,7 @@ def samples(made, config: Config, bucket: str, masks: bool):
 
 
 def prepare(config: Config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    size, share = config.train.batch_size, config.train.batch_size * config.train.accumulate
-    plan = BatchSchedule(data.spans, 0, size, share)
-    run = loop.prepare_training(config, data, plan, quiet(), "cpu")
+    run = prepared(config)
     if config.model.family != "sana":  # rounding to bfloat16 would make a last bit's difference 60,000 times larger
         install_processors(run.model, float32_rotary=True)
     return run
@@ -133,14 +124,6 @@ def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, rec
 # --- what stays as it is ---
 
 
-def same_step(run: loop.TrainState, expected: SimpleNamespace, rel: float = 1e-5) -> None:
-    found = step_once(run)
-    assert found.loss == pytest.approx(expected.loss, rel=rel)
-    for name, gradient in expected.gradients.items():
-        error = (found.gradients[name] - gradient).norm()
-        assert error <= 10 * rel * gradient.norm().clamp(min=1e-3), (name, error)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["i2v", "sana"])
 def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
@@ -149,58 +132,6 @@ def test_a_share_that_drops_no_token_changes_no_bit(start, kind) -> None:
         found = step_once(start(kind, [ROUTES[0] | {"selection_ratio": share}]))
         assert found.loss == plain.loss
         assert all(torch.equal(found.gradients[name], each) for name, each in plain.gradients.items())
-
-
-@pytest.mark.slow
-def test_it_trains_the_same_with_less_memory_compiled_and_on_a_quantised_base(start, is_long) -> None:
-    common = {"adapter": {"rank": 2, "init_weights": "gaussian"}, "gradient_checkpointing": False}
-    whole = {"gradient_checkpointing": True}
-    options = [
-        {"offload": {"blocks": True}, **whole},
-        {"offload": {"activations": True}},
-        {"offload": {"activations": True}, **whole},
-    ]
-    for kind in ("t2i", "sana"):
-        lora = common | {"name": kind}
-        expected = step_once(start(kind, ROUTES, **lora))
-        for more in options if is_long or kind == "t2i" else options[-1:]:
-            same_step(start(kind, ROUTES, **lora | more), expected)
-        if kind == "t2i" and is_long:  # Sana refuses it; test_all_at_once.py compiles in the short form, too
-            same_step(start(kind, ROUTES, compile="blocks", compile_backend="eager", **lora), expected)
-        quantised, plain = (
-            step_once(start(kind, routes, base_precision="int8-quanto", **lora)).loss for routes in (ROUTES, None)
-        )
-        assert quantised == pytest.approx(expected.loss, rel=0.02) and quantised != plain
-
-
-@pytest.mark.slow
-def test_a_block_that_is_computed_again_gets_the_same_tokens(start) -> None:
-    run, ropes = start("t2i", ROUTES), []
-    for block in run.model.visual_transformer_blocks[3:]:
-        block.self_attention.register_forward_pre_hook(
-            lambda *given: ropes.append(given[2]["rotary_emb"]), with_kwargs=True
-        )
-    step_once(run)
-    assert len(ropes) == 4 and ropes[0].shape[1] == 24 - 7
-    assert all(torch.equal(rope, ropes[0]) for rope in ropes)
-
-
-class Peek(Method):
-    """Predicts before the step, as a rollout or the target of regularisation data does."""
-
-    def prepare(self, step: MethodStep) -> None:
-        self.seen = step.predict(step.noisy_BCTHW, step.sigma_B, step.batch)
-
-
-@pytest.mark.slow
-def test_what_other_methods_predict_before_the_step_is_of_all_tokens(start) -> None:
-    seen = []
-    for name, routes in (("routed", ROUTES), ("plain", None)):
-        run = start("t2i", routes, name=name)
-        run.methods["peek"] = Peek()
-        found = step_once(run)
-        seen.append((run.methods["peek"].seen, found.loss))
-    assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] != seen[1][1]
 
 
 def kept_in_steps(run: loop.TrainState, steps: int) -> list[torch.Tensor]:
@@ -233,23 +164,14 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "parallel"), [("t2i", {"strategy": "ddp"}), long("sana", {"strategy": "fsdp2"})])
-def test_two_ranks_train_as_one_and_eval_is_not_routed(start, tmp_path: Path, kind, parallel) -> None:
-    """With all methods on ranks that share a model: tests/trainer/methods/test_regularisation.py."""
-    common = {"steps": 1, "validation": {"eval_samples": 2}}
-    configs = {
-        name: start(kind, routes, name=name, accumulate=accumulate, parallel=parallel, **common).config
-        for name, routes, accumulate in (("alone", ROUTES, 2), ("plain", None, 2), ("two", ROUTES, 1))
-    }
-    for name in ("alone", "plain"):
-        train(configs[name])
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(configs["two"].model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    on_two_ranks(path)
-    assert lines(configs["two"]) == pytest.approx(lines(configs["alone"]), rel=1e-5)
-    assert lines(configs["alone"])[1] != lines(configs["plain"])[1]
-    evals = {name: lines(config, "eval_loss")[0] for name, config in configs.items()}
-    assert evals["alone"] == evals["plain"], "before the first step"
+def test_eval_is_not_routed(start) -> None:
+    found = {}
+    for name, routes in (("routed", ROUTES), ("plain", None)):
+        config = start("t2i", routes, name=name, steps=1, validation={"eval_samples": 2}).config
+        train(config)
+        found[name] = lines(config, "eval_loss")[0], lines(config)[1]
+    assert found["routed"][0] == found["plain"][0], "before the first step"
+    assert found["routed"][1] != found["plain"][1]
 
 
 def test_shares_are_of_decimal_numbers_rounded_down() -> None:
@@ -260,19 +182,6 @@ def test_shares_are_of_decimal_numbers_rounded_down() -> None:
 
 
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("routes", "words"),
-    [
-        ([{"selection_ratio": 1.0, "start_layer_idx": 0, "end_layer_idx": 1}], "less than 1"),
-        ([{"selection_ratio": 0.5, "start_layer_idx": 3, "end_layer_idx": 1}], "1 is before start_layer_idx"),
-        ([], "at least 1 item"),
-    ],
-)
-def test_what_is_wrong_in_any_transformer_is_refused_with_the_configuration(make_config, routes, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_config("t2i", methods={"tread": {"routes": routes}})
 
 
 def test_compiled_blocks_that_convolve_are_refused(make_config) -> None:
@@ -287,11 +196,8 @@ def test_masks_that_keep_tokens_are_used(make_config) -> None:
         assert len([*config.model_copy(update={"datasets": (masked,)}).unused_features("masks")]) == said
 
 
-def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(
-    make_config, make_set, tmp_path: Path, capsys
-) -> None:
-    config = make_config("sana")
-    make_set(config)
+def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_loaded(ready, make_config, program) -> None:
+    ready("sana")
     for (start, end), more, words in (
         ((1, 3), [], "routes.0.end_layer_idx: 3 is outside of the transformer's blocks, 0 to 2"),
         ((-4, -1), [], "routes.0.start_layer_idx: -4 is outside of the transformer's blocks, 0 to 2"),
@@ -301,6 +207,6 @@ def test_blocks_that_the_transformer_does_not_have_are_refused_before_it_is_load
         routes = [{"selection_ratio": 0.5, "start_layer_idx": a, "end_layer_idx": b} for a, b in [(start, end), *more]]
         refused = make_config("sana", methods={"tread": {"routes": routes}})
         for options in ({"dry_run": True}, {}):
-            code, _, said = program(refused, tmp_path, capsys, **options)
+            code, _, said = program(refused, **options)
             assert code == USAGE and f"train.methods.tread.{words}" in said and LOADS not in said
             assert "has 3 blocks; correct" in said

@@ -64,7 +64,7 @@ def kandinsky_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Te
 
 
 def nabla_by_hand(attn, hidden, sparse_params, rotary_emb) -> torch.Tensor:
-    """sparse_params: (frame, row, column) of each block; neighbours in time are always attended to."""
+    """sparse_params: (frame, row, column) of each block; neighbors in time are always attended to."""
     query, key, value = (
         layer(hidden)[0].unflatten(-1, (attn.num_heads, -1)) for layer in (attn.to_query, attn.to_key, attn.to_value)
     )

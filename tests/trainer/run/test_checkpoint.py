@@ -46,27 +46,6 @@ def trained(steps: int) -> tuple:
     return parameters, optimizer, losses
 
 
-def test_restored_training_goes_on_exactly(tmp_path: Path) -> None:
-    *_, losses = trained(8)
-    parameters, optimizer, _ = trained(5)
-    checkpoint.save(tmp_path, 5, parameters, optimizer, {"seed": 0}, {"epoch": 1})
-    found = newest(tmp_path)
-    assert found.step == 5 and found.state["epoch"] == 1
-    again = model(9)
-    other = make_optimizer(again, Optimizer(lr=0.01))
-    checkpoint.restore(found, again, other)
-    assert [step(again, other, number) for number in range(5, 8)] == losses[5:]
-
-
-def test_bfloat16_weights_survive(tmp_path: Path) -> None:
-    parameters = {"w": torch.nn.Parameter(torch.randn(4, 4).bfloat16())}
-    optimizer = make_optimizer(parameters, Optimizer())
-    checkpoint.save(tmp_path, 1, parameters, optimizer, {}, {})
-    again = {"w": torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))}
-    checkpoint.restore(newest(tmp_path), again, make_optimizer(again, Optimizer()))
-    assert torch.equal(again["w"], parameters["w"])
-
-
 @pytest.mark.parametrize("moment", ["write_tensors", "replace"])
 def test_a_checkpoint_cut_off_never_counts(tmp_path: Path, moment: str, monkeypatch) -> None:
     """A process that ends in the middle of writing: the one before stays the newest, and the rest is swept."""

@@ -5,36 +5,17 @@ import os
 import resource
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
 from cache.store.files import StoreError
-from cache.store.store import Store
-from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, run_program
+from schemas.cli.console import INCOMPLETE, OK, USAGE
 from tests.processes import in_child
+from tests.trainer.runs import moved, train
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.run import checkpoint, run_state
-from trainer.run.failure_messages import DeviceOutOfMemory
-
-
-def train(config) -> dict:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    plan = BatchSchedule(
-        data.spans, config.train.seed, config.train.batch_size, config.train.batch_size * config.train.accumulate
-    )
-    return loop.train(config, data, plan, Console(stderr=open(os.devnull, "w")), "cpu")
-
-
-def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict]:
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    code = run_program("train", program_run, Options(path, json=True, **options))
-    return code, json.loads(capsys.readouterr().out)
+from trainer.run.output_folder import DeviceOutOfMemory
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -48,14 +29,14 @@ def program(config, tmp_path: Path, capsys, **options) -> tuple[int, dict]:
     ],
 )
 def test_a_config_that_diffusers_cant_use_is_named(
-    make_config, make_set, checkpoints, tmp_path, capsys, kind, key, value, dry_run
+    make_config, make_set, checkpoints, program, tmp_path, kind, key, value, dry_run
 ) -> None:
     config, folder = make_config(kind), shutil.copytree(checkpoints(kind), tmp_path / "model")
     make_set(config)
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    code, report = program(config, tmp_path, capsys, dry_run=dry_run)
+    config = moved(config, folder)
+    code, report, _ = program(config, dry_run=dry_run)
     assert code == INCOMPLETE
     assert "transformer/config.json has a value that no model can be made with" in report["error"]["message"]
     assert "replace it" in report["error"]["next_step"]
@@ -63,10 +44,9 @@ def test_a_config_that_diffusers_cant_use_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["checkpoint", "result"])
-def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_set, monkeypatch, victim) -> None:
+def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch, victim) -> None:
     """A file-size limit during the second checkpoint, or during the result; later training goes on to its end."""
-    config = make_config("t2i", steps=4, checkpoint_every=2)
-    make_set(config)
+    config = ready("t2i", steps=4, checkpoint_every=2)
     owner, name = (checkpoint, "save") if victim == "checkpoint" else (loop, "save_result")
     real, calls = getattr(owner, name), iter(range(9))
 
@@ -80,10 +60,10 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_s
         monkeypatch.setattr(owner, name, limited)
         with pytest.raises(StoreError, match="file-size limit") as caught:
             train(config)
-        assert str(Path(config.output) / "run") in str(caught.value) and "run the same command" in str(caught.value)
+        assert str(config.run_folder) in str(caught.value) and "run the same command" in str(caught.value)
 
     assert in_child(work) == 0
-    folder = Path(config.output) / "run"
+    folder = config.run_folder
     done = 2 if victim == "checkpoint" else 4
     assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == f"step-{done:06d}"
     assert not list(folder.glob("checkpoints/.*")) and not (folder / "result.json").exists()
@@ -95,26 +75,24 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(make_config, make_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
-def test_killed_while_the_result_is_saved(make_config, make_set, monkeypatch, tmp_path, capsys, kind, adapter) -> None:
+def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, adapter) -> None:
     """The next start saves it, trains nothing again, and the one after that does nothing."""
-    config = make_config(kind, steps=2, adapter=adapter)
-    make_set(config)
+    config = ready(kind, steps=2, adapter=adapter)
 
     def work() -> None:
         monkeypatch.setattr(run_state, "record_result", lambda *_: os._exit(7))
         train(config)
 
     assert in_child(work) == 7
-    assert program(config, tmp_path, capsys, dry_run=True)[1]["skipped"] == 2
+    assert program(config, dry_run=True)[1]["skipped"] == 2
     for _ in range(2):
-        code, report = program(config, tmp_path, capsys)
+        code, report, _ = program(config)
         assert (code, report["done"], report["skipped"]) == (OK, 0, 2)
-    assert json.loads((Path(config.output) / "run" / "result.json").read_text())["step"] == 2
+    assert json.loads((config.run_folder / "result.json").read_text())["step"] == 2
 
 
-def test_no_memory_is_said_with_what_to_lower(make_config, make_set, monkeypatch) -> None:
-    config = make_config("t2i")
-    make_set(config)
+def test_no_memory_is_said_with_what_to_lower(ready, monkeypatch) -> None:
+    config = ready("t2i")
 
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -126,17 +104,16 @@ def test_no_memory_is_said_with_what_to_lower(make_config, make_set, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(make_config, make_set, tmp_path, capsys, device) -> None:
-    config = make_config("t2i")
-    make_set(config)
-    code, report = program(config, tmp_path, capsys, device=device)
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(ready, program, device) -> None:
+    config = ready("t2i")
+    code, report, _ = program(config, device=device)
     assert code == USAGE and f"device {device} was asked for" in report["error"]["message"]
 
 
-def test_float16_is_refused(make_config, make_set, tmp_path, capsys) -> None:
+def test_float16_is_refused(make_config, make_set, program) -> None:
     """model.precision may name it, for the encoders; training would have to scale its loss."""
     config = make_config("t2i")
     config = config.model_copy(update={"model": config.model.model_copy(update={"precision": "float16"})})
     make_set(config)
-    code, report = program(config, tmp_path, capsys, dry_run=True)
+    code, report, _ = program(config, dry_run=True)
     assert code == USAGE and "train.precision" in report["error"]["next_step"]

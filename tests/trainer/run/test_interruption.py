@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from schemas.cli.console import INCOMPLETE, OK, Options, run_program
+from schemas.cli.console import INCOMPLETE, OK
 from schemas.errors import INTERRUPTED
 from tests.background import until
 from tests.processes import ForkedProgram
-from tests.trainer.runs import lines, on_two_ranks
+from tests.trainer.runs import lines, on_two_ranks, result, write
 from trainer import train as loop
-from trainer.__main__ import run as program_run
 from trainer.run import interruption
 
 pytestmark = pytest.mark.slow
@@ -27,29 +25,8 @@ ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
-def write(config, path: Path) -> Path:
-    path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    return path
-
-
-def program(config, tmp_path: Path, capsys, **own) -> tuple[int, dict, str]:
-    """Exit code, report, and what was said."""
-    path = write(config, tmp_path / "pipeline.yaml")
-    code = run_program("train", program_run, Options(path, json=True), own)
-    said = capsys.readouterr()
-    return code, json.loads(said.out), said.err
-
-
-def run_of(config) -> Path:
-    return config.run_folder
-
-
 def checkpoints(config) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run_of(config) / "checkpoints").glob("step-*"))
-
-
-def weights(config) -> dict[str, torch.Tensor]:
-    return load_file(run_of(config) / "adapter" / "pytorch_lora_weights.safetensors")
+    return sorted(int(path.name[5:]) for path in (config.run_folder / "checkpoints").glob("step-*"))
 
 
 def at_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
@@ -75,7 +52,7 @@ def tell(*numbers: signal.Signals) -> None:
     ids=["SIGTERM", "Ctrl-C, forwarded twice", "Ctrl-C, then SIGTERM"],
 )
 def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_none(
-    make_config, make_set, tmp_path, capsys, monkeypatch, numbers
+    make_config, make_set, program, monkeypatch, numbers
 ) -> None:
     """Bit for bit, with dropout in the adapter, and with the validation of the step at which it stopped."""
     common = {"caption_dropout": 0.3, "adapter": DROPOUT, "batch_size": 2, "steps": 5, "checkpoint_every": 100}
@@ -83,11 +60,11 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     whole, cut = (make_config("t2i", name=name, **common) for name in ("whole", "cut"))
     make_set(whole)
     make_set(cut)
-    assert program(whole, tmp_path, capsys)[0] == OK
+    assert program(whole)[0] == OK
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as during:
         at_step(during, 3, lambda: tell(*numbers))
-        code, report, said = program(cut, tmp_path, capsys)
+        code, report, said = program(cut)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert (code, report["done"], report["skipped"], report["remaining"]) == (INCOMPLETE, 3, 0, 2)
     name = numbers[0].name
@@ -97,42 +74,38 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert report["next_steps"][0].startswith("latentpress train") and "saved" not in report["details"]
     assert f"{name}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once" in said
     assert checkpoints(cut) == [3] and list(lines(cut)) == [1, 2, 3]
-    code, report, _ = program(cut, tmp_path, capsys)
+    code, report, _ = program(cut)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 3)
     assert lines(cut) == lines(whole) and list(lines(cut)) == [1, 2, 3, 4, 5]
     assert lines(cut, "eval_loss") == lines(whole, "eval_loss") and list(lines(cut, "eval_loss")) == [0, 3, 5]
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(cut).items())
-    steps = {path.parent.name for path in (run_of(cut) / "validation").glob("*/*")}
+    expected = result(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in result(cut).items())
+    steps = {path.parent.name for path in (cut.run_folder / "validation").glob("*/*")}
     assert steps == {"step-000000", "step-000003", "step-000005"}
 
 
-def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
-    make_config, make_set, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(ready, program, monkeypatch) -> None:
     monkeypatch.setattr(interruption, "REPEATED_S", 0.0)
-    config = make_config("t2i", steps=9, checkpoint_every=3)
-    make_set(config)
+    config = ready("t2i", steps=9, checkpoint_every=3)
     for step, expected in (
         (3, "there is no checkpoint yet: steps 1 to 2 are lost, and started again the run begins at step 1"),
         (6, "the last checkpoint is at step 3: steps 4 to 5 are lost, and started again the run goes on with step 4"),
         (4, "nothing is lost: the checkpoint at step 3 has all of it, and the run goes on with step 4"),
     ):
-        path = run_of(config) / "metrics.jsonl"
+        path = config.run_folder / "metrics.jsonl"
         before = path.read_bytes() if path.exists() else b""
         with monkeypatch.context() as during:
             at_step(during, step, lambda: tell(signal.SIGINT, signal.SIGTERM, signal.SIGINT))
-            code, report, _ = program(config, tmp_path, capsys)
+            code, report, _ = program(config)
         assert code == INTERRUPTED and report["error"]["message"] == f"train was ended by Ctrl-C at once: {expected}"
         assert "every 3 steps (train.checkpoint_every)" in report["error"]["next_step"]
         assert checkpoints(config) == ([] if step == 3 else [3]) and path.read_bytes().startswith(before)
-    assert program(config, tmp_path, capsys)[1]["done"] == 6
+    assert program(config)[1]["done"] == 6
     assert list(lines(config)) == list(range(1, 10)), "each step of the run as it stands, once"
 
 
-def test_while_the_model_is_loaded_it_ends_at_once(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
-    config = make_config("t2i", steps=2, checkpoint_every=1)
-    make_set(config)
+def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) -> None:
+    config = ready("t2i", steps=2, checkpoint_every=1)
 
     def interrupted(*_: object) -> None:
         tell(signal.SIGTERM)
@@ -141,22 +114,19 @@ def test_while_the_model_is_loaded_it_ends_at_once(make_config, make_set, tmp_pa
     for done, expected in ((0, "no step was done"), (1, "nothing is lost: the checkpoint at step 1 has all of it")):
         with monkeypatch.context() as during:
             during.setattr(loop, "prepare_training", interrupted)
-            code, report, _ = program(config, tmp_path, capsys)
+            code, report, _ = program(config)
         assert (code, report["done"], report["skipped"], report["remaining"]) == (INCOMPLETE, 0, done, 2 - done)
         assert report["details"]["stopped"].startswith(f"by SIGTERM; {expected}") and checkpoints(config) == [1][:done]
         if not done:
             with monkeypatch.context() as during:
                 at_step(during, 1, lambda: tell(signal.SIGTERM))
-                program(config, tmp_path, capsys)
+                program(config)
 
 
-def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(
-    make_config, make_set, tmp_path, capsys, monkeypatch
-) -> None:
+def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program, monkeypatch) -> None:
     """At step 2, and the last one, after which only the result is missing."""
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    config = make_config("t2i", steps=4, checkpoint_every=100, validation=look)
-    make_set(config)
+    config = ready("t2i", steps=4, checkpoint_every=100, validation=look)
     real = loop.validation.write_validation_latents
 
     def interrupted(model, family, config, data, folder, *rest):
@@ -166,42 +136,40 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(
 
     monkeypatch.setattr(loop.validation, "write_validation_latents", interrupted)
     for step, said in ((2, "the run goes on with step 3"), (4, "the result is still to be saved")):
-        code, report, _ = program(config, tmp_path, capsys)
+        code, report, _ = program(config)
         assert code == INCOMPLETE and said in report["details"]["stopped"] and checkpoints(config)[-1] == step
         assert list(lines(config)) == list(range(1, step + 1))
-        assert not list((run_of(config) / f"validation/step-{step:06d}").glob("*.safetensors"))
+        assert not list((config.run_folder / f"validation/step-{step:06d}").glob("*.safetensors"))
     assert (report["done"], report["skipped"], report["remaining"]) == (2, 2, 1)
-    code, report, _ = program(config, tmp_path, capsys)
+    code, report, _ = program(config)
     assert (code, report["done"], report["skipped"]) == (OK, 0, 4) and "saved" in report["details"]
-    found = {path.parent.name for path in (run_of(config) / "validation").glob("*/*.safetensors")}
+    found = {path.parent.name for path in (config.run_folder / "validation").glob("*/*.safetensors")}
     assert found == {"step-000000", "step-000002", "step-000004"}
 
 
-def test_max_time_is_a_limit_of_training_too(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", **ENDLESS)
-    make_set(config)
+def test_max_time_is_a_limit_of_training_too(ready, make_config, program) -> None:
+    config = ready("t2i", **ENDLESS)
     began = time.monotonic()
-    code, report, said = program(config, tmp_path, capsys, max_time=3.0)
+    code, report, said = program(config, {"max_time": 3.0})
     assert code == INCOMPLETE and time.monotonic() - began >= 3.0
     assert report["details"]["stopped"].startswith("by --max-time; nothing is lost")
     assert checkpoints(config) == [report["done"]] and report["done"] == max(lines(config))
     assert "--max-time: finishing the step" in said
     config = make_config("t2i", **{**ENDLESS, "steps": report["done"] + 1})
-    code, report, _ = program(config, tmp_path, capsys, max_time=3600.0)
+    code, report, _ = program(config, {"max_time": 3600.0})
     assert (code, report["done"]) == (OK, 1) and "stopped" not in report["details"]
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_all_ranks_stop_after_the_same_step(make_config, make_set, tmp_path, told) -> None:
+def test_all_ranks_stop_after_the_same_step(ready, tmp_path, told) -> None:
     """One rank receives the signal; of the other one nobody knows which. Then one process goes on."""
-    config = make_config("t2i", batch_size=2, accumulate=1, **ENDLESS)
-    make_set(config)
+    config = ready("t2i", batch_size=2, accumulate=1, **ENDLESS)
 
     def signal_one(children: list[int]) -> None:
         wait_for_step(config, 2)
         os.kill(children[told], signal.SIGTERM)
 
-    report = on_two_ranks(write(config, tmp_path / "pipeline.yaml"), signal_one, INCOMPLETE)
+    report = on_two_ranks(write(config, tmp_path), signal_one, INCOMPLETE)
     done = report["done"]
     assert checkpoints(config) == [done] and max(lines(config)) == done >= 2
     reason = "a signal to another rank" if told else "SIGTERM"
@@ -225,13 +193,10 @@ def interrupt_twice_at_step_3() -> None:
 
 
 @pytest.mark.parametrize("whom", ["the program", "its group"])
-def test_under_run_the_whole_chain_ends_with_a_checkpoint(
-    make_config, make_set, tmp_path, forked_programs, whom
-) -> None:
+def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
     """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""
-    config = make_config("t2i", **ENDLESS)
-    make_set(config)
-    started = start_run(write(config, tmp_path / "pipeline.yaml"))
+    config = ready("t2i", **ENDLESS)
+    started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)
         if whom == "the program":
@@ -256,12 +221,11 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(
             time.sleep(0.01)
 
 
-def test_under_run_a_second_ctrl_c_is_told_truly(make_config, make_set, tmp_path, forked_programs, monkeypatch) -> None:
+def test_under_run_a_second_ctrl_c_is_told_truly(ready, tmp_path, forked_programs, monkeypatch) -> None:
     """What train says is lost stands in the report of `run`, which promises nothing else."""
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(interrupt_twice_at_step_3))
-    config = make_config("t2i", **ENDLESS)
-    make_set(config)
-    started = start_run(write(config, tmp_path / "pipeline.yaml"))
+    config = ready("t2i", **ENDLESS)
+    started = start_run(write(config, tmp_path))
     try:
         wait_for_step(config, 2)
         time.sleep(1.0)

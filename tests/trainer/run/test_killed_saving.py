@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console
 from tests.forms import long
 from tests.processes import in_child
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import checkpoint, resume
 
@@ -24,12 +21,6 @@ pytestmark = pytest.mark.slow
 
 #: Audit events of Python's own file operations; `shutil.rmtree` and `Path` go through them.
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "os.link"}
-
-
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    schedule = BatchSchedule(data.spans, config.train.seed, 1, 1)
-    return loop.prepare_training(config, data, schedule, Console(stderr=open(os.devnull, "w")), "cpu")
 
 
 def kill_at_operation(number: int, folder: Path) -> None:
@@ -52,10 +43,9 @@ def kill_at_size(size: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), long("sana", {"type": "full"})])
-def test_the_checkpoint_before_is_never_harmed(make_config, make_set, kind, adapter) -> None:
+def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter) -> None:
     """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many."""
-    config = make_config(kind, steps=9, adapter=adapter, keep_checkpoints=1)
-    make_set(config)
+    config = ready(kind, steps=9, adapter=adapter, keep_checkpoints=1)
     run = prepared(config)
     folder = run.folder / "checkpoints"
     for step, batches in enumerate(run.loader.steps(0, 3), 1):

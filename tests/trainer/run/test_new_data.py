@@ -1,29 +1,28 @@
 """`train.on_new_data: continue`: a run that goes on with another training set."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
 
 from cache.runs.best_step import best_evaluation
-from cache.sets.set_lookup import open_set
 from cache.store.store import Store
-from schemas.cli.console import OK
 from schemas.tables import SAMPLES_SCHEMA
+from tests.forms import long
 from tests.stages.planning.draft_plans import config as plan_config
 from tests.stages.planning.draft_plans import planned, row
 from tests.trainer.run.test_resume import kill_at
-from tests.trainer.runs import check_result, lines, on_ranks, plan_batches, train, trained_weights
+from tests.trainer.runs import lines, opened, plan_batches, train, trained_weights
 from trainer.run import metrics, resume
 from trainer.run.resume import ResumeError
+
+pytestmark = pytest.mark.slow
 
 CONTINUE = {"on_new_data": "continue", "batch_size": 2, "checkpoint_every": 2}
 
 
-def write(make_set, made, config, name: str, seed: int = 0, held_out: int = 0, count: int = 12) -> None:
+def write_set(make_set, made, config, name: str, seed: int = 0, held_out: int = 0, count: int = 12) -> None:
     """Set `name` in place of the one before, of other samples; the last `held_out` are held out."""
     items, null, prompts = made.mixed_items(config, count, seed)
     items[count - held_out :] = [replace(item, role="eval") for item in items[count - held_out :]]
@@ -31,17 +30,12 @@ def write(make_set, made, config, name: str, seed: int = 0, held_out: int = 0, c
 
 
 def state(config) -> dict:
-    found, _ = resume.newest_checkpoint(Path(config.output) / "run" / "checkpoints")
+    found, _ = resume.newest_checkpoint(config.run_folder / "checkpoints")
     assert found is not None
     return found.state
 
 
-def data_of(config):
-    return open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [None, 2])
+@pytest.mark.parametrize("order", [long(None), 2])
 def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, made, order) -> None:
     """Two changes; a run that is killed after the second one ends with the same numbers, bit for bit."""
     torch.set_num_threads(1)
@@ -50,14 +44,14 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
         settings = CONTINUE | {"name": name, "shuffle_shards": order, "caption_dropout": 0.3}
         for number, steps in enumerate((3, 7, 13)):
             config = make_config("t2i", steps=steps, **settings)
-            write(make_set, made, config, f"set{number}", seed=number, count=12 + number)
+            write_set(make_set, made, config, f"set{number}", seed=number, count=12 + number)
             for step in kills if number == 2 else ():
                 kill_at(config, step)
             train(config)
         ended[name] = config
         changes = [{"step": 3, "set": "set0"}, {"step": 7, "set": "set1"}]
         assert state(config)["data changes"] == changes and state(config)["terms"]["data"]["set"] == "set2"
-        found = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+        found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
         assert [(line["step"], line["set"]) for line in found if "set" in line] == [(3, "set1"), (7, "set2")]
     whole, cut = ended["whole"], ended["cut"]
     assert lines(whole) == lines(cut) and list(lines(whole)) == list(range(1, 14))
@@ -65,17 +59,15 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
         assert torch.equal(value, trained_weights(cut)[key])
     rates = lines(whole, "lr")
     assert rates[13] == rates[4], "the schedule counts on: after its warmup it is constant"
-    fresh = plan_batches(whole, data_of(whole))
+    fresh = plan_batches(whole, opened(whole))
     buckets = {line["step"]: line["buckets"] for line in found if "buckets" in line}
     assert [buckets[8 + n] for n in range(6)] == [fresh.step_buckets(n) for n in range(6)], "the order begins anew"
 
 
-@pytest.mark.slow
-def test_by_default_it_is_refused_and_what_works_is_named(make_config, make_set, made) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
+def test_by_default_it_is_refused_and_what_works_is_named(ready, make_config, make_set, made) -> None:
+    config = ready("t2i", steps=2)
     train(config)
-    write(make_set, made, config, "set2", seed=1)
+    write_set(make_set, made, config, "set2", seed=1)
     with pytest.raises(ResumeError, match=r"training data: set set1 with 12 samples .* set set2") as caught:
         train(make_config("t2i", steps=3))
     assert all(text in caught.value.next_step for text in ("train.on_new_data", "continue", "train.adapter.init"))
@@ -84,23 +76,21 @@ def test_by_default_it_is_refused_and_what_works_is_named(make_config, make_set,
     assert train(make_config("t2i", steps=3, on_new_data="continue"))["done"] == 1
 
 
-@pytest.mark.slow
 def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
     settings = CONTINUE | {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
     config = make_config("t2i", steps=4, **settings)
-    write(make_set, made, config, "set1", held_out=4)
+    write_set(make_set, made, config, "set1", held_out=4)
     train(config)
     longer = make_config("t2i", steps=6, **settings)
-    write(make_set, made, longer, "set2", seed=1, held_out=4)
+    write_set(make_set, made, longer, "set2", seed=1, held_out=4)
     train(longer)
-    found = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     evaluated = {line["step"]: line["eval_id"] for line in found if "eval_id" in line}
     assert evaluated[2] == evaluated[4] != evaluated[6]
     best = best_evaluation(found)
     assert best is not None and best.step == 6
 
 
-@pytest.mark.slow
 def test_losses_on_other_captions_are_not_compared(make_config, make_set, made) -> None:
     """Of the same held-out samples, and with the same training data."""
     settings = {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
@@ -111,7 +101,7 @@ def test_losses_on_other_captions_are_not_compared(make_config, make_set, made) 
         items[10].texts.extend(items[0].texts[:1] * more)  # the ids of the texts behind it are others then
         make_set(config, items, null, [], name=f"set{more}")
         train(config)
-    found = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     evaluated = {line["step"]: line["eval_id"] for line in found if "eval_id" in line}
     assert evaluated[0] == evaluated[2] == evaluated[4] != evaluated[6]
 
@@ -124,7 +114,6 @@ def change(store: Store, rel: str, edit) -> None:
     store.write_table(rel, pa.Table.from_pylist(rows, table.schema))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["other encoders", "trained sample", "trained media", "set is gone", "gone before"])
 def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case: str) -> None:
     config, longer = (make_config("t2i", steps=steps, on_new_data="continue") for steps in (2, 3))
@@ -132,7 +121,7 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
     make_set(config)
     train(config)
     held_out = 4 if case != "other encoders" else 0
-    write(make_set, made, config, "set2", seed=1, held_out=held_out)
+    write_set(make_set, made, config, "set2", seed=1, held_out=held_out)
     if case == "trained sample":
         change(store, "sets/set2/index.arrow", lambda rows: rows[-1].update(sample_id="set1-sample3"))
     elif case == "trained media":  # at another resolution
@@ -168,19 +157,3 @@ def test_what_can_not_be_gone_on_with_is_named(make_config, make_set, made, case
         return
     with pytest.raises(ResumeError, match=said[case]):
         train(longer)
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_as_one_does(make_config, make_set, made, tmp_path) -> None:
-    common = {"on_new_data": "continue", "checkpoint_every": 2}
-    for number, steps in enumerate((2, 5)):
-        alone = make_config("t2i", name="alone", steps=steps, accumulate=2, **common)
-        two = make_config("t2i", name="two", steps=steps, **common)
-        for config in (alone, two):
-            write(make_set, made, config, f"set{number}", seed=number)
-        train(alone)
-        path = tmp_path / "pipeline.yaml"
-        path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-        assert on_ranks(path, (OK, OK))["done"] == (2, 3)[number]
-    assert lines(two) == pytest.approx(lines(alone), rel=2e-4)
-    check_result(two, alone)

@@ -1,8 +1,5 @@
 """Validation prompts that join a run while it trains, or leave it: what is trained stays the same, bit for bit."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,17 +8,28 @@ from cache.store.store import Store
 from schemas.cli.console import OK, Options, run_program
 from schemas.config.loading import ConfigError
 from schemas.config.validation import Prompt
-from tests.trainer.runs import check_shown, lines, on_two_ranks, plan_batches, program, quiet, train, trained_weights
+from tests.trainer.runs import (
+    check_shown,
+    lines,
+    on_two_ranks,
+    plan_batches,
+    quiet,
+    train,
+    trained_weights,
+    write,
+)
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.run.prompt_updates import PromptUpdates
+
+pytestmark = pytest.mark.slow
 
 LOOK = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 1, "steps": 2}
 NEW = [{"name": "two", "prompt": "two", "seed": [4, 5]}]
 
 
 def shown(config, step: int) -> list[str]:
-    return sorted(path.stem for path in (Path(config.output) / "run" / f"validation/step-{step:06d}").iterdir())
+    return sorted(path.stem for path in (config.run_folder / f"validation/step-{step:06d}").iterdir())
 
 
 @pytest.fixture
@@ -51,12 +59,10 @@ def train_beside(make_config, make_set, made):
     return run
 
 
-@pytest.mark.slow
-def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(make_config, make_set, train_beside) -> None:
+def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(ready, train_beside) -> None:
     look = {"prompts": NEW, "seed": 9, "eval_samples": 1, "eval_sigmas": [0.1]}
     updated, said = train_beside([{}, {"seed": [1, 2]}, look, ConfigError(["a typing error"]), {}])
-    alone = make_config("t2i", name="alone", steps=4, validation=LOOK)
-    make_set(alone)
+    alone = ready("t2i", name="alone", steps=4, validation=LOOK)
     train(alone)
     assert shown(updated, 0) == shown(updated, 4) == ["one"]
     assert shown(updated, 1) == ["one_seed1", "one_seed2"]
@@ -67,7 +73,6 @@ def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(make_config, 
     assert "can't be read: a typing error" in problem
 
 
-@pytest.mark.slow
 def test_prompts_that_are_not_encoded_are_named_once_with_the_command(train_beside) -> None:
     more = {"prompts": [{"name": "three", "prompt": "3"}]}
     config, said = train_beside([more, more, {"prompts": NEW}])
@@ -76,18 +81,17 @@ def test_prompts_that_are_not_encoded_are_named_once_with_the_command(train_besi
     assert "three, which are not encoded" in line and "`latentpress run --prompts`" in line
 
 
-@pytest.mark.slow
-def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, tmp_path, capsys) -> None:
+def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, program) -> None:
     whole = make_config("t2i", name="whole", steps=4, validation=LOOK)
     cut = make_config("t2i", name="cut", steps=2, validation=LOOK)
     items, null, prompts = made.mixed_items(whole)
     for config in (whole, cut):
         make_set(config, items, null, prompts)
-        assert program(config, tmp_path, capsys)[0] == OK
+        assert program(config)[0] == OK
     later = make_config("t2i", name="cut", steps=4, validation={**LOOK, "prompts": NEW, "size": ["64x64", "96x64"]})
     more = [made.Prompt("two", size, prompts[0].text) for size in ("64x64", "96x64")]
     make_set(later, items, null, [*prompts, *more], name="set2")
-    code, report, _ = program(later, tmp_path, capsys)
+    code, report, _ = program(later)
     assert (code, report["done"], report["skipped"]) == (OK, 2, 2)
     assert shown(cut, 2) == ["one"]
     assert shown(cut, 4) == ["one", *(f"two_{size}_seed{seed}" for size in ("64x64", "96x64") for seed in (4, 5))]
@@ -97,7 +101,6 @@ def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, tmp
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-@pytest.mark.slow
 def test_every_rank_takes_the_new_prompts(make_config, make_set, made, tmp_path, monkeypatch) -> None:
     """They divide them, and the latents are those of one process."""
     runs = [make_config("t2i", name=name, steps=1, batch_size=2, validation=LOOK) for name in ("one", "two")]
@@ -108,8 +111,7 @@ def test_every_rank_takes_the_new_prompts(make_config, make_set, made, tmp_path,
         make_set(later, items, null, [made.Prompt("two", "96x64", prompts[0].text)], name="set2")
         make_set(config, items, null, prompts)
         monkeypatch.setattr("trainer.__main__.load_config", lambda *_, later=later: later)
-        path = tmp_path / f"pipeline-{number}.yaml"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        path = write(config, tmp_path / f"pipeline-{number}.yaml")
         if number:
             assert on_two_ranks(path)["done"] == 1
         else:

@@ -1,6 +1,5 @@
 """A rank that dies, stops or hangs ends the run on the others, which name it."""
 
-import json
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from schemas.errors import INCOMPLETE
-from tests.trainer.runs import lines, on_ranks
+from tests.trainer.runs import lines, on_ranks, write
 from trainer.data import BatchLoader
 from trainer.run.run_files import RunFiles
 from trainer.setup import prepare
@@ -20,14 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reas
 
 
 @pytest.fixture
-def run_ranks(make_config, make_set, tmp_path):
+def run_ranks(ready, tmp_path):
     """run_ranks(timeout, codes, signals) -> what rank 0 reports. signals: rank -> signal that it gets after a step."""
 
     def run(timeout: float, codes: tuple[int, int], signals: dict[int, int], strategy: str = "ddp") -> dict:
-        config = make_config("t2i", steps=100_000, parallel={"timeout": timeout, "strategy": strategy})
-        make_set(config)
-        path = tmp_path / "pipeline.yaml"
-        path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        config = ready("t2i", steps=100_000, parallel={"timeout": timeout, "strategy": strategy})
+        path = write(config, tmp_path)
 
         def send(children: list[int]) -> None:
             deadline = time.monotonic() + 120

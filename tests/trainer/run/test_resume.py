@@ -12,22 +12,20 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from schemas.cli.console import OK, Options, run_program
-from tests.trainer.runs import lines, program, train, trained_weights
+from schemas.cli.console import OK
+from tests.trainer.runs import lines, moved, train, trained_weights
 from trainer import validation
-from trainer.__main__ import run as program_run
 from trainer.run import metrics
 from trainer.run.resume import ResumeError, write_manifest
+
+pytestmark = pytest.mark.slow
 
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
-def killable(make_config, make_set, name: str, **settings):
-    config = make_config(
-        "t2i", name=name, steps=9, batch_size=2, checkpoint_every=3, caption_dropout=0.3, adapter=DROPOUT, **settings
-    )
-    make_set(config)
-    return config
+def killable(ready, name: str, **settings):
+    common = {"steps": 9, "batch_size": 2, "checkpoint_every": 3, "caption_dropout": 0.3, "adapter": DROPOUT}
+    return ready("t2i", name=name, **common, **settings)
 
 
 def kill_at(config, step: int) -> None:
@@ -45,14 +43,13 @@ def kill_at(config, step: int) -> None:
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_and_resumed_gives_the_same_losses(make_config, make_set) -> None:
+def test_killed_and_resumed_gives_the_same_losses(ready) -> None:
     """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
     torch.set_num_threads(1)
-    whole = killable(make_config, make_set, "whole", shuffle_shards=2)
+    whole = killable(ready, "whole", shuffle_shards=2)
     train(whole)
-    cut = killable(make_config, make_set, "cut", shuffle_shards=2)
+    cut = killable(ready, "cut", shuffle_shards=2)
     for step in (4, 7):
         kill_at(cut, step)
         assert max(lines(cut)) < 9, "work was really cut off"
@@ -67,24 +64,23 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run: name -> (step, value)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(Path(config.output) / "run" / "tensorboard"))
+    events = EventAccumulator(str(config.run_folder / "tensorboard"))
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
+def test_a_resumed_run_tells_every_step_once(ready) -> None:
     """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
     torch.set_num_threads(1)
     look = {"eval_samples": 1, "eval_sigmas": [0.5], "every": 2}
-    config = killable(make_config, make_set, "told", validation=look)
+    config = killable(ready, "told", validation=look)
     kill_at(config, 5)
     time.sleep(1.1)  # TensorBoard reads its files in the order of the second they were begun in
-    with (Path(config.output) / "run" / "metrics.jsonl").open("a") as file:
+    with (config.run_folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert train(config)["skipped"] == 3
-    told = metrics.read_metrics(Path(config.output) / "run" / "metrics.jsonl")
+    told = metrics.read_metrics(config.run_folder / "metrics.jsonl")
     assert [line["step"] for line in told if "loss" in line] == list(range(1, 10))
     assert [line["step"] for line in told if "eval_loss" in line] == [0, 2, 4, 6, 8, 9]
     shown = scalars(config)
@@ -95,38 +91,23 @@ def test_a_resumed_run_tells_every_step_once(make_config, make_set) -> None:
         assert len(shown[name]) == len(dict(shown[name])), f"{name}: a step stands twice"
 
 
-@pytest.mark.slow
-def test_a_disk_without_room_for_checkpoints_is_warned_of(make_config, make_set, tmp_path, capsys, monkeypatch) -> None:
-    config = make_config("t2i", steps=1)
-    make_set(config)
+def test_a_disk_without_room_for_checkpoints_is_warned_of(ready, program, monkeypatch) -> None:
+    config = ready("t2i", steps=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
-    said = " ".join(program(config, tmp_path, capsys)[2].split())
+    said = " ".join(program(config)[2].split())
     assert "has 1.0 KiB, so that saving a checkpoint may fail; free space, or set `output`" in said
 
 
-@pytest.mark.slow
-def test_settings_that_changed_are_named_where_a_run_goes_on(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=1)
-    make_set(config)
-    assert "changed since" not in program(config, tmp_path, capsys)[2]
+def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> None:
+    config = ready("t2i", steps=1)
+    assert "changed since" not in program(config)[2]
     optimizer = config.train.optimizer.model_copy(update={"lr": 0.25})
     later = config.train.model_copy(update={"steps": 2, "optimizer": optimizer})
-    code, _, log = program(config.model_copy(update={"train": later}), tmp_path, capsys)
+    code, _, log = program(config.model_copy(update={"train": later}))
     was = config.train.optimizer.lr
     assert code == OK and f"train.steps: 1, now 2; train.optimizer.lr: {was}, now 0.25" in " ".join(log.split())
 
 
-@pytest.mark.slow
-def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
-    train(config)
-    before = lines(config)
-    assert train(config)["done"] == 0
-    assert lines(config) == before
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -136,14 +117,13 @@ def test_a_finished_run_does_nothing_more(make_config, make_set) -> None:
     ],
 )
 def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
-    make_config, make_set, monkeypatch, settings, kept
+    ready, monkeypatch, settings, kept
 ) -> None:
     """With eval losses of which that of step 1 is the lowest."""
     given = iter([3.0, 1.0, 2.0, 2.5, 2.3, 2.2, 2.4])
     monkeypatch.setattr(validation, "compute_eval_loss", lambda *_: {"eval_loss": next(given), "eval_id": "one"})
-    config = make_config("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
-    make_set(config)
-    result, folder = train(config), Path(config.output) / "run" / "checkpoints"
+    config = ready("t2i", steps=6, validation={"eval_samples": 2, "every": 1}, **settings)
+    result, folder = train(config), config.run_folder / "checkpoints"
     assert [int(path.name[5:]) for path in sorted(folder.iterdir())] == kept
     best, other = result["best_step"], result.get("best_checkpoint")
     assert (best["step"], best["eval_loss"]) == (1, 1.0) and (other is None) == (1 in kept)
@@ -154,10 +134,8 @@ def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(
     )
 
 
-@pytest.mark.slow
-def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> None:
-    config = make_config("t2i", steps=2)
-    make_set(config)
+def test_more_steps_go_on_and_other_terms_are_refused(ready, make_config) -> None:
+    config = ready("t2i", steps=2)
     train(config)
     longer = make_config("t2i", steps=3)
     assert train(longer)["done"] == 1
@@ -179,35 +157,31 @@ def test_more_steps_go_on_and_other_terms_are_refused(make_config, make_set) -> 
         train(longer)
 
 
-@pytest.mark.slow
-def test_fewer_steps_than_were_done_change_nothing_and_are_said(make_config, make_set, tmp_path, capsys) -> None:
-    config = make_config("t2i", steps=3)
-    make_set(config)
+def test_fewer_steps_than_were_done_change_nothing_and_are_said(ready, make_config, program) -> None:
+    config = ready("t2i", steps=3)
     train(config)
-    saved = Path(config.output) / "run" / "adapter" / "pytorch_lora_weights.safetensors"
+    saved = config.run_folder / "adapter" / "pytorch_lora_weights.safetensors"
     for lost in (False, True):  # the note of the result: with it nothing is to do, without it the result is saved anew
         if lost:
-            (Path(config.output) / "run" / "result.json").unlink()
-        code, report, _ = program(make_config("t2i", steps=2), tmp_path, capsys)
+            (config.run_folder / "result.json").unlink()
+        code, report, _ = program(make_config("t2i", steps=2))
         assert (code, report["done"], report["remaining"]) == (OK, 0, 0)
         with safe_open(saved, "pt") as file:
             assert file.metadata()["latentpress.steps"] == "3"
-    run_program("train", program_run, Options(tmp_path / "pipeline.yaml", dry_run=True))
-    assert "has done 3 steps, more than train.steps (2)" in capsys.readouterr().err
+    said = program(make_config("t2i", steps=2), dry_run=True)[2]
+    assert "has done 3 steps, more than train.steps (2)" in said
 
 
-@pytest.mark.slow
-def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None:
+def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
     """Those of another checkpoint of the same shape; a copy of the same, elsewhere and in bfloat16, is none."""
     from examples.tiny_models import build
 
-    config = make_config("t2i", steps=1)
-    make_set(config)
+    config = ready("t2i", steps=1)
     train(config)
 
     def other(path: Path, **settings):
         changed = make_config("t2i", steps=2, **settings)
-        return changed.model_copy(update={"model": changed.model.model_copy(update={"path": str(path)})})
+        return moved(changed, path)
 
     build("kandinsky5-image-t2i", tmp_path / "other", seed=1, only=["transformer", "scheduler"])
     with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
@@ -222,13 +196,11 @@ def test_other_base_weights_are_refused(make_config, make_set, tmp_path) -> None
         train(other(tmp_path / "same"))
 
 
-@pytest.mark.slow
-def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(make_config, make_set, tmp_path) -> None:
+def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(ready, make_config) -> None:
     """And the checkpoints that follow have the new one."""
-    config = make_config("t2i", steps=1)
-    make_set(config)
+    config = ready("t2i", steps=1)
     train(config)
-    folder = Path(config.output) / "run" / "checkpoints"
+    folder = config.run_folder / "checkpoints"
 
     path = folder / "step-000001" / "state.json"
     state = json.loads(path.read_text())

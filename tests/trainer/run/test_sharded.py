@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from schemas.config.training import Optimizer
 from tests.processes import prepare_fork
+from tests.trainer.runs import in_two_forks
 from trainer.run import checkpoint, resume
 from trainer.setup.optimizers import make_optimizer
 
@@ -43,12 +44,7 @@ def save(folder: Path, rank: int) -> None:
 def saved(tmp_path_factory) -> dict[str, bytes]:
     """File -> content of a checkpoint of two processes."""
     folder = tmp_path_factory.mktemp("sharded")
-    ranks = [get_context("fork").Process(target=save, args=(folder, rank)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    in_two_forks(partial(save, folder))
     path = folder / "step-000002"
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 

@@ -1,4 +1,4 @@
-"""Checkpoints that can be quantised."""
+"""Checkpoints that can be quantized."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ WIDE = {
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory, tiny):
-    """kind -> a checkpoint's folder with a tiny transformer that nf4-bnb can quantise."""
+    """kind -> a checkpoint's folder with a tiny transformer that nf4-bnb can quantize."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:

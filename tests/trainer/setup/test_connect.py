@@ -8,7 +8,7 @@ import pytest
 from schemas.config.training import Parallel
 from trainer.run.rank_watch import RankLostError
 from trainer.run.run_state import RunError
-from trainer.setup.connect import connect_ranks
+from trainer.setup.wrap import connect_ranks
 
 
 @pytest.fixture

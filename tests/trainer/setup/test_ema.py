@@ -1,13 +1,10 @@
 """The moving average of the weights, against diffusers' EMAModel."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from diffusers.training_utils import EMAModel
 
 from schemas.config.training import EMA, Optimizer
-from trainer.run import checkpoint, resume
 from trainer.setup.ema import MovingAverage, ema_decay, inference_weights
 from trainer.setup.optimizers import make_optimizer
 
@@ -70,20 +67,3 @@ def test_the_average_takes_the_weights_place_and_leaves_it(dtype: torch.dtype) -
     assert all(torch.equal(average, averages[name]) for name, average in ours.averages.items())
     with inference_weights(trained, optimizer, None) as which:
         assert which == "trained"
-
-
-def test_a_checkpoint_has_the_average(tmp_path: Path) -> None:
-    trained = weights()
-    ours, optimizer = MovingAverage(trained, EMA()), make_optimizer(trained, Optimizer())
-    move(trained, 0)
-    ours.update(trained)
-    move(trained, 1)
-    ours.update(trained)
-    checkpoint.save(tmp_path, 2, trained, optimizer, {}, {}, ours.averages)
-    again = weights(7)
-    other = MovingAverage(again, EMA())
-    found, _ = resume.newest_checkpoint(tmp_path, verify=True)
-    checkpoint.restore(found, again, make_optimizer(again, Optimizer()), other.averages)
-    for name in trained:
-        assert torch.equal(other.averages[name], ours.averages[name]) and torch.equal(again[name], trained[name])
-        assert not torch.equal(other.averages[name], again[name])

@@ -1,28 +1,18 @@
 """Every checkpoint is what a pipeline loads, straight from its folder."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from cache.order.schedule import BatchSchedule
 from cache.runs.training_run import checkpoint_step, list_checkpoints
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
-from schemas.cli.console import Console
 from tests.trainer.pipelines import exact_output, output, pipeline
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import checkpoint, resume
 
 FILE = "pytorch_lora_weights.safetensors"
-
-
-def prepared(config) -> loop.TrainState:
-    data = open_set(Store(config.root), "current", config.model.family, config.model.task)
-    schedule = BatchSchedule(data.spans, config.train.seed, 1, 1)
-    return loop.prepare_training(config, data, schedule, Console(stderr=open(os.devnull, "w")), "cpu")
 
 
 @pytest.mark.slow
@@ -39,11 +29,8 @@ def prepared(config) -> loop.TrainState:
     ],
     ids=["alpha", "another format", "sana", "full", "converted", "lokr", "lokr of sana"],
 )
-def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(
-    make_config, make_set, kind, name, adapter
-) -> None:
-    config = make_config(kind, steps=2, checkpoint_every=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
-    make_set(config)
+def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, kind, name, adapter) -> None:
+    config = ready(kind, steps=2, checkpoint_every=1, adapter=adapter, optimizer={"lr": 0.05, "warmup": 0})
     loop.train_loop(prepared(config))
     seen = []
     for path in list_checkpoints(config.run_folder / "checkpoints"):

@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 from schemas.config.adapter import Adapter
 from tests.forms import in_turn
 from tests.trainer.pipelines import KINDS, output, pipeline, random
-from trainer.setup import adapters, lokr
+from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = {
     "factors": {"rank": 4, "alpha": 2.5},
-    "whole": {"rank": 64, "alpha": 8.0},  # so large that neither matrix is factorised
+    "whole": {"rank": 64, "alpha": 8.0},  # so large that neither matrix is factorized
     "both": {"rank": 2, "decompose_both": True, "decompose_factor": 16},
     "by module": {
         "rank": 4,
@@ -37,7 +37,7 @@ def trained(kind: str, folder, settings: str, model=None):
     model = model or load(kind, folder)
     torch.manual_seed(0)
     make_trainable(model, family, Adapter(type="lokr", **SETTINGS[settings]))
-    assert {type(part) for part in model.modules() if isinstance(part, lokr.Linear)} == {lokr.KroneckerLinear}
+    assert {type(part) for part in model.modules() if isinstance(part, adapters.Linear)} == {adapters.KroneckerLinear}
     for i, parameter in enumerate(adapters.trainable_parameters(model).values()):
         parameter.data += random(*parameter.shape, seed=i) * 0.1
     return model.eval()
@@ -48,7 +48,7 @@ def test_a_lokr_loads_in_the_transformer_and_merges(tiny, tmp_path, kind, settin
     family, _ = KINDS[kind]
     pipe, stock = pipeline(kind, tiny(kind)), family.load(str(tiny(kind)))
     stock = trained(kind, tiny(kind), settings, stock)
-    adapters.save_lora(stock, tmp_path, kind, formats=("diffusers", "comfyui"))
+    export.save_lora(stock, tmp_path, kind, formats=("diffusers", "comfyui"))
     before, ours = output(kind, pipe.transformer), output(kind, stock)
     scale = ours.abs().mean()
     assert (ours - before).abs().mean() > 1e-2 * scale

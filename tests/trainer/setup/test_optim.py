@@ -6,7 +6,7 @@ import torch
 import transformers.optimization
 
 from schemas.config.training import Optimizer
-from trainer.setup.optim import BadStepCounter, DivergedError, learning_rate, set_learning_rate
+from trainer.setup.optimizers import BadStepCounter, DivergedError, learning_rate, set_learning_rate
 
 STEPS, WARMUP = 47, 6
 

@@ -12,11 +12,11 @@ import torch
 
 from schemas.config.training import Optimizer
 from schemas.optimizers import OPTIMIZERS
+from tests.trainer.runs import moved, train
 from trainer.run import checkpoint, optimizer_state, resume
 from trainer.run.run_state import RunError
 from trainer.setup.ema import inference_weights
-from trainer.setup.optim import set_learning_rate
-from trainer.setup.optimizers import check_optimizer, find_class, make_optimizer
+from trainer.setup.optimizers import check_optimizer, find_class, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
 OTHERS: dict[str, dict[str, Any]] = {
@@ -228,19 +228,10 @@ def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, tr
     assert caught.value.next_step
 
 
-def test_a_refusal_comes_before_the_model_is_loaded(make_config, make_set, tmp_path) -> None:
-    from cache.order.schedule import BatchSchedule
-    from cache.sets.set_lookup import open_set
-    from cache.store.store import Store
-    from schemas.cli.console import Console
-    from trainer.train import train
-
-    config = make_config("t2i", optimizer={"arguments": {"beta": 1}})
-    make_set(config)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "none")})})
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    with pytest.raises(RunError, match="unexpected keyword argument 'beta'"), open("/dev/null", "w") as nowhere:
-        train(config, data, BatchSchedule(data.spans, 0, 1, 1), Console(stderr=nowhere), "cpu")
+def test_a_refusal_comes_before_the_model_is_loaded(ready, tmp_path) -> None:
+    config = ready("t2i", optimizer={"arguments": {"beta": 1}})
+    with pytest.raises(RunError, match="unexpected keyword argument 'beta'"):
+        train(moved(config, tmp_path / "none"))
 
 
 def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refused() -> None:

@@ -1,6 +1,5 @@
-"""Quantised base weights: errors against float32, what stays, what is refused, and runs that go on."""
+"""Quantized base weights: errors against float32, what stays, what is refused, and runs that go on."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -9,18 +8,16 @@ import torch
 
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
-from schemas.config.training import Train
 from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
-from tests.trainer.runs import LOADS, lines, on_two_ranks, program, train, trained_weights
+from tests.trainer.runs import LOADS, lines, on_two_ranks, train, trained_weights, write
 from trainer.run import run_state
 from trainer.run.resume import ResumeError
 from trainer.run.run_state import RunError
 from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
-from trainer.setup.compile import compile_blocks
-from trainer.setup.memory import checkpoint_blocks
+from trainer.setup.blocks import checkpoint_blocks, compile_blocks
 from trainer.setup.offload import offload_blocks
 from trainer.setup.quantize import (
     base_matrices,
@@ -28,8 +25,8 @@ from trainer.setup.quantize import (
     count_numbers,
     packed_bytes,
     quantize_base,
-    stored_bytes,
 )
+from trainer.setup.weight_parts import stored_bytes
 
 WIDE = ["kandinsky5-image-t2i", "sana"]
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
@@ -75,8 +72,8 @@ def errors(found, wanted) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def unquantised(wide):
-    """unquantised(kind, adapter's options): a step in float32, and the errors of one in bfloat16."""
+def unquantized(wide):
+    """unquantized(kind, adapter's options): a step in float32, and the errors of one in bfloat16."""
 
     @cache
     def get(kind: str, options: tuple):
@@ -88,19 +85,19 @@ def unquantised(wide):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), in_turn(WIDE, NAMES))
-def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantised, is_long, kind, name):
+def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantized, is_long, kind, name):
     """Under each adapter, in float32 and in bfloat16, whose own error comes on top; LoRA with gradient checkpointing
     too."""
     for adapter in ({"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}):
         if adapter.get("dora") and name == "int8-quanto":
             continue
-        wanted, rounding = unquantised(kind, tuple(adapter.items()))
+        wanted, rounding = unquantized(kind, tuple(adapter.items()))
         found = errors(step(kind, adapted(kind, wide(kind), name, torch.float32, **adapter)), wanted)
         half = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **adapter)), wanted)
         label = " ".join(map(str, adapter.values()))
-        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantised", rounding)):
+        for dtype, values in (("float32", found), ("bfloat16", half), ("bfloat16 unquantized", rounding)):
             print(f"{kind}, {name}, {label}, {dtype}: " + ", ".join(f"{value:.4f}" for value in values))
-        assert found[1] > 1e-4, "it is quantised"
+        assert found[1] > 1e-4, "it is quantized"
         for value, own, base, bound in zip(found, half, rounding, BOUNDS[name], strict=True):
             assert value <= bound
             assert own <= bound + 2 * base
@@ -115,7 +112,7 @@ def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquanti
 @pytest.mark.parametrize("kind", WIDE)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_card_too(wide, make_config, kind, name):
-    """In bfloat16, quantised on the card, whose kernels are others."""
+    """In bfloat16, quantized on the card, whose kernels are others."""
     family, _ = KINDS[kind]
     try:
         config = make_config("sana" if kind == "sana" else "t2i", base_precision=name)
@@ -127,13 +124,13 @@ def test_on_a_card_too(wide, make_config, kind, name):
     wanted = step(kind, adapted(kind, wide(kind), None, torch.float32, **on_card))
     rounding = errors(step(kind, adapted(kind, wide(kind), None, torch.bfloat16, **on_card)), wanted)
     found = errors(step(kind, adapted(kind, wide(kind), name, torch.bfloat16, **on_card)), wanted)
-    assert found[1] > 1e-4, "it is quantised"
+    assert found[1] > 1e-4, "it is quantized"
     for value, base, bound in zip(found, rounding, BOUNDS[name], strict=True):
         assert value <= bound + 2 * base
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_difference(wide, name):
+def test_only_attention_and_feed_forward_are_quantized_and_the_place_makes_no_difference(wide, name):
     kind = "kandinsky5-image-t2i"
     family, _ = KINDS[kind]
     plain, model = (family.load(str(wide(kind)), dtype=torch.bfloat16) for _ in range(2))
@@ -141,7 +138,7 @@ def test_only_attention_and_feed_forward_are_quantised_and_the_place_makes_no_di
     matrices = base_matrices(plain, family)
     measured = sum(stored_bytes(model.get_submodule(path).weight) for path in matrices)
     assert sum(packed_bytes(part, name) for part in matrices.values()) == pytest.approx(measured, rel=0.03)
-    assert said.startswith(f"{len(matrices)} matrices of the base quantised ({name})")
+    assert said.startswith(f"{len(matrices)} matrices of the base quantized ({name})")
     assert count_numbers(model.parameters()) == sum(weight.numel() for weight in plain.parameters())
     kept = {path: part for path, part in plain.named_modules() if [*part.parameters(recurse=False)]}
     changed = {path for path, part in kept.items() if type(model.get_submodule(path).weight) is not type(part.weight)}
@@ -190,34 +187,13 @@ def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"base_precision": "nf4-bnb", "adapter": {"type": "full"}},
-            r"to lora \(LoRA\) or lokr \(LoKr\)",
-        ),
-        (
-            {"base_precision": "int8-quanto", "adapter": {"dora": True}},
-            "to int8-torchao or nf4-bnb, or adapter.dora to false",
-        ),
-        ({"base_precision": "fp8-torchao", "adapter": {"init_weights": "pissa"}}, "could not hold the rest"),
-        ({"base_precision": "bf16", "adapter": {"type": "full"}}, "full set weight_precision to bfloat16"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
-        Train.model_validate(settings)
-
-
 def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loaded(
-    make_config, make_set, tmp_path, capsys, monkeypatch
+    ready, make_config, program, monkeypatch
 ):
-    config = make_config("sana", base_precision="nf4-bnb")
-    make_set(config)
+    config = ready("sana", base_precision="nf4-bnb")
 
     def refused(config) -> str:
-        code, report, said = program(config, tmp_path, capsys)
+        code, report, said = program(config)
         assert code == 2 and LOADS not in said, report
         return report["error"]["message"] + report["error"]["next_step"]
 
@@ -227,7 +203,7 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     for adapter in ({"targets": ["foo"]}, {"targets": ["foo"], "type": "full"}, {"rank_pattern": {"foo": 2}}):
         assert "'foo' matches no" in (found := refused(make_config("sana", adapter=adapter)))
         assert found.endswith("Correct the regular expression, which must match whole paths, as '.*to_query' does.")
-    monkeypatch.setitem(run_state.QUANTISATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
+    monkeypatch.setitem(run_state.QUANTIZATION_LIBRARIES, "int8-torchao", "a_library_that_is_not_there")
     assert "needs a_library_that_is_not_there" in refused(make_config("sana", base_precision="int8-torchao"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older card")
@@ -241,7 +217,7 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8-quanto", "int8-torchao", "nf4-bnb"])
-def test_a_quantised_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, tmp_path, name):
+def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, name):
     def config(run: str, **settings) -> Config:
         made = make_config("t2i", name=run, **{"base_precision": name, "checkpoint_every": 2, **settings})
         model = made.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
@@ -266,7 +242,7 @@ def test_a_quantised_run_goes_on_exactly_and_with_its_own_precision_only(make_co
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8-quanto", long("int8-torchao"), "nf4-bnb"])
-def test_two_processes_train_a_quantised_model_as_one(make_config, make_set, wide, tmp_path, name):
+def test_two_processes_train_a_quantized_model_as_one(make_config, make_set, wide, tmp_path, name):
     """By DDP, with gradients sent in bfloat16 in the last case, and by FSDP2 in tests/trainer/setup/test_shard.py."""
     found, half = [], {"parallel": {"gradient_compression": "bfloat16"}} if name == "nf4-bnb" else {}
     for run, accumulate in (("alone", 2), ("two", 1)):
@@ -279,9 +255,7 @@ def test_two_processes_train_a_quantised_model_as_one(make_config, make_set, wid
         if run == "alone":
             train(config)
         else:
-            path = tmp_path / "pipeline.yaml"
-            path.write_text(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-            assert on_two_ranks(path)["done"] == 2
+            assert on_two_ranks(write(config, tmp_path))["done"] == 2
         found.append((lines(config), lines(config, "grad_norm")))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4 if half else 1e-5)
     assert found[1][1] == pytest.approx(found[0][1], rel=2**-8 if half else 1e-4)

@@ -1,4 +1,4 @@
-"""The memory of the host while a base is loaded and quantised."""
+"""The memory of the host while a base is loaded and quantized."""
 
 import ctypes
 import json
@@ -12,11 +12,12 @@ from examples.tiny_models import make_model
 from tests.forms import long
 from tests.processes import in_child
 from tests.trainer.pipelines import KINDS
+from tests.trainer.runs import moved
 from tests.trainer.setup.test_quantize import NAMES
 from trainer.memory.estimate import LIBRARIES, estimate_memory
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import load_transformer
-from trainer.setup.quantize import QUANTISERS, quantize_base
+from trainer.setup.quantize import QUANTIZERS, quantize_base
 
 WIDEST = 4 * 1024 * 4096  # bytes of the largest matrix in float32
 
@@ -31,18 +32,18 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     return folder, sum(parameter.numel() for parameter in model.parameters())
 
 
-SHORT = ("full rank", "int8-torchao", "nf4-bnb")
+SHORT = ("full rank", "int8-torchao")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ("full rank", "bf16", *NAMES)])
 def test_the_host_never_holds_two_copies(make_config, large, name):
-    """Memory of the process while a float32 checkpoint is loaded, quantised and its weights are set up."""
+    """Memory of the process while a float32 checkpoint is loaded, quantized and its weights are set up."""
     folder, weights = large
     full = name == "full rank"
     settings = {"adapter": {"type": "full"}} if full else {"base_precision": name, "precision": "bfloat16"}
     config = make_config("t2i", **settings)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    config = moved(config, folder)
     shape = json.loads((folder / "transformer" / "config.json").read_text())
     size, family = weights * (4 if full else 2), KINDS["kandinsky5-image-t2i"][0]
     on_gpu = config.model_copy(update={"train": config.train.model_copy(update={"device": "cuda"})})
@@ -50,7 +51,7 @@ def test_the_host_never_holds_two_copies(make_config, large, name):
 
     def load() -> None:
         if config.train.quantized:
-            QUANTISERS[name](torch.nn.Linear(64, 64, dtype=torch.bfloat16))  # imports its library
+            QUANTIZERS[name](torch.nn.Linear(64, 64, dtype=torch.bfloat16))  # imports its library
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory would be used again, and not be counted
         with PeakMemory() as memory:
             model, _ = load_transformer(config, family, torch.device("cpu"))

@@ -1,9 +1,7 @@
 """FSDP2: two processes that share a model train as one process that has it."""
 
-import json
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,21 @@ from schemas.errors import OK, USAGE
 from tests.forms import long
 from tests.processes import prepare_fork
 from tests.trainer.pipelines import KINDS
-from tests.trainer.runs import LOADS, check_result, check_shown, lines, on_ranks, program, train
+from tests.trainer.runs import LOADS, check_result, check_shown, in_two_forks, lines, on_ranks, train, write
 from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
 from trainer.setup import shard
-from trainer.setup.compile import compile_blocks
-from trainer.setup.memory import checkpoint_blocks
-from trainer.setup.quantize import stored_bytes
+from trainer.setup.blocks import checkpoint_blocks, compile_blocks
+from trainer.setup.weight_parts import stored_bytes
 
 pytestmark = pytest.mark.slow
 
 FSDP = {"strategy": "fsdp2"}
 
 
+@pytest.mark.long
 def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
-    """Quantised bases, of which each process has half the bytes, under each adapter; linear layers gathered in
+    """Quantized bases, of which each process has half the bytes, under each adapter; linear layers gathered in
     bfloat16, norms not; blocks that are compiled. With gradient checkpointing, one pair of processes for all."""
     kandinsky = "kandinsky5-image-t2i"
     adapters = [{"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "lora"}]
@@ -48,12 +46,7 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
             case.check(found)
         torch.distributed.barrier()
 
-    ranks = [get_context("fork").Process(target=check, args=(rank,)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    in_two_forks(check)
 
 
 @dataclass
@@ -78,7 +71,7 @@ class Case:
 
     def check(self, expected: tuple[torch.Tensor, ...]) -> None:
         model, family, seen = self.make(), KINDS[self.kind][0], set()
-        whole = sum(map(stored, model.parameters()))
+        whole = sum(map(stored_bytes, model.parameters()))
         if self.compiled:
             compile_blocks(family.blocks(model), "eager", lambda said: None)
         gathered = torch.bfloat16 if self.half else None
@@ -86,7 +79,7 @@ class Case:
         parallel = Parallel(strategy="fsdp2", cpu_offload=hosted, reshard_after_forward=not kept)
         shard.shard_model(model, family, {}, parallel, torch.device("cpu"), gathered)
         assert all(isinstance(weight, DTensor) for weight in model.parameters())
-        assert sum(stored(local(weight)) for weight in model.parameters()) < 0.51 * whole
+        assert sum(stored_bytes(local(weight)) for weight in model.parameters()) < 0.51 * whole
 
         def look(part: torch.nn.Module, _: object) -> None:
             for weight in part.parameters(recurse=False):
@@ -100,17 +93,11 @@ class Case:
         assert not self.half or seen == {(True, torch.bfloat16), (False, torch.float32)}
 
 
-def stored(weight: torch.Tensor) -> int:
-    """Bytes, with scales."""
-    quantised = hasattr(weight, "quant_state") or hasattr(weight, "__tensor_flatten__")
-    return stored_bytes(weight) if quantised else weight.numel() * weight.element_size()
-
-
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings"),
     [
         ("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
-        ("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
+        long("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
     ],
 )
 def test_two_processes_share_a_model(
@@ -138,9 +125,7 @@ def test_two_processes_share_a_model(
     make_set(alone)
     make_set(two)
     train(alone)
-    path = tmp_path / "pipeline.yaml"
-    path.write_text(json.dumps(two.model_dump(mode="json", by_alias=True, exclude_unset=True)))
-    assert on_ranks(path)["done"] == 2
+    assert on_ranks(write(two, tmp_path))["done"] == 2
     assert sharded.exists()
     rounded = "precision" in settings  # weights that differ in their last bits may be two bfloat16 numbers
     assert lines(two) == pytest.approx(lines(alone), rel=1e-4 if rounded else 1e-5)
@@ -153,28 +138,15 @@ def test_two_processes_share_a_model(
     check_result(two, alone)
 
 
-def test_one_process_has_nothing_to_share(make_config, make_set, tmp_path, capsys) -> None:
+def test_one_process_has_nothing_to_share(make_config, make_set, program) -> None:
     common = {"steps": 1, "validation": {"eval_samples": 0, "every": 2}}
     plain, offloaded = (make_config(parallel=FSDP | more, **common) for more in ({}, {"cpu_offload": True}))
     make_set(plain)
-    code, report, said = program(offloaded, tmp_path, capsys)
+    code, report, said = program(offloaded)
     assert code == USAGE and LOADS not in said and "train.parallel.cpu_offload" in report["error"]["message"]
     assert "train.offload.blocks" in report["error"]["next_step"]
-    code, _, said = program(plain, tmp_path, capsys)
+    code, _, said = program(plain)
     assert code == OK and "the model is whole and not sharded" in said
-
-
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        ({"offload": {"blocks": True}}, "use parallel.cpu_offload"),
-        ({"base_precision": "nf4-bnb", "adapter": {"dora": True}}, "peft sets base weights"),
-        ({"parallel": FSDP | {"gradient_compression": "bfloat16"}}, "it is an option of strategy ddp"),
-    ],
-)
-def test_what_sharded_models_can_not_do_is_refused(make_config, other, reason) -> None:
-    with pytest.raises(ValueError, match=reason):
-        make_config(**{"parallel": FSDP, **other})
 
 
 FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2})
@@ -182,23 +154,22 @@ FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gra
 
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings", "last"),
-    [("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}, 4), (*FULL, 2), long(*FULL, 4)],
+    [long("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}, 4), (*FULL, 2), long(*FULL, 4)],
     ids=["ddp", "fsdp2", "fsdp2 on four"],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
-    make_config, make_set, tmp_path, kind, adapter, settings, last
+    ready, make_config, make_set, tmp_path, kind, adapter, settings, last
 ) -> None:
     """2, 1 and 4 (of those that share a model 2, in the long form 4), with the samples and noise of one process."""
     plan = [2, 1, last]
     path = tmp_path / "pipeline.yaml"
     common = {"adapter": adapter, "caption_dropout": 0.3, "checkpoint_every": 2, **settings}
-    alone = make_config(kind, name="alone", accumulate=4, steps=2 * len(plan), **common)
-    make_set(alone)
+    alone = ready(kind, name="alone", accumulate=4, steps=2 * len(plan), **common)
     make_set(make_config(kind, name="elastic", **common))
     train(alone)
     for steps, ranks in zip(range(2, 9, 2), plan, strict=False):
         elastic = make_config(kind, name="elastic", accumulate=4 // ranks, steps=steps, **common)
-        path.write_text(json.dumps(elastic.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+        write(elastic, path)
         report = on_ranks(path, (OK,) * ranks)
         assert (report["done"], report["skipped"]) == (2, steps - 2)
     assert lines(elastic) == pytest.approx(lines(alone), rel=2e-4)

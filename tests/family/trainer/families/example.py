@@ -11,8 +11,7 @@ from cache.models.weights import load_part
 from schemas.catalogue import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import Experts, FamilyModule, TokenGrid, components
-from trainer.families.tokens import KeptTokens
+from trainer.families.base import Experts, FamilyModule, KeptTokens, TokenGrid, components
 
 BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
 LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"

@@ -20,6 +20,7 @@ import pytest
 
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
+from tests.forms import long
 
 pytestmark = pytest.mark.slow
 
@@ -236,7 +237,7 @@ def folder(home_of, place_of, items: list[Item]) -> Any:
 # -- the same from everywhere ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OTHER_SOURCES)
+@pytest.mark.parametrize("name", [*OTHER_SOURCES[::2], *map(long, OTHER_SOURCES[1::2])])
 def test_the_shards_are_the_same_and_a_change_costs_itself(
     name: str, folder: Any, home_of, place_of, photo, items: list[Item]
 ) -> None:
@@ -289,6 +290,7 @@ def test_a_place_that_is_not_there_stops_the_stage_and_changes_nothing(
     home.assert_no_secret()
 
 
+@pytest.mark.long
 def test_everything_in_s3_and_nothing_here(
     folder: Any, home_of, place_of, items: list[Item], s3_of_pipelines: Any
 ) -> None:

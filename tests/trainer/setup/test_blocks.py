@@ -1,22 +1,21 @@
-"""Checkpointing and offload change where a step computes and keeps its tensors, and not one number of it."""
+"""Checkpointing, offload and compilation change where and how a step computes and keeps its tensors, and not one number
+of it."""
 
-import os
+import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from cache.order.schedule import BatchSchedule
-from cache.sets.set_lookup import open_set
-from cache.store.store import Store
 from schemas.cli.console import Console
 from tests.forms import long
+from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import metrics
 from trainer.run.run_state import RunError
-from trainer.setup import memory
+from trainer.setup import blocks
+from trainer.setup.blocks import compile_blocks
 
 STEPS = 3
 
@@ -25,21 +24,13 @@ def note(calls: list[int], number: int, *_: object) -> None:
     calls.append(number)
 
 
-def prepare(config, console: Console | None = None):
-    data = open_set(Store(config.root), config.train.set, config.model.family, config.model.task)
-    size = config.train.batch_size
-    return loop.prepare_training(
-        config, data, BatchSchedule(data.spans, 0, size, size), console or Console(stderr=open(os.devnull, "w")), "cpu"
-    )
-
-
 def train(config) -> dict:
     """Loss of each step, the validation picture, and the trained weights after each step."""
-    run = prepare(config)
+    run = prepared(config)
     trained, take = [], run.optimizer.step
     run.optimizer.step = lambda: (take(), trained.append({k: v.detach().clone() for k, v in run.trainable.items()}))
     loop.train_loop(run)
-    folder = Path(config.output) / "run"
+    folder = config.run_folder
     losses = [line["loss"] for line in metrics.read_metrics(folder / "metrics.jsonl") if "loss" in line]
     shown = load_file(folder / "validation" / f"step-{STEPS:06d}" / "one.safetensors")["latent"]
     return {"losses": losses, "shown": shown, "trained": trained}
@@ -57,14 +48,12 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t2i", long("sana")])
-def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(make_config, make_set, kind) -> None:
+def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
     train_options = {"batch_size": 1 if kind == "sana" else 2, "steps": STEPS, "adapter": {"rank": 2}}
-    plain = make_config(kind, name="plain", gradient_checkpointing=False, **train_options)
-    make_set(plain)
+    plain = ready(kind, name="plain", gradient_checkpointing=False, **train_options)
     expected = train(plain)
     for name, options in OPTIONS.items():
-        config = make_config(kind, name=name, **train_options, **options)
-        make_set(config)
+        config = ready(kind, name=name, **train_options, **options)
         found = train(config)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
         # A last bit in the weights shows in a picture of several steps.
@@ -77,11 +66,10 @@ def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(make_config, m
 
 
 @pytest.mark.slow
-def test_every_nth_block_is_computed_again(make_config, make_set) -> None:
+def test_every_nth_block_is_computed_again(ready) -> None:
     for interval in (1, 2):
-        config = make_config("t2i", name=str(interval), gradient_checkpointing_interval=interval)
-        make_set(config)
-        run = prepare(config)
+        config = ready("t2i", name=str(interval), gradient_checkpointing_interval=interval)
+        run = prepared(config)
         blocks, began = run.family.blocks(run.model), []
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(note, began, number))
@@ -90,33 +78,49 @@ def test_every_nth_block_is_computed_again(make_config, make_set) -> None:
         assert sorted(began[len(blocks) :]) == [*range(0, len(blocks), interval)]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"offload": {"blocks": True}, "adapter": {"type": "full"}}, "adapter.type full trains all"),
-        ({"offload": {"blocks": True}, "gradient_checkpointing": False}, "set gradient_checkpointing to true"),
-        ({"gradient_checkpointing": False, "gradient_checkpointing_interval": 2}, "it is for gradient_checkpointing"),
-        ({"offload": {"blocks": True}, "gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval to 1"),
-        ({"offload": {"blocks": True, "to": "disk"}}, "trained ones would be lost; use host"),
-        ({"offload": {"streams": True}}, "streams copy blocks: set blocks to true"),
-        ({"offload": {"blocks_per_group": 2}}, "blocks_per_group: is of block offload"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(make_config, options, words) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_config("t2i", **options)
-
-
 @pytest.mark.slow
-def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(make_config, make_set, capsys) -> None:
+def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_config, capsys) -> None:
     for options, words in (
         ({"offload": {"blocks": True, "streams": True}}, "train.offload.streams: cpu has no streams to copy on"),
         ({"compile": "blocks", "compile_backend": "none"}, "has no backend 'none'"),
     ):
-        config = make_config("t2i", **options)
-        make_set(config)
+        config = ready("t2i", **options)
         with pytest.raises(RunError, match=words) as caught:
-            prepare(config, Console())
+            prepared(config, Console())
         assert caught.value.next_step and "loading the transformer" not in capsys.readouterr().err
     with pytest.raises(RunError, match="2 processes share one model"):
-        memory.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, torch.device("cpu"), 2)
+        blocks.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, torch.device("cpu"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t2i", long("sana")])
+def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, capsys) -> None:
+    """Also where their weights are on the host. A class of blocks is one graph, or two where the first block's input
+    has no gradient, however many blocks there are, and computing them again needs no other."""
+    found = []
+    for name, options in (
+        ("plain", {}),
+        ("compiled", {"compile": "blocks", "compile_backend": "eager", "offload": {"blocks": True}}),
+    ):
+        config = ready(kind, name=name, steps=1, adapter={"rank": 2}, **options)
+        torch.compiler.reset()
+        run = prepared(config, Console())
+        numbers = loop.train_step(run, run.loader.step(0))
+        said = capsys.readouterr().err
+        graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", said)]
+        expected = {"t2i": [1, 2, 3], "sana": [1, 2]}[kind]
+        assert graphs == ([] if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
+        found.append((numbers["loss"], numbers["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_more_shapes_than_torch_compiles_by_default_have_graphs_too() -> None:
+    said: list[str] = []
+    torch.compiler.reset()
+    block = torch.nn.Tanh()
+    compile_blocks([block], "eager", said.append)
+    for dimensions in range(1, 12):
+        x = torch.ones([2] * dimensions)
+        assert torch.equal(block(x), x.tanh())
+    assert len(said) == 11 and "another shape may need another" in said[0]

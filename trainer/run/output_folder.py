@@ -1,26 +1,25 @@
-"""A lock for one trainer per output folder, taken before a model is loaded."""
+"""The output folder: a lock for one trainer at a time, and full disks and too little memory as errors with a reason."""
 
 import errno
 import fcntl
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cache.runs.training_run import LOCK_NAME
-from cache.store.files import StoreError, check_writable, explained
+from safetensors import SafetensorError
+
+from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, step_of
+from cache.store.files import StoreError, check_folder, check_writable, explained
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError
 
 #: Errors of flock on a file system without locks.
 NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-
 ATTEMPTS = 3  # as `is_running` holds the lock for a moment
 ATTEMPT_PAUSE_S = 0.1
-
-__all__ = ["LOCK_NAME", "OutputLocked", "lock_output"]
 
 
 class OutputLocked(LatentpressError):
@@ -57,3 +56,33 @@ def take_lock(lock: int) -> None:
             if attempt == ATTEMPTS - 1:
                 raise
         time.sleep(ATTEMPT_PAUSE_S)
+
+
+class DeviceOutOfMemory(LatentpressError):
+    """The device has too little memory for this configuration."""
+
+
+@contextmanager
+def explain_failures(folder: Path) -> Iterator[None]:
+    """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
+    to creating the folder, or one in it, is found before anything is loaded."""
+    import torch
+
+    steps = [path for path in folder.glob(f"{CHECKPOINTS}/*") if step_of(path) is not None]
+    for path in (folder, *(folder / name for name in (CHECKPOINTS, "validation", "adapter", "model")), *steps):
+        check_folder(path)
+    with explained(str(folder)):
+        try:
+            yield
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(
+                f"the device ran out of memory: {str(error).partition('. ')[0]}",
+                "Lower train.batch_size and raise train.accumulate by as much, keep train.gradient_checkpointing and "
+                "train.precision bfloat16, choose train.adapter.type=lora, or plan smaller buckets and fewer frames. "
+                "Training goes on from the last checkpoint.",
+            ) from error

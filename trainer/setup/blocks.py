@@ -1,5 +1,5 @@
-"""What the transformer's blocks keep on the device between the forward and the backward pass: gradient checkpointing,
-and frozen weights (`offload`) or activations on the host."""
+"""How the transformer's blocks compute: compiled one by one, and what they keep on the device between the forward and
+the backward pass (gradient checkpointing; frozen weights or activations on the host)."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +15,7 @@ from trainer.run.run_state import RunError
 from trainer.setup.offload import offload_blocks
 
 STREAM_DEVICES = ("cuda", "xpu")
+MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
 
 
 def check_offload(offload: Offload, device: torch.device, ranks: int) -> None:
@@ -33,8 +34,8 @@ def check_offload(offload: Offload, device: torch.device, ranks: int) -> None:
 
 
 def loading_device(offload: Offload, sharded: bool, device: torch.device) -> torch.device:
-    """Where the checkpoint is loaded to: the host for block offload and for FSDP2, so that the device never holds all
-    weights."""
+    """The device that the checkpoint is loaded to: the host for block offload and for FSDP2, so that the device never
+    holds all weights."""
     return torch.device("cpu") if offload.blocks or sharded else device
 
 
@@ -88,3 +89,38 @@ def save_on_host(pin_memory: bool) -> saved_tensors_hooks:
         return tensor.to(device, non_blocking=pin_memory)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def check_compile(settings: Train) -> None:
+    """RunError for a backend that this torch does not have. Called before a model is loaded."""
+    if settings.compile == "none":
+        return
+    known = torch.compiler.list_backends(())
+    if settings.compile_backend not in known:
+        raise RunError(
+            f"train.compile_backend: torch {torch.__version__} has no backend {settings.compile_backend!r}",
+            f"Choose one of {', '.join(sorted(known))}.",
+        )
+
+
+def compile_blocks(blocks: Sequence[torch.nn.Module], backend: str, log: Callable[[str], None]) -> None:
+    """torch.compile of each block's forward pass, at its first call. Blocks of one class share their graphs, so 60 of
+    them are compiled in the time of one; hooks of methods stay outside. log: gets a line for each graph that is made.
+    """
+    # torch's guide to custom backends documents it under this name; imported late, as it takes a second.
+    from torch._dynamo import lookup_backend
+
+    compile_graph, graphs = lookup_backend(backend), 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        nodes = sum(node.op in ("call_function", "call_method", "call_module") for node in graph.graph.nodes)
+        remark = "; another shape may need another" if graphs == 1 else ""
+        log(f"torch.compile: graph {graphs} of the blocks ({nodes} operations){remark}")
+        return compile_graph(graph, inputs, **options)
+
+    # By default a class of blocks has 8, and computes further shapes without a graph.
+    torch.compiler.config.recompile_limit = max(MOST_GRAPHS, torch.compiler.config.recompile_limit)
+    for block in blocks:
+        block.__dict__["forward"] = torch.compile(block.forward, backend=count)

@@ -10,9 +10,7 @@ import pytest
 
 from cache.runs.best_step import best_evaluation
 from schemas.cli.console import OK, Console
-from tests.trainer.runs import program
-from trainer.run.metrics import StepTimer, read_metrics
-from trainer.run.progress import show_metrics
+from trainer.run.metrics import StepTimer, read_metrics, show_metrics
 
 
 class Terminal(io.StringIO):
@@ -86,17 +84,14 @@ def written_to_wandb(folder: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
-    make_config, make_set, tmp_path, capsys, wandb_offline
-) -> None:
+def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_config, program, wandb_offline) -> None:
     """Weights & Biases offline. A resumed run continues the same one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    config = make_config("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
-    make_set(config)
-    folder = Path(config.output) / "run"
-    code, report, said = program(config, tmp_path, capsys)
+    config = ready("t2i", steps=2, validation=look, trackers=["tensorboard", "wandb"])
+    folder = config.run_folder
+    code, report, said = program(config)
     assert code == OK and "loading the transformer" in said and "done, after 0:00:" in said
     assert "step 0: eval loss: 2/2 samples" in said and "step 2: validation: 2/2 denoising steps" in said
     details = report["details"]
@@ -110,12 +105,12 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
     assert all(Path(details[key]).exists() for key in (*places, "saved", "wandb"))
     share = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line][-1]["data_wait_share"]
     assert details["waiting_for_data"] == f"{100 * share:.0f} %"
-    finished = program(config, tmp_path, capsys)[1]["details"]
+    finished = program(config)[1]["details"]
     assert finished["waiting_for_data"] == details["waiting_for_data"]
     assert {key: finished[key] for key in (*places, lowest)} == {key: details[key] for key in (*places, lowest)}
 
     config = make_config("t2i", steps=3, validation=look, trackers=["tensorboard", "wandb"])
-    assert program(config, tmp_path, capsys)[0] == OK
+    assert program(config)[0] == OK
     first, second = written_to_wandb(folder)
     key = (folder / "wandb-id.txt").read_bytes()
     words = (key, b"grad_norm", b"eval_loss", b"samples_per_s")
@@ -130,20 +125,19 @@ def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(
 
 @pytest.mark.slow
 def test_wandb_that_cant_be_used_is_said_before_a_model_is_loaded(
-    make_config, make_set, tmp_path, capsys, monkeypatch, wandb_offline
+    ready, program, tmp_path, monkeypatch, wandb_offline
 ) -> None:
 
-    config = make_config("t2i", steps=2, trackers=["wandb"])
-    make_set(config)
+    config = ready("t2i", steps=2, trackers=["wandb"])
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     sys.modules["wandb"].teardown()  # what it read of the environment before
-    code, report, said = program(config, tmp_path, capsys)
+    code, report, said = program(config)
     assert code == 2 and "loading the transformer" not in said
     assert "WANDB_MODE=offline" in report["error"]["next_step"]
     monkeypatch.setitem(sys.modules, "wandb", None)
-    code, report, said = program(config, tmp_path, capsys)
+    code, report, said = program(config)
     assert code == 2 and "not installed" in report["error"]["message"]
     assert "pip install -e '.[wandb]'" in report["error"]["next_step"]

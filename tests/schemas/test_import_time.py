@@ -47,6 +47,7 @@ norm()
 """
 
 
+@pytest.mark.long
 def test_a_missing_kernel_and_an_unfused_norm_are_no_news_to_the_user() -> None:
     done = subprocess.run([sys.executable, "-c", FORCED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
