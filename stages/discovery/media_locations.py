@@ -85,9 +85,9 @@ class MediaLocations:
         if not isinstance(planned, RequiredFile):
             return planned
         source = self._source(planned.dataset)
-        return (
-            source.open(planned.path) if planned.role == "media" else source.open_companion(planned.role, planned.path)
-        )
+        if planned.role == "media":
+            return source.open(planned.path)
+        return source.open_companion(planned.role, planned.path)
 
     def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
         """Of a validation prompt the path of its image, or the file of the data that was chosen for it; else `file`."""

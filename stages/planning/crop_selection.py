@@ -208,8 +208,8 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -
     return SelectedCrops(sizes, size, crop, source, differs, lost, geometry.aspect_distortion(width, height, crop))
 
 
-def _crop_where(condition: np.ndarray, one: Crop, other: Crop) -> Crop:
-    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+def _crop_where(condition: np.ndarray, first: Crop, second: Crop) -> Crop:
+    pairs = zip(vars(first).values(), vars(second).values(), strict=True)
     return Crop(*(np.where(condition, left, right) for left, right in pairs))
 
 

@@ -48,22 +48,22 @@ def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Cond
         active = active.filter(pc.invert(active.column("regularisation")))
     ids = active.column("sample_id").combine_chunks()
     row = active.slice(int(np.argmin(derive_seeds(ids, f"validation image of {name}"))), 1).to_pylist()[0]
-    found = plan.samples.filter(pc.equal(plan.samples.column("sample_id"), row["sample_id"])).to_pylist()[0]
+    sample = plan.samples.filter(pc.equal(plan.samples.column("sample_id"), row["sample_id"])).to_pylist()[0]
     item = media[row["dataset"]]
     (item,) = item.slice(pc.index(item.column("path"), row["path"]).as_py(), 1).to_pylist()
     if condition.kind == "source":
         described = {"dataset": row["dataset"], "role": "source", "path": row["source_path"]}
         sizes = {"width": item["source_width"], "height": item["source_height"]}
-        return DataImage(described, {"media_id": found["source_id"], "kind": "image", **sizes})
-    described = {"dataset": row["dataset"], "role": "media", "path": row["path"], "start": found["start"]}
-    clip = {key: found[key] for key in ("media_id", "kind", "start", "rate")}
+        return DataImage(described, {"media_id": sample["source_id"], "kind": "image", **sizes})
+    described = {"dataset": row["dataset"], "role": "media", "path": row["path"], "start": sample["start"]}
+    clip = {key: sample[key] for key in ("media_id", "kind", "start", "rate")}
     return DataImage(described, clip | {"width": item["width"], "height": item["height"]})
 
 
 def describe_image(image: Mapping[str, Any]) -> str:
     """In words: "clips: a.mp4 at 1.5 s"."""
-    place = f"{image['dataset']}: {image['path']}"
-    return place if image.get("start") is None else f"{place} at {image['start']:g} s"
+    words = f"{image['dataset']}: {image['path']}"
+    return words if image.get("start") is None else f"{words} at {image['start']:g} s"
 
 
 def add_validation_prompts(
@@ -152,9 +152,9 @@ def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], Ta
 
 def _condition_sample(prompt: Prompt, image: TableRow, bucket: Bucket) -> TableRow:
     """The sample of what a prompt starts from. image: media_id, width, height, kind, and of a clip start and rate."""
-    found = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
-    crop = {"resize_w": int(found.resize_width), "resize_h": int(found.resize_height)}
-    crop |= {"x": int(found.x), "y": int(found.y)}
+    covering = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
+    crop = {"resize_w": int(covering.resize_width), "resize_h": int(covering.resize_height)}
+    crop |= {"x": int(covering.x), "y": int(covering.y)}
     record = np.zeros(1, identity.SAMPLE_DTYPE)
     record["media"] = identity.id_bytes(pa.array([image["media_id"]]))
     record["geometry"] = [bucket.width, bucket.height, bucket.frames, *crop.values()]

@@ -146,7 +146,7 @@ def _parse_extended_header(kind: bytes, content: bytes) -> dict[bytes, bytes]:
     """Path, size and sparseness of the next member from an extended header."""
     if kind == b"L":
         return {b"path": content.rstrip(b"\0")}
-    found, at = {}, 0
+    fields, at = {}, 0
     while kind in b"xX" and at < len(content):
         space = content.find(b" ", at, at + 20)
         length = _parse_decimal(content[at:space]) if space > at else 0
@@ -154,9 +154,9 @@ def _parse_extended_header(kind: bytes, content: bytes) -> dict[bytes, bytes]:
             raise _InvalidHeader("an extended header that is none")
         key, _, value = content[space + 1 : at + length - 1].partition(b"=")
         if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
-            found[key] = value
+            fields[key] = value
         at += length
-    return found
+    return fields
 
 
 def _refusal_reason(kind: bytes, name: bytes, sparse: bool) -> str:
@@ -202,23 +202,23 @@ class TarMember(Blob):
 def find_member(tar: MediaPath, version: str, name: str, member: str) -> TarMember:
     """A member of a tar. version: changes when the tar does. Raises MediaError."""
     url = tar.url if isinstance(tar, RemoteFile) else str(tar)
-    place = _member_offsets(url, version, name).get(member)
+    span = _member_offsets(url, version, name).get(member)
     path = f"{name}/{member}"
-    if place is None:
+    if span is None:
         raise MediaError("missing", path, "is not in the tar", RESTORE_ADVICE)
-    return TarMember(tar, path, *place)
+    return TarMember(tar, path, *span)
 
 
 @lru_cache(_MAX_CACHED_TARS)
 def _member_offsets(location: str, version: str, name: str) -> dict[str, tuple[int, int]]:
     """Member name -> offset and size; of two with one name the first, as in a listing."""
     tar: MediaPath = RemoteFile(location, name) if "://" in location else location
-    found: dict[str, tuple[int, int]] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     # A damaged tar: members before the damage can be used, those behind it are missing.
     with open_media(tar) as file, suppress(DamagedTarError):
         for member in iter_members(file, media_size(tar), name, Counter()):
-            found.setdefault(member.name, (member.offset, member.size))
-    return found
+            offsets.setdefault(member.name, (member.offset, member.size))
+    return offsets
 
 
 _LOCATION_ADVICE = "mount its disk, or correct instance_data_dir (media_root: where media are on this machine)"
@@ -328,17 +328,17 @@ def _tars_only(names: Iterable[str], ignored: Counter[str]) -> Iterator[str]:
 def _remote_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
     fs, root = open_filesystem(base)
     root = root.rstrip("/")
-    found: dict[str, str | None] = dict.fromkeys(pattern for pattern in patterns if not _is_glob(pattern, url=True))
+    versions: dict[str, str | None] = dict.fromkeys(pattern for pattern in patterns if not _is_glob(pattern, url=True))
     if not patterns:
-        found |= {item.path: item.version for level in walk_objects(base, ignored) for item in level}
+        versions |= {item.path: item.version for level in walk_objects(base, ignored) for item in level}
     with listing_errors(base):
         fs.invalidate_cache()
-        for pattern in (pattern for pattern in patterns if pattern not in found):
+        for pattern in (pattern for pattern in patterns if pattern not in versions):
             for path, info in fs.glob(f"{root}/{pattern}", detail=True).items():
                 if info["type"] == "file":
-                    found[path[len(root) + 1 :]] = object_version(info)
-    for name in _tars_only(sorted(found), ignored):
-        version = found[name]
+                    versions[path[len(root) + 1 :]] = object_version(info)
+    for name in _tars_only(sorted(versions), ignored):
+        version = versions[name]
         if version is None:
             url = join_url(base, name)
             with listing_errors(url):

@@ -2,7 +2,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,15 +12,8 @@ from stages.discovery.sources import base
 from stages.discovery.sources.base import LISTING_SCHEMA, open_source
 from stages.discovery.sources.folder import FolderSource
 from stages.discovery.sources.walk import BACK, OUTSIDE
-
-Row = dict[str, Any]
-
-
-def put(folder: Path, *names: str, text: str = "") -> None:
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text or name)
+from tests.stages.discovery import listings
+from tests.stages.discovery.listings import Row, put, reason
 
 
 def source(folder: Path, **settings: Any) -> FolderSource:
@@ -31,14 +23,7 @@ def source(folder: Path, **settings: Any) -> FolderSource:
 
 
 def listed(folder: Path | FolderSource, **settings: Any) -> dict[str, Row]:
-    where = folder if isinstance(folder, FolderSource) else source(folder, **settings)
-    rows = pa.concat_tables(where.scan(None)).to_pylist()
-    assert len({row["path"] for row in rows}) == len(rows)
-    return {row["path"]: row for row in rows}
-
-
-def reason(row: Row) -> str | None:
-    return row["problem"] and row["problem"].partition(":")[0]
+    return listings.listed(folder if isinstance(folder, FolderSource) else source(folder, **settings))
 
 
 def test_media_at_any_depth_with_their_caption_files(tmp_path: Path) -> None:

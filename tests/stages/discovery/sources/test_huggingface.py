@@ -257,19 +257,6 @@ def test_a_broken_table_is_named_with_its_line(tmp_path: Path, metadata: str, te
         scan(open_source(dataset(place)))
 
 
-def test_an_image_that_is_added_changes_no_other(tmp_path: Path) -> None:
-    folder = image_folder(tmp_path / "set", "metadata.csv", CSV)
-    before = {row["path"]: row for row in scan(open_source(dataset(folder)))}
-    (folder / "aa.png").write_bytes(picture(9))
-    (folder / "metadata.csv").write_text(CSV + "aa.png,added,0\n")
-    later = time.time() + 10
-    os.utime(folder / "metadata.csv", (later, later))
-    huggingface.load_rows.cache_clear()
-    after = {row["path"]: row for row in scan(open_source(dataset(folder)))}
-    assert after.pop("aa.png")["captions"] == ["added"]
-    assert after == before
-
-
 def test_class_labels_are_names(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     for number, name in enumerate(("cat/a.png", "dog/b.png")):

@@ -272,19 +272,6 @@ def test_tars_at_a_url(tmp_path: Path) -> None:
 # -- tars that have not changed --------------------------------------------------------------------------------------
 
 
-def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "stages.discovery.sources.webdataset.open_media", lambda path: pytest.fail(f"{path} was opened")
-    )
-
-
-def test_an_unchanged_tar_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = dataset(img2dataset(tmp_path / "shards"))
-    before, known = scan(open_source(place)), as_known(open_source(place))
-    forbid_reading(monkeypatch)
-    assert scan(open_source(place), known) == before
-
-
 def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = img2dataset(tmp_path / "shards", shards=3)
     place = dataset(folder)
