@@ -93,21 +93,9 @@ def _require_clip(model: SingleModel, config: Path) -> None:
         raise NoClip(f"{model.source} is a {kind}; a CLIP score is of a clip", CLIP_ADVICE)
 
 
-@dataclass(frozen=True)
-class _ClipScore:
-    clip: Any
-
-    def score(self, frames_FHWC: "np.ndarray", prompt: str) -> float:
-        return self.clip.score(frames_FHWC, prompt)
-
-    def find_cut(self, prompt: str) -> tuple[int, int] | None:
-        tokens, kept = self.clip.count_tokens(prompt), self.clip.max_tokens
-        return (tokens, kept) if tokens > kept else None
-
-
-def _load_clip(model: SingleModel, device: "torch.device") -> _ClipScore:
+def _load_clip(model: SingleModel, device: "torch.device") -> LoadedMeasure:
     from stages.follow.clip_score import Clip
 
     folder = model.fetch()
     _require_clip(model, folder / CONFIG_FILE)
-    return _ClipScore(Clip(folder, device))
+    return Clip(folder, device)

@@ -3,12 +3,14 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoTokenizer
 
 from cache.models.weights import config_errors, fetch_components, load_pretrained
@@ -16,10 +18,12 @@ from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
+from schemas.text_format import shorten
 from stages.encoding import model_loading
-from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
-from stages.encoding.text.request import EncoderStats
+from stages.encoding.text.prefix_cache import EncoderStats, PrefixCachedModel, find_prefix_ids
+from stages.media.errors import MediaError
 
+CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 INSTALL_COMMAND = "pip install -e '.[quant]'"
 #: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
 #: not quantised, on any machine.
@@ -32,6 +36,42 @@ class OptionError(LatentpressError, ValueError):
     """An option of text.* that this model, device or installation does not support."""
 
     exit_code = USAGE
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One caption to encode.
+
+    text: the cleaned caption, without its template. negative: encode as the pipeline encodes negative prompts (null
+    prompts too). image: for templates with an image, the source cropped to its bucket (RGB).
+    """
+
+    text: str
+    negative: bool = False
+    image: Image.Image | None = None
+
+
+@dataclass
+class TextResult:
+    """One caption encoded, on the CPU in the encoder's dtype.
+
+    embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: L without the limit on
+    the length. kept: L. clip_tokens: CLIP's tokens of the caption, which are cut to CLIP_MAX_TOKENS; None without CLIP.
+    """
+
+    embeds: torch.Tensor
+    pooled: torch.Tensor | None
+    tokens: int
+    kept: int
+    clip_tokens: int | None = None
+
+
+class RequestError(MediaError):
+    """A caption, or the image in it, that can't be encoded; it is set aside."""
+
+
+def request_error(reason: str, request: TextRequest, problem: str, advice: str) -> RequestError:
+    return RequestError(reason, f"caption {shorten(request.text)!r}", problem, advice)
 
 
 class TextEncoder(ABC):

@@ -12,10 +12,9 @@ import torch
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from cache.models.weights import WeightsError, load_pretrained
-from stages.encoding.text.base import TextEncoder
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, TextResult, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.prompt_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
-from stages.encoding.text.request import CLIP_MAX_TOKENS, TextRequest, TextResult, request_error
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX_TOKENS = 3

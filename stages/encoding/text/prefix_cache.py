@@ -8,6 +8,7 @@ with other ids is computed from its first token.
 
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from schemas.family import Template
-from stages.encoding.text.request import EncoderStats, PreparedPrompt
 
 # The empty caption, every letter ("user" and "s" give "users"), digit and sign, letters outside ASCII.
 PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation, "é", "猫")
@@ -23,6 +23,35 @@ PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation
 # One more pass of Qwen2.5-VL-7B reads 14 GB of weights, as long as computing some 100 to 500 tokens takes on a GPU
 # (bandwidth against arithmetic), some 10 to 30 on a CPU. Estimated from the shapes, not measured.
 PASS_OVERHEAD_TOKENS = {"cpu": 32, "cuda": 256}
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A request tokenised, and cut to the limit.
+
+    ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
+    whose keys and values are computed already. untruncated: the number of ids without the limit.
+    """
+
+    ids: list[int]
+    shared: int
+    untruncated: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens that a forward pass computes for this text."""
+        return len(self.ids) - self.shared
+
+
+@dataclass
+class EncoderStats:
+    """shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision passes;
+    reused: texts whose image's features were in the cache."""
+
+    shared: int = 0
+    whole: int = 0
+    images: int = 0
+    reused: int = 0
 
 
 def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, most: int) -> list[int]:

@@ -10,7 +10,8 @@ from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
-from stages.encoding.text.request import CLIP_MAX_TOKENS, PreparedPrompt, TextRequest
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest
+from stages.encoding.text.prefix_cache import PreparedPrompt
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
 
