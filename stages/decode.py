@@ -270,7 +270,7 @@ def write_output(path: Path, frames_THWC: np.ndarray, fps: float, preview: bool 
 def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are.
 
-    Stream and container name the colour space: without it players guess by the size.
+    Stream and container name the color space: without it players guess by the size.
     """
     from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""What the families' text encoders share: loading, quantised or offloaded, and reading behind the template's prefix."""
+"""What the families' text encoders share: loading, quantized or offloaded, and reading behind the template's prefix."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ from stages.media.errors import MediaError
 CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 INSTALL_COMMAND = "pip install -e '.[quant]'"
 #: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
-#: not quantised, on any machine.
+#: not quantized, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
 QUANTIZATION_LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
 DEFAULT_OPTIONS = Text()
@@ -75,7 +75,7 @@ def request_error(reason: str, request: TextRequest, problem: str, advice: str) 
 
 
 class TextEncoder(ABC):
-    """Loads a family's text encoder once. `prepare` tokenises, and may run at the same time as `encode`, the forward
+    """Loads a family's text encoder once. `prepare` tokenizes, and may run at the same time as `encode`, the forward
     pass.
 
     Each family's `Encoder` names its components and loads its language model in `_load`.
@@ -101,7 +101,7 @@ class TextEncoder(ABC):
         folder = fetch_components(source, revision, self.components)
         self.source, self.template, self.max_length = source, template, max_length
         self.dtype, self.device = dtype, device
-        self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantise
+        self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantize
         self._options, self._share_prefix = options, share_prefix
         self._lock = Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
@@ -153,7 +153,7 @@ def load_language_model(
 ) -> Any:
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
-    int8-quanto and nf4-bnb quantise the matrices of the language model's blocks, except those in `unquantized_layers`;
+    int8-quanto and nf4-bnb quantize the matrices of the language model's blocks, except those in `unquantized_layers`;
     embeddings, norms and the vision model stay. blocks: the weights stay on the host, and each block's are on the
     device while it computes, with the same result. unused: submodules that are removed, as nothing calls them.
     Raises OptionError, and WeightsError where the weights are pickled.
@@ -190,7 +190,7 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 
 def unquantized_layers(model: Any) -> list[str]:
-    """Matrices of a quantised model's blocks that are not quantised, without the blocks' numbers."""
+    """Matrices of a quantized model's blocks that are not quantized, without the blocks' numbers."""
     parts = (part for block in decoder_layers(model) for part in block.named_modules())
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
@@ -213,7 +213,7 @@ def _check_options(model_class: Any, device: torch.device, options: Text) -> Non
     if options.offload != "none":
         raise OptionError(
             f"text.quantization: {options.quantization} and text.offload: {options.offload} do not go together",
-            "use one of them: quantised, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
+            "use one of them: quantized, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
         )
     if find_spec(library.split(".")[0]) is None or find_spec(library) is None:
         problem = f"text.quantization: {options.quantization} needs {library}"

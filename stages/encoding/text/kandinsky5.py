@@ -60,7 +60,7 @@ class Encoder(TextEncoder):
     def prepare(self, request: TextRequest) -> KandinskyPrompt:
         """Raises RequestError for what can't be encoded."""
         with self._lock:
-            ids, untruncated = self._tokenise(request)
+            ids, untruncated = self._tokenize(request)
             clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
         if len(ids) <= self.crop:
             problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
@@ -85,7 +85,7 @@ class Encoder(TextEncoder):
             results.append(TextResult(embeds_LD, pooled_BD[row], untruncated, kept, prompt.clip_tokens))
         return results
 
-    def _tokenise(self, request: TextRequest) -> tuple[list[int], int]:
+    def _tokenize(self, request: TextRequest) -> tuple[list[int], int]:
         """The prompt's ids, and their number without the limit.
 
         An over-long prompt is cut as by the pipeline: as many characters at the end, those of the template included,
@@ -93,7 +93,7 @@ class Encoder(TextEncoder):
         """
         text = self.template.render(request.text, negative=request.negative)
         if self.template.with_image:
-            return self._tokenise_with_image(text, request)
+            return self._tokenize_with_image(text, request)
         assert request.image is None, f"{self.template.name} takes no image"
         ids, limit = self._ids(text), self.crop + self.max_length
         untruncated = len(ids)
@@ -103,7 +103,7 @@ class Encoder(TextEncoder):
             ids = ids[:limit]
         return ids, untruncated
 
-    def _tokenise_with_image(self, text: str, request: TextRequest) -> tuple[list[int], int]:
+    def _tokenize_with_image(self, text: str, request: TextRequest) -> tuple[list[int], int]:
         """The placeholder becomes the image's tokens; an over-long caption is cut, and what follows it is kept.
 
         This differs from the pipeline, which cuts the end of the prompt, and that is the template's: a caption one or

@@ -1,7 +1,7 @@
 """The constant beginning of every prompt: computed once, its keys and values shared by all captions.
 
 A causal model's keys and values of the first tokens depend on nothing that follows, so they are the same for every
-text that begins with the same ids. Those ids are found by tokenising the template around captions with different first
+text that begins with the same ids. Those ids are found by tokenizing the template around captions with different first
 characters, since the template's last characters can merge with them. Each text is compared again, and one that begins
 with other ids is computed from its first token.
 """
@@ -27,7 +27,7 @@ PASS_OVERHEAD_TOKENS = {"cpu": 32, "cuda": 256}
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A request tokenised, and cut to the limit.
+    """A request tokenized, and cut to the limit.
 
     ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
     whose keys and values are computed already. untruncated: the number of ids without the limit.
@@ -54,9 +54,9 @@ class EncoderStats:
     reused: int = 0
 
 
-def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
+def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
     """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
-    rows = [tokenise(template.render(probe)) for probe in PROBE_CAPTIONS]
+    rows = [tokenize(template.render(probe)) for probe in PROBE_CAPTIONS]
     same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in same][:most]
 
@@ -64,7 +64,7 @@ def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, mo
 def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
     """Split a batch's rows into the passes that together compute the fewest tokens, padding included.
 
-    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighbouring
+    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighboring
     lengths, shortest first. In one pass, a batch of captions of 10 to 170 tokens is half padding.
     """
     order = sorted(range(len(costs)), key=lambda row: costs[row])

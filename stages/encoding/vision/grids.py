@@ -16,7 +16,7 @@ GridSize = tuple[int, int]
 def patch_grid(bucket: Bucket, size: int) -> GridSize:
     """DINOv2's patches of a frame: as many as a square of `size` pixels has, in the frame's own proportions.
 
-    Not a square: 16:9 stretched to 1:1 has shapes that the model never saw, at no gain. Not DINOv2's usual centre
+    Not a square: 16:9 stretched to 1:1 has shapes that the model never saw, at no gain. Not DINOv2's usual center
     crop: the rest would have no features. Its position encodings are interpolated to any grid.
     """
     per_side = size // PATCH_SIZE
