@@ -10,8 +10,7 @@ from PIL import Image
 
 from cache.models.single_model import CONFIG_FILE
 from stages.encoding import model_loading
-from stages.encoding.vision.checkpoint import require_dinov2_class
-from stages.encoding.vision.grids import PATCH_SIZE, GridSize
+from stages.encoding.vision.features import PATCH_SIZE, GridSize, require_dinov2_class
 from stages.encoding.vision.pooling import pool_space, pool_time
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
