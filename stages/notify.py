@@ -82,14 +82,16 @@ def _send(config: Config, folder: Path, report: Report, console: Console, watch:
         elif not watch:
             outbox.add(find_events(config, outbox.events, watching=False)[0])
     rows = []
-    for each in senders.deliveries:
-        waiting = len(outbox.waiting(each.hook))
-        rows.append({"webhook": each.hook.url_env, "sent": each.sent, "refused": each.refused, "waiting": waiting})
-        rows[-1]["problem"] = each.problem
-        report.done += each.sent
+    for delivery in senders.deliveries:
+        waiting = len(outbox.waiting(delivery.hook))
+        rows.append(
+            {"webhook": delivery.hook.url_env, "sent": delivery.sent, "refused": delivery.refused, "waiting": waiting}
+        )
+        rows[-1]["problem"] = delivery.problem
+        report.done += delivery.sent
         report.remaining += waiting
-        if each.problem and (waiting or each.refused):
-            row = {"item": each.hook.url_env, "reason": "not-sent", "message": each.problem}
+        if delivery.problem and (waiting or delivery.refused):
+            row = {"item": delivery.hook.url_env, "reason": "not-sent", "message": delivery.problem}
             report.failed.append(row)
     report.details["webhooks"] = rows
     if report.remaining:
