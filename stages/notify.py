@@ -83,16 +83,13 @@ def _send(config: Config, folder: Path, report: Report, console: Console, watch:
             outbox.add(find_events(config, outbox.events, watching=False)[0])
     rows = []
     for delivery in senders.deliveries:
-        waiting = len(outbox.waiting(delivery.hook))
-        rows.append(
-            {"webhook": delivery.hook.url_env, "sent": delivery.sent, "refused": delivery.refused, "waiting": waiting}
-        )
-        rows[-1]["problem"] = delivery.problem
+        waiting, name = len(outbox.waiting(delivery.hook)), delivery.hook.url_env
+        counts = {"sent": delivery.sent, "refused": delivery.refused, "waiting": waiting}
+        rows.append({"webhook": name, **counts, "problem": delivery.problem})
         report.done += delivery.sent
         report.remaining += waiting
         if delivery.problem and (waiting or delivery.refused):
-            row = {"item": delivery.hook.url_env, "reason": "not-sent", "message": delivery.problem}
-            report.failed.append(row)
+            report.failed.append({"item": name, "reason": "not-sent", "message": delivery.problem})
     report.details["webhooks"] = rows
     if report.remaining:
         report.next_steps = ["latentpress notify"]
