@@ -110,7 +110,7 @@ def encode_with_pipeline(pipe: Any, texts: list[str], device: Any) -> int:
 
 def encode_with_encoder(encoder: Any, texts: list[str], budget: int) -> int:
     """Prepare, sort by length and encode batches of at most `budget` tokens; returns the number of tokens."""
-    from stages.encoding.text.request import TextRequest
+    from stages.encoding.text.base import TextRequest
 
     batches: list[list[Any]] = [[]]
     for prepared in sorted((encoder.prepare(TextRequest(text)) for text in texts), key=lambda text: text.cost):

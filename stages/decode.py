@@ -168,12 +168,12 @@ def _decode_files(
             import torch
 
             from stages.encoding import model_loading
-            from stages.encoding.vae import base, tiny
+            from stages.encoding.vae import base
 
         device = model_loading.select_device(options.resources(config, "decode"))
         if device.type == "cuda" and _may_be_shared(folder):
             model_loading.limit_memory(device)
-        load: Callable[..., Any] = tiny.load_tiny_autoencoder if preview else base.load_autoencoder
+        load: Callable[..., Any] = base.load_tiny_autoencoder if preview else base.load_autoencoder
         autoencoder = load(config, device)
     rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
     fps = config.validation.fps or next(iter(rates), 24.0)

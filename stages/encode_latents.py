@@ -1,7 +1,7 @@
 """encode-latents: images and clips -> latents, one shard for each unit.
 
 For i2v the first frame, for i2i the source image is encoded, too: the row's `condition`. Latents are in the model's
-space (normalised). The posterior is sampled with a seed that depends on the sample's id alone; or its moments are
+space (normalized). The posterior is sampled with a seed that depends on the sample's id alone; or its moments are
 stored, in twice the channels, and the trainer samples.
 """
 

@@ -82,15 +82,14 @@ def _send(config: Config, folder: Path, report: Report, console: Console, watch:
         elif not watch:
             outbox.add(find_events(config, outbox.events, watching=False)[0])
     rows = []
-    for each in senders.deliveries:
-        waiting = len(outbox.waiting(each.hook))
-        rows.append({"webhook": each.hook.url_env, "sent": each.sent, "refused": each.refused, "waiting": waiting})
-        rows[-1]["problem"] = each.problem
-        report.done += each.sent
+    for delivery in senders.deliveries:
+        waiting, name = len(outbox.waiting(delivery.hook)), delivery.hook.url_env
+        counts = {"sent": delivery.sent, "refused": delivery.refused, "waiting": waiting}
+        rows.append({"webhook": name, **counts, "problem": delivery.problem})
+        report.done += delivery.sent
         report.remaining += waiting
-        if each.problem and (waiting or each.refused):
-            row = {"item": each.hook.url_env, "reason": "not-sent", "message": each.problem}
-            report.failed.append(row)
+        if delivery.problem and (waiting or delivery.refused):
+            report.failed.append({"item": name, "reason": "not-sent", "message": delivery.problem})
     report.details["webhooks"] = rows
     if report.remaining:
         report.next_steps = ["latentpress notify"]

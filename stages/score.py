@@ -28,6 +28,8 @@ from stages.follow.trackers import Tracker, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.errors import MediaError, unreadable_error
 
+REMEDY = "delete it, and run `latentpress decode`, then `latentpress score`"  # for a picture that can't be read
+
 
 def run(
     config: Config,
@@ -120,12 +122,12 @@ class _Scorer:
         work = list(self.find_work(steps))
         if not work:
             return
-        if any(each.missing for each in work):
+        if any(step_work.missing for step_work in work):
             self._load()
-        total = sum(len({name for name, _ in each.missing}) for each in work)
+        total = sum(len({name for name, _ in step_work.missing}) for step_work in work)
         with self._console.progress(total, "score", "samples") as progress:
-            for each in work:
-                self._score_step(each, report, progress)
+            for step_work in work:
+                self._score_step(step_work, report, progress)
 
     def _load(self) -> None:
         if self._loaded:
@@ -148,7 +150,7 @@ class _Scorer:
                 scores = self._score_sample(sample, work, report)
             except MediaError as error:
                 row = {"item": sample.name, "path": str(sample.picture), "step": work.step.step}
-                report.failed.append(row | {"reason": error.reason, "message": _advise(error)})
+                report.failed.append(row | {"reason": error.reason, "message": f"{error.problem}; {REMEDY}"})
                 damaged.append(sample.name)
             else:
                 scored.append(SampleScores(sample.name, sample.group, sample.seed, work.contents[sample.name], scores))
@@ -206,10 +208,6 @@ def _numbers(points: dict[str, ScorePoint]) -> Iterator[tuple[str, float]]:
 def _format(points: dict[str, ScorePoint]) -> str:
     spread = {name: "" if point.spread is None else f" ± {point.spread:.3g}" for name, point in points.items()}
     return ", ".join(f"{score_label(name)} {point.value:.4g}{spread[name]}" for name, point in points.items())
-
-
-def _advise(error: MediaError) -> str:
-    return f"{error.problem}; delete it, and run `latentpress decode`, then `latentpress score`"
 
 
 class _Watched:

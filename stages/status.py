@@ -32,10 +32,9 @@ from schemas.text_format import format_duration
 from stages.discovery.media_table import find_media_table
 from stages.discovery.missing_media import spread_evenly
 from stages.encoding import stage_registry
-from stages.encoding.job_reports import JobReport, read_reports, sum_rates
+from stages.encoding.job_reports import JobReport, count_states, describe_jobs, list_jobs, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
-from stages.maintenance.job_table import count_states, describe_jobs, list_jobs
 from stages.maintenance.set_aside import report_rejects
 from stages.planning.plan_lookup import current_plan
 

@@ -184,10 +184,10 @@ def check_result(folder: Path) -> None:
 
 
 def test_latents_are_normalised_by_channel(tree: Path, checkpoint: Path) -> None:
-    assert in_child(partial(check_normalisation, tree, checkpoint)) == 0
+    assert in_child(partial(check_normalization, tree, checkpoint)) == 0
 
 
-def check_normalisation(tree: Path, checkpoint: Path) -> None:
+def check_normalization(tree: Path, checkpoint: Path) -> None:
     """(z - mean) / deviation of each channel; its inverse gives the pixels that the autoencoder gives."""
     import_from(tree)
     import torch
@@ -195,9 +195,9 @@ def check_normalisation(tree: Path, checkpoint: Path) -> None:
 
     from schemas.catalogue import FAMILIES
 
-    cpu, normalisation = torch.device("cpu"), FAMILIES["example"].normalization
+    cpu, normalization = torch.device("cpu"), FAMILIES["example"].normalization
     module = importlib.import_module("stages.encoding.vae.example")
-    ours = module.Autoencoder(str(checkpoint), None, torch.float32, cpu, normalisation=normalisation)
+    ours = module.Autoencoder(str(checkpoint), None, torch.float32, cpu, normalization=normalization)
     vae = AutoencoderKL.from_pretrained(checkpoint / "vae").eval()
     pixels = torch.rand(1, 3, 3, 64, 64) * 2 - 1
     with torch.no_grad():

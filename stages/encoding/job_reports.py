@@ -10,18 +10,19 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, get_args
 
 from pydantic import Field
 
 from cache.store.batch_reads import read_files
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, parse_record, storable_text
+from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, State, parse_record, storable_text
 from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
+from schemas.text_format import format_duration
 from stages.engines.jobs import UnitResult
 
 INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an object store each is one put
@@ -30,7 +31,11 @@ LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, a
 KEPT_S = 24 * 3600.0  # after the last sign of life the next job of the stage removes a report
 MOST_REMOVED = 100  # by one job, as a thousand may start together
 RATE_INTERVALS = 10  # that the rate is measured over
+MAX_SHOWN = 30  # jobs, by `status`
+JOB_STATES = get_args(State)  # in the order of interest
 END_TIMEOUT_S = 10.0  # that the program waits for its last report
+
+TableRow = dict[str, Any]
 
 
 class JobReport(ProcessRecord):
@@ -149,3 +154,71 @@ def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> d
 def sum_rates(reports: Iterable[JobReport]) -> float:
     """Members per second of all jobs that run now."""
     return sum(report.items_per_second or 0.0 for report in reports if report.state == "running")
+
+
+def count_states(jobs: Iterable[JobReport]) -> str:
+    """Count them, like "3 running, 1 lost"."""
+    counts = Counter(job.state for job in jobs)
+    return ", ".join(f"{counts[state]} {state}" for state in JOB_STATES if counts[state])
+
+
+def list_jobs(jobs: Mapping[str, Sequence[JobReport]]) -> TableRow:
+    """List for other programs: a row for each job of each stage."""
+    rows = [
+        {
+            "stage": stage,
+            "state": job.state + (f": {job.reason}" if job.reason else ""),
+            "where": f"{job.host}, process {job.process}",
+            "engine": f"{job.engine}, {job.workers} worker{'s' if job.workers != 1 else ''}",
+            "shard": job.shard,
+            "done": f"{job.done} of {job.members}",
+            "set_aside": job.set_aside,
+            "units": _units(job),
+            "items_per_second": "" if job.items_per_second is None else f"{job.items_per_second:.3g}",
+            "took": format_duration(job.seconds),
+        }
+        for stage, job in _rank(jobs)
+    ]
+    return {"jobs": rows} if rows else {}
+
+
+def describe_jobs(jobs: Mapping[str, Sequence[JobReport]]) -> TableRow:
+    """Describe for people, as narrow as it can be. A column that says the same of every usual job is left out, machines
+    have their short names, and reasons, which may be long, have lines of their own."""
+    ranked = _rank(jobs)
+    shown = ranked[:MAX_SHOWN]
+    rows: list[TableRow] = []
+    for stage, job in shown:
+        row: TableRow = {"stage": stage, "state": job.state, "where": _machine(job)}
+        if any(other.engine != "local" or other.workers != 1 for _, other in shown):
+            row["workers"] = f"{job.workers}" + ("" if job.engine == "local" else f" on {job.engine}")
+        if any(other.shard != "0/1" for _, other in shown):
+            row["shard"] = job.shard
+        row["done"] = f"{job.done} of {job.members}"
+        if any(other.set_aside for _, other in shown):
+            row["set_aside"] = job.set_aside
+        row["units"] = _units(job)
+        rate = job.items_per_second
+        row["per_second"] = "" if rate is None else f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
+        minutes, seconds = divmod(round(job.seconds), 60)
+        rows.append(row | {"took": f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"})  # without days
+    details: TableRow = {"jobs": rows} if rows else {}
+    if len(ranked) > len(shown):
+        details["more_jobs"] = len(ranked) - len(shown)
+    if reasons := [{"where": _machine(job), "reason": job.reason} for _, job in shown if job.reason]:
+        details["why_jobs_stopped"] = reasons
+    return details
+
+
+def _rank(jobs: Mapping[str, Sequence[JobReport]]) -> list[tuple[str, JobReport]]:
+    pairs = [(stage, job) for stage, of_stage in jobs.items() for job in of_stage]
+    return sorted(pairs, key=lambda pair: JOB_STATES.index(pair[1].state))
+
+
+def _machine(job: JobReport) -> str:
+    """The machine without its domain, and the process, like "gpu-07, 48213"."""
+    return f"{job.host.partition('.')[0]}, {job.process}"
+
+
+def _units(job: JobReport) -> str:
+    return f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else "")

@@ -161,14 +161,10 @@ class EncodingStage:
         limit = RejectLimit(self, store, config, state)
         steal = steal and options.partition.total > 1
         if remaining or (steal and todo):
-            probed = select_probed_members(plan, self.kind, state.wanted_members(todo if steal else remaining))
-            require_media(MediaLocations(config, plan), self.kind, probed)
-            resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
-            job = Job(
-                config, plan.name, state.fingerprint, resources, 0, probed, self.name, frozenset(state.retry_units)
-            )
+            job = self._make_job(config, options, console, state, todo if steal else remaining, overrides, report)
+            job = replace(job, again=frozenset(state.retry_units))
             shards = Shards(store, report.details["cache"], config.cache.format, state.retry_units)
-            workers, part = resources.worker_count, options.partition
+            workers, part = job.resources.worker_count, options.partition
             queue = TimedUnits(iter(remaining), workers, stop_handler.seconds_left, stop_handler.check)
             if steal:
                 queue.units = take_units(remaining, state.units, part, workers, shards, queue)
@@ -214,7 +210,7 @@ class EncodingStage:
     ) -> Report:
         """Encode what training needs, until it has done its steps, with a limited cache."""
         refuse_partition(options, f"{self.name} with {CACHE_LIMIT}")
-        store, plan = Store(config.root), state.plan
+        store = Store(config.root)
         report = Report(program=self.name, dry_run=options.dry_run)
         report.details = {"cache": f"{self.kind}/{state.fingerprint}", "units": len(state.units)}
         if options.dry_run:
@@ -228,20 +224,27 @@ class EncodingStage:
                 _report_set_aside(store, self, state, report)
                 return report
             followed.drop(state.retry_units)
-            probed = select_probed_members(plan, self.kind, state.wanted_members(state.units))
-            require_media(MediaLocations(config, plan), self.kind, probed)
-            resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
             cache = config.cache.model_copy(update={"format": followed.format})
             written_as = config.model_copy(update={"cache": cache})
-            job = Job(written_as, plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
-            queue = TimedUnits(iter(followed), resources.worker_count, stop_handler.seconds_left, stop_handler.check)
-            part = options.partition
+            job = self._make_job(written_as, options, console, state, state.units, overrides, report)
+            workers, part = job.resources.worker_count, options.partition
+            queue = TimedUnits(iter(followed), workers, stop_handler.seconds_left, stop_handler.check)
             self._run_units(job, state, state.units, queue, stop_handler, limit, console, report, part, followed)
         if stop_handler.reason:
             report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
             report.remaining, report.next_steps = 1, [f"latentpress {self.name}"]
-        _report_set_aside(store, self, self.state(store, config, plan), report)
+        _report_set_aside(store, self, self.state(store, config, state.plan), report)
         return report
+
+    def _make_job(
+        self, config: Config, options: Options, console: Console, state: StageState, units: Sequence[Unit],
+        overrides: dict[str, int], report: Report,
+    ) -> Job:  # fmt: skip
+        """The job that encodes `units`, whose media are there, as far as a few of them show."""
+        probed = select_probed_members(state.plan, self.kind, state.wanted_members(units))
+        require_media(MediaLocations(config, state.plan), self.kind, probed)
+        resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
+        return Job(config, state.plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
 
     def _write_provenance(self, store: Store, job: Job) -> None:
         """Write the settings behind the fingerprint, unless they are there; damaged ones again."""

@@ -18,7 +18,7 @@ from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
 from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_options import UsageError
-from stages.encoding.vision import checkpoint, grids
+from stages.encoding.vision import features
 from stages.engines.jobs import Job, Worker
 
 
@@ -41,7 +41,7 @@ def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
             "encode-vision has no model to run: vision.model is not set",
             f"set vision.model to {', '.join(VISION_MODELS)}, or to the local directory or repository of a DINOv2",
         )
-    weights = checkpoint.fingerprint_weights(vision.source, vision.revision, Store(config.root))
+    weights = features.fingerprint_weights(vision.source, vision.revision, Store(config.root))
     return vision_settings(config) | {"weights": weights}
 
 
@@ -50,8 +50,8 @@ def estimate_vision_bytes(config: Config, unit: Unit) -> int:
     vision, family, bucket = config.vision, config.model.family_spec, Bucket.parse(unit.bucket)
     assert vision.source is not None
     frames, _, _ = bucket.latent_shape(family.side_multiple, family.temporal_stride)
-    rows, columns = grids.stored_grid(bucket, vision.pixels, family.side_multiple)
-    return 2 * frames * rows * columns * checkpoint.feature_width(vision.source, vision.revision) * len(unit.members)
+    rows, columns = features.stored_grid(bucket, vision.pixels, family.side_multiple)
+    return 2 * frames * rows * columns * features.feature_width(vision.source, vision.revision) * len(unit.members)
 
 
 def load_worker(module: str, name: str, job: Job) -> Worker:

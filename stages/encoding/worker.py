@@ -20,8 +20,7 @@ from schemas.errors import LatentpressError
 from stages.discovery import missing_media
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import member_reader, model_loading
-from stages.encoding.member_reader import MemberPixels, ReadRequest
-from stages.encoding.prefetcher import NextUnit, Prefetcher
+from stages.encoding.member_reader import MemberPixels, NextUnit, Prefetcher, ReadRequest
 from stages.encoding.stage_state import reject_folder
 from stages.engines.jobs import Job, UnitResult
 from stages.engines.sandbox import SandboxPool

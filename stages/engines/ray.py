@@ -24,15 +24,19 @@ from cache.store.store import Store
 from schemas.cli.progress import activity, announce
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
-from stages.engines.ray_actor import ActorProgress, RootMismatch, UnitActor, digest_code, digest_plan
 from stages.engines.ray_cluster import (
+    ActorProgress,
     ClusterError,
     DeviceNotChoosable,
+    RootMismatch,
+    UnitActor,
     actor_options,
     actor_settings,
     connect,
     describe_death,
     describe_room,
+    digest_code,
+    digest_plan,
 )
 
 MAX_UNIT_TRIES = 3  # of a unit whose actors die; a lost node counts, too

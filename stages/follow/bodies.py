@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from cache.runs.best_step import loss_name
@@ -85,7 +84,10 @@ def _describe(
     pictures: list[SmallPicture],
     left_out: int,
 ) -> Notification:
-    failure = event.failure
+    failure, scores = event.failure, dict[str, float]()
+    if event.event == "validation":
+        points = ((curve.name, point) for curve in read_curves(config.run_folder) for point in curve.points)
+        scores = {name: point.value for name, point in points if point.step == event.step}
     return Notification(
         id=event.id,
         event=event.event,
@@ -97,7 +99,7 @@ def _describe(
         loss=progress.loss,
         seconds_left=progress.seconds_left,
         eval_loss=eval_loss,
-        scores=_read_scores(config.run_folder, event.step) if event.event == "validation" else {},
+        scores=scores,
         pictures=tuple(
             NotifiedPicture(
                 name=picture.name,
@@ -112,10 +114,6 @@ def _describe(
         failure=failure
         and failure.model_copy(update={"reason": _reason(failure.reason), "advice": _reason(failure.advice)}),
     )
-
-
-def _read_scores(folder: Path, step: int) -> dict[str, float]:
-    return {curve.name: point.value for curve in read_curves(folder) for point in curve.points if point.step == step}
 
 
 def _discord(about: Notification, loss: str, pictures: list[SmallPicture]) -> Body:

@@ -238,8 +238,8 @@ def _settings(config: Config) -> list[tuple[str, Any]]:
 
 def _license(hub: Hub, base: str) -> str:
     if hub.license is None:
-        return f"## Licence\n\nNone was chosen. That of {base} applies to what is derived from it."
-    return f"## Licence\n\n{hub.license}. That of {base} applies besides."
+        return f"## License\n\nNone was chosen. That of {base} applies to what is derived from it."
+    return f"## License\n\n{hub.license}. That of {base} applies besides."
 
 
 def _one_line(text: str) -> str:

@@ -10,31 +10,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from cache.models.weights import WeightsError, load_pretrained
+from stages.encoding import model_loading
 
 
 class Clip:
     """One CLIP, for inference in float32."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Raises WeightsError for damaged files and for missing weights, which transformers would initialise."""
+        """Raises WeightsError for damaged files and for missing weights."""
         from transformers import AutoTokenizer, CLIPModel
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-        try:
-            model, loaded = load_pretrained(CLIPModel, folder, dtype=torch.float32, output_loading_info=True)
+        with model_loading.reading_errors(str(folder), "the CLIP"):
+            model = model_loading.load_complete(CLIPModel, folder, torch.float32)
             self._processor: Any = CLIPImageProcessorPil.from_pretrained(folder)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, WeightsError):
-                raise
-            problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
-            raise WeightsError(problem, "replace it with a whole copy") from error
-        if missing := set(loaded["missing_keys"]):
-            raise WeightsError(f"{folder} lacks {', '.join(sorted(missing)[:3])} …", "replace it with a whole copy")
-        self._model: Any = model.to(device).eval()
+        self._model: Any = model.to(device)
         self._device = device
         self.max_tokens: int = model.config.text_config.max_position_embeddings
 
@@ -52,13 +44,14 @@ class Clip:
         pooled_1C = self._model.text_model(**tokens.to(self._device)).pooler_output
         return _to_unit(self._model.text_projection(pooled_1C))[0]
 
-    def count_tokens(self, text: str) -> int:
-        """With the begin and the end token."""
-        return len(self._tokenizer(text, verbose=False)["input_ids"])
+    def find_cut(self, prompt: str) -> tuple[int, int] | None:
+        """(tokens, how many of them count) of a prompt that is too long; the begin and the end token included."""
+        tokens = len(self._tokenizer(prompt, verbose=False)["input_ids"])
+        return (tokens, self.max_tokens) if tokens > self.max_tokens else None
 
-    def score(self, frames_FHWC: np.ndarray, text: str) -> float:
+    def score(self, frames_FHWC: np.ndarray, prompt: str) -> float:
         """The CLIP score, 0 to 100."""
-        cosine_F = self.embed_frames(frames_FHWC) @ self.embed_text(text)
+        cosine_F = self.embed_frames(frames_FHWC) @ self.embed_text(prompt)
         return (100 * cosine_F).clamp(min=0).mean().item()
 
 

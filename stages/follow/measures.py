@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cache.models.single_model import CONFIG_FILE, WEIGHT_FILES, SingleModel
 from cache.models.weights import WeightsError, read_object
@@ -70,22 +70,15 @@ def _clip_model(config: Config) -> SingleModel:
 def plan_measures(config: Config) -> Iterator[Measure]:
     """The measures of a configuration. Raises WeightsError where a model is not there."""
     scores = config.validation.scores
-    memo = Store(config.root)
     if scores.clip:
         model = _clip_model(config)
         _require_clip(model, model.config_file())
-        weights = model.fingerprint(memo)
-        about = _describe(scores.clip, weights, frames=scores.frames)
-        yield Measure("clip_score", about, lambda device: _load_clip(_at_commit(model, weights), device))
-
-
-def _describe(source: str, weights: dict[str, Any], **settings: Any) -> Measured:
-    return Measured(hash_json({"version": VERSION, "weights": weights, **settings}), source)
-
-
-def _at_commit(model: SingleModel, weights: dict[str, Any]) -> SingleModel:
-    """The model that was fingerprinted: a repository's branch may have moved since."""
-    return replace(model, revision=weights.get("commit", model.revision))
+        weights = model.fingerprint(Store(config.root))
+        settings = {"version": VERSION, "weights": weights, "frames": scores.frames}
+        # The one that was fingerprinted: a repository's branch may have moved since.
+        pinned = replace(model, revision=weights.get("commit", model.revision))
+        measured = Measured(hash_json(settings), scores.clip)
+        yield Measure("clip_score", measured, lambda device: _load_clip(pinned, device))
 
 
 def _require_clip(model: SingleModel, config: Path) -> None:
@@ -93,21 +86,9 @@ def _require_clip(model: SingleModel, config: Path) -> None:
         raise NoClip(f"{model.source} is a {kind}; a CLIP score is of a clip", CLIP_ADVICE)
 
 
-@dataclass(frozen=True)
-class _ClipScore:
-    clip: Any
-
-    def score(self, frames_FHWC: "np.ndarray", prompt: str) -> float:
-        return self.clip.score(frames_FHWC, prompt)
-
-    def find_cut(self, prompt: str) -> tuple[int, int] | None:
-        tokens, kept = self.clip.count_tokens(prompt), self.clip.max_tokens
-        return (tokens, kept) if tokens > kept else None
-
-
-def _load_clip(model: SingleModel, device: "torch.device") -> _ClipScore:
+def _load_clip(model: SingleModel, device: "torch.device") -> LoadedMeasure:
     from stages.follow.clip_score import Clip
 
     folder = model.fetch()
     _require_clip(model, folder / CONFIG_FILE)
-    return _ClipScore(Clip(folder, device))
+    return Clip(folder, device)

@@ -5,7 +5,6 @@ sent, and marked as sent afterwards. So after a kill it may be sent twice, with 
 webhook is identified by the environment variable that holds its URL.
 """
 
-import dataclasses
 import fcntl
 import json
 import threading
@@ -13,7 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from schemas.notification import NotifiedFailure
 
 PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
 SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first
+OUTBOX_FILE, LOCK_FILE = "notifications.json", ".notify.lock"
+MOST_WAITING = 100  # events of a webhook, the newest; older ones are no longer sent
 _PHASES = ("started", "finished", "failed")
 
 
@@ -94,7 +95,7 @@ def _find_validations(config: Config, folder: Path, progress: RunProgress, watch
     latents = {step: list(path.glob("*.safetensors")) for step, path in _find_steps(folder / "validation")}
     ready, pending = [], 0
     steps = sorted(evaluated | {step for step, files in latents.items() if files})
-    scored = _find_scored(folder) if "score" in config.stage_order else set(steps)
+    scored = {line["step"] for line in read_lines(folder)} if "score" in config.stage_order else set(steps)
     for step in steps:
         if not (trained > step or progress.state == "finished"):
             continue  # the trainer may still be denoising prompts
@@ -116,10 +117,6 @@ def _age(files: Sequence[Path]) -> float:
     return time.time() - max((file.stat().st_mtime for file in files), default=0.0)
 
 
-def _find_scored(folder: Path) -> set[int]:
-    return {line["step"] for line in read_lines(folder)}
-
-
 def read_eval_loss(folder: Path, step: int) -> dict[str, Any]:
     """The line of metrics of this validation; empty where there is none any more."""
     lines = read_last_metrics(folder / METRICS_FILE)
@@ -130,10 +127,6 @@ def _find_steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("step-*"):
         if (step := step_of(path)) is not None:
             yield step, path
-
-
-OUTBOX_FILE, LOCK_FILE = "notifications.json", ".notify.lock"
-MOST_WAITING = 100  # events of a webhook, the newest; older ones are no longer sent
 
 
 class Outbox:
@@ -174,7 +167,10 @@ class Outbox:
 
     def _save(self) -> None:
         content = {
-            "events": [_write_event(event) for event in self.events],
+            "events": [
+                asdict(event) | {"failure": event.failure.model_dump() if event.failure else None}
+                for event in self.events
+            ],
             "handled": {name: sorted(ids) for name, ids in self._handled.items()},
         }
         with replacing(self._path) as temporary:
@@ -195,11 +191,6 @@ def only_one(folder: Path) -> Iterator[bool]:
         except OSError:  # a file system without locks
             pass
         yield True
-
-
-def _write_event(event: Event) -> dict[str, Any]:
-    row = dataclasses.asdict(event)
-    return row | {"failure": event.failure.model_dump() if event.failure else None}
 
 
 def _read_event(row: dict[str, Any]) -> Event:

@@ -36,7 +36,7 @@ from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA
 from stages.discovery import media_table
-from stages.encoding.vision.grids import stored_grid
+from stages.encoding.vision.features import stored_grid
 
 #: Tensors in the precision that their cache's provenance.json names.
 CHECKED_TENSORS = ("latent", "condition", "mask", "embeds", "pooled", "vision")

@@ -21,7 +21,7 @@ from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents, encode_text
 from stages.engines import ray as engine
 from stages.engines.jobs import Job, UnitResult
-from stages.engines.ray_actor import RootMismatch
+from stages.engines.ray_cluster import RootMismatch
 from tests.project import Project
 from tests.ray_cluster import NODE, ray_cluster
 from tests.stages.engines.engine_workers import Echo, make_job, make_units

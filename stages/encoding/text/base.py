@@ -1,14 +1,16 @@
-"""What the families' text encoders share: loading, quantised or offloaded, and reading behind the template's prefix."""
+"""What the families' text encoders share: loading, quantized or offloaded, and reading behind the template's prefix."""
 
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoTokenizer
 
 from cache.models.weights import config_errors, fetch_components, load_pretrained
@@ -16,13 +18,15 @@ from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
+from schemas.text_format import shorten
 from stages.encoding import model_loading
-from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
-from stages.encoding.text.request import EncoderStats
+from stages.encoding.text.prefix_cache import EncoderStats, PrefixCachedModel, find_prefix_ids
+from stages.media.errors import MediaError
 
+CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 INSTALL_COMMAND = "pip install -e '.[quant]'"
 #: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
-#: not quantised, on any machine.
+#: not quantized, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
 QUANTIZATION_LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
 DEFAULT_OPTIONS = Text()
@@ -34,8 +38,44 @@ class OptionError(LatentpressError, ValueError):
     exit_code = USAGE
 
 
+@dataclass(frozen=True)
+class TextRequest:
+    """One caption to encode.
+
+    text: the cleaned caption, without its template. negative: encode as the pipeline encodes negative prompts (null
+    prompts too). image: for templates with an image, the source cropped to its bucket (RGB).
+    """
+
+    text: str
+    negative: bool = False
+    image: Image.Image | None = None
+
+
+@dataclass
+class TextResult:
+    """One caption encoded, on the CPU in the encoder's dtype.
+
+    embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: L without the limit on
+    the length. kept: L. clip_tokens: CLIP's tokens of the caption, which are cut to CLIP_MAX_TOKENS; None without CLIP.
+    """
+
+    embeds: torch.Tensor
+    pooled: torch.Tensor | None
+    tokens: int
+    kept: int
+    clip_tokens: int | None = None
+
+
+class RequestError(MediaError):
+    """A caption, or the image in it, that can't be encoded; it is set aside."""
+
+
+def request_error(reason: str, request: TextRequest, problem: str, advice: str) -> RequestError:
+    return RequestError(reason, f"caption {shorten(request.text)!r}", problem, advice)
+
+
 class TextEncoder(ABC):
-    """Loads a family's text encoder once. `prepare` tokenises, and may run at the same time as `encode`, the forward
+    """Loads a family's text encoder once. `prepare` tokenizes, and may run at the same time as `encode`, the forward
     pass.
 
     Each family's `Encoder` names its components and loads its language model in `_load`.
@@ -61,7 +101,7 @@ class TextEncoder(ABC):
         folder = fetch_components(source, revision, self.components)
         self.source, self.template, self.max_length = source, template, max_length
         self.dtype, self.device = dtype, device
-        self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantise
+        self.unquantized: list[str] = []  # matrices that nf4-bnb does not quantize
         self._options, self._share_prefix = options, share_prefix
         self._lock = Lock()
         self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", padding_side="right")
@@ -113,7 +153,7 @@ def load_language_model(
 ) -> Any:
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
-    int8-quanto and nf4-bnb quantise the matrices of the language model's blocks, except those in `unquantized_layers`;
+    int8-quanto and nf4-bnb quantize the matrices of the language model's blocks, except those in `unquantized_layers`;
     embeddings, norms and the vision model stay. blocks: the weights stay on the host, and each block's are on the
     device while it computes, with the same result. unused: submodules that are removed, as nothing calls them.
     Raises OptionError, and WeightsError where the weights are pickled.
@@ -150,7 +190,7 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
 
 
 def unquantized_layers(model: Any) -> list[str]:
-    """Matrices of a quantised model's blocks that are not quantised, without the blocks' numbers."""
+    """Matrices of a quantized model's blocks that are not quantized, without the blocks' numbers."""
     parts = (part for block in decoder_layers(model) for part in block.named_modules())
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
@@ -173,7 +213,7 @@ def _check_options(model_class: Any, device: torch.device, options: Text) -> Non
     if options.offload != "none":
         raise OptionError(
             f"text.quantization: {options.quantization} and text.offload: {options.offload} do not go together",
-            "use one of them: quantised, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
+            "use one of them: quantized, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
         )
     if find_spec(library.split(".")[0]) is None or find_spec(library) is None:
         problem = f"text.quantization: {options.quantization} needs {library}"

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from transformers import Gemma2Model
 
-from stages.encoding.text.base import TextEncoder
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.request import PreparedPrompt, TextRequest, TextResult, request_error
+from stages.encoding.text.base import TextEncoder, TextRequest, TextResult, request_error
+from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import torch
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from cache.models.weights import WeightsError, load_pretrained
-from stages.encoding.text.base import TextEncoder
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, TextResult, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel
 from stages.encoding.text.prompt_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
-from stages.encoding.text.request import CLIP_MAX_TOKENS, TextRequest, TextResult, request_error
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX_TOKENS = 3
@@ -61,7 +60,7 @@ class Encoder(TextEncoder):
     def prepare(self, request: TextRequest) -> KandinskyPrompt:
         """Raises RequestError for what can't be encoded."""
         with self._lock:
-            ids, untruncated = self._tokenise(request)
+            ids, untruncated = self._tokenize(request)
             clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
         if len(ids) <= self.crop:
             problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
@@ -86,7 +85,7 @@ class Encoder(TextEncoder):
             results.append(TextResult(embeds_LD, pooled_BD[row], untruncated, kept, prompt.clip_tokens))
         return results
 
-    def _tokenise(self, request: TextRequest) -> tuple[list[int], int]:
+    def _tokenize(self, request: TextRequest) -> tuple[list[int], int]:
         """The prompt's ids, and their number without the limit.
 
         An over-long prompt is cut as by the pipeline: as many characters at the end, those of the template included,
@@ -94,7 +93,7 @@ class Encoder(TextEncoder):
         """
         text = self.template.render(request.text, negative=request.negative)
         if self.template.with_image:
-            return self._tokenise_with_image(text, request)
+            return self._tokenize_with_image(text, request)
         assert request.image is None, f"{self.template.name} takes no image"
         ids, limit = self._ids(text), self.crop + self.max_length
         untruncated = len(ids)
@@ -104,7 +103,7 @@ class Encoder(TextEncoder):
             ids = ids[:limit]
         return ids, untruncated
 
-    def _tokenise_with_image(self, text: str, request: TextRequest) -> tuple[list[int], int]:
+    def _tokenize_with_image(self, text: str, request: TextRequest) -> tuple[list[int], int]:
         """The placeholder becomes the image's tokens; an over-long caption is cut, and what follows it is kept.
 
         This differs from the pipeline, which cuts the end of the prompt, and that is the template's: a caption one or

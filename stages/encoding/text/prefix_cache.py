@@ -1,13 +1,14 @@
 """The constant beginning of every prompt: computed once, its keys and values shared by all captions.
 
 A causal model's keys and values of the first tokens depend on nothing that follows, so they are the same for every
-text that begins with the same ids. Those ids are found by tokenising the template around captions with different first
+text that begins with the same ids. Those ids are found by tokenizing the template around captions with different first
 characters, since the template's last characters can merge with them. Each text is compared again, and one that begins
 with other ids is computed from its first token.
 """
 
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from schemas.family import Template
-from stages.encoding.text.request import EncoderStats, PreparedPrompt
 
 # The empty caption, every letter ("user" and "s" give "users"), digit and sign, letters outside ASCII.
 PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation, "é", "猫")
@@ -25,9 +25,38 @@ PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation
 PASS_OVERHEAD_TOKENS = {"cpu": 32, "cuda": 256}
 
 
-def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A request tokenized, and cut to the limit.
+
+    ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
+    whose keys and values are computed already. untruncated: the number of ids without the limit.
+    """
+
+    ids: list[int]
+    shared: int
+    untruncated: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens that a forward pass computes for this text."""
+        return len(self.ids) - self.shared
+
+
+@dataclass
+class EncoderStats:
+    """shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision passes;
+    reused: texts whose image's features were in the cache."""
+
+    shared: int = 0
+    whole: int = 0
+    images: int = 0
+    reused: int = 0
+
+
+def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
     """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
-    rows = [tokenise(template.render(probe)) for probe in PROBE_CAPTIONS]
+    rows = [tokenize(template.render(probe)) for probe in PROBE_CAPTIONS]
     same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in same][:most]
 
@@ -35,7 +64,7 @@ def find_prefix_ids(tokenise: Callable[[str], list[int]], template: Template, mo
 def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
     """Split a batch's rows into the passes that together compute the fewest tokens, padding included.
 
-    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighbouring
+    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighboring
     lengths, shortest first. In one pass, a batch of captions of 10 to 170 tokens is half padding.
     """
     order = sorted(range(len(costs)), key=lambda row: costs[row])

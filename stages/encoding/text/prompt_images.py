@@ -15,8 +15,7 @@ from torch.nn.functional import interpolate
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from cache.models.weights import WeightsError
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.request import PreparedPrompt
+from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 
 class QwenImageProcessor(Qwen2VLImageProcessorPil):

@@ -10,19 +10,20 @@ from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
-from stages.encoding.text.request import CLIP_MAX_TOKENS, PreparedPrompt, TextRequest
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest
+from stages.encoding.text.prefix_cache import PreparedPrompt
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
 
 CLIP_TRUNCATED_REMARK = (
     f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
 )
-UNQUANTIZED_REMARK = "texts encoded with some matrices unquantised, since nf4-bnb can't pack their sides"
+UNQUANTIZED_REMARK = "texts encoded with some matrices unquantized, since nf4-bnb can't pack their sides"
 PREFETCHED_BATCHES = 4  # of texts without an image, by an estimate of their tokens
 
 
 class TextWorker(UnitWorker):
-    """Members are tokenised requests."""
+    """Members are tokenized requests."""
 
     stage, kind, section, tensors = "encode-text", "text", "text", ("embeds", "pooled")
     batch_limit_option = "batch_tokens"
@@ -41,7 +42,7 @@ class TextWorker(UnitWorker):
         return 3 * bucket.width * bucket.height
 
     def prefetch_count(self, unit: Unit) -> int:
-        """For texts without an image a few batches, so that the device never waits for the tokeniser: a batch of short
+        """For texts without an image a few batches, so that the device never waits for the tokenizer: a batch of short
         captions has hundreds. A unit's texts are ordered by length, so the middle one is typical."""
         text = self.plan.texts[unit.members[len(unit.members) // 2]]
         if text["image_geometry"]:

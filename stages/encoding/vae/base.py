@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from cache.models.compatibility import check_autoencoder
-from cache.models.weights import config_errors, load_part
+from cache.models.compatibility import check_autoencoder, preview_model
+from cache.models.weights import config_errors, load_part, load_pretrained, read_component_config
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -61,14 +61,14 @@ class Autoencoder(ABC):
         dtype: torch.dtype,
         device: torch.device,
         memory_options: MemoryOptions = DEFAULT_MEMORY_OPTIONS,
-        normalisation: Normalization = SCALED,
+        normalization: Normalization = SCALED,
     ) -> None:
         """Raises WeightsError where the checkpoint has no autoencoder or a pickled one, ValueError where its config
-        lacks a key of `normalisation`."""
+        lacks a key of `normalization`."""
         self._vae = load_part(self.vae_class, source, revision, "vae", torch_dtype=dtype).to(device).eval()
         self.apply_memory_options(self._vae, memory_options)
         with config_errors(f"{source}/vae/config.json"):
-            self._normaliser = Normaliser.of(self._vae, normalisation)
+            self._normalizer = Normalizer.of(self._vae, normalization)
 
     @classmethod
     def apply_memory_options(cls, vae: Any, memory_options: MemoryOptions) -> None:
@@ -96,13 +96,13 @@ class Autoencoder(ABC):
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode) -> torch.Tensor:
         """latents_BCTHW in the model's space, or moments, on the CPU, of pixels in [-1, 1]. seeds: one a sample."""
         parameters = self._parameters(pixels_BCTHW.to(self._vae.device, self._vae.dtype))
-        return latents_from_posterior(parameters, seeds, posterior, self._normaliser).cpu()
+        return latents_from_posterior(parameters, seeds, posterior, self._normalizer).cpu()
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 pixels_BTHWC on the CPU, of latents in the model's space or of the mean of moments."""
         latents_BCTHW = posterior_means(latents_BCTHW, self._vae.config.latent_channels)
-        z_BCTHW = self._normaliser.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
+        z_BCTHW = self._normalizer.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
         return to_uint8(self._decode(z_BCTHW))
 
     @abstractmethod
@@ -141,7 +141,7 @@ def make_posterior(parameters: torch.Tensor) -> Any:
 
 
 @dataclass(frozen=True)
-class Normaliser:
+class Normalizer:
     """From the autoencoder's latents to the model's: (z - mean) / deviation * scale; axis 1 holds the channels.
 
     mean, deviation: one number for each channel, or one for all; None for neither.
@@ -152,7 +152,7 @@ class Normaliser:
     deviation: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, vae: Any, named: Normalization) -> "Normaliser":
+    def of(cls, vae: Any, named: Normalization) -> "Normalizer":
         """From the autoencoder's own config, at the keys that the catalogue names. ValueError where it lacks one."""
 
         def numbers(key: str | None) -> tuple[float, ...] | None:
@@ -160,7 +160,7 @@ class Normaliser:
                 return None
             value, channels = vae.config.get(key), vae.config.latent_channels
             if value is None:
-                raise ValueError(f"vae/config.json has no {key}, by which the family's latents are normalised")
+                raise ValueError(f"vae/config.json has no {key}, by which the family's latents are normalized")
             values = tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
             if len(values) not in (1, channels):
                 raise ValueError(f"vae/config.json has {len(values)} numbers of {key} for {channels} channels")
@@ -196,34 +196,34 @@ def _broadcast(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor
 
 
 def latents_from_posterior(
-    parameters: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode, normaliser: Normaliser
+    parameters: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode, normalizer: Normalizer
 ) -> torch.Tensor:
     """Latents in the model's space from the posterior's parameters, mean and log-variance along the second axis.
 
     sample: each row has its own generator on the CPU, so that its draw depends neither on the device nor on the batch:
-    equal to `latent_dist.sample(generator)`, normalised, of the sample encoded alone. mode: the mean. moments: see
+    equal to `latent_dist.sample(generator)`, normalized, of the sample encoded alone. mode: the mean. moments: see
     `posterior_moments`.
     """
     if posterior == "moments":
-        return posterior_moments(parameters, normaliser)
+        return posterior_moments(parameters, normalizer)
     if posterior == "mode":
-        return normaliser.apply(make_posterior(parameters).mode())
+        return normalizer.apply(make_posterior(parameters).mode())
     assert len(seeds) == len(parameters), f"{len(seeds)} seeds for {len(parameters)} samples"
     drawn = [
         make_posterior(row[None]).sample(torch.Generator("cpu").manual_seed(seed))
         for row, seed in zip(parameters, seeds, strict=True)
     ]
-    return normaliser.apply(torch.cat(drawn))
+    return normalizer.apply(torch.cat(drawn))
 
 
-def posterior_moments(parameters: torch.Tensor, normaliser: Normaliser) -> torch.Tensor:
+def posterior_moments(parameters: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
     """Mean and log-variance in the model's space, along the second axis: a latent is mean + exp(logvar / 2) * noise.
 
-    The log-variance is clamped to -30..20 as diffusers does, before it is normalised. Computed in
+    The log-variance is clamped to -30..20 as diffusers does, before it is normalized. Computed in
     float32 and rounded once: at a log-variance of -9, bfloat16 leaves the deviation within 1.6 %.
     """
     posterior = make_posterior(parameters.float())
-    both = torch.cat([normaliser.apply(posterior.mean), normaliser.logvar(posterior.logvar)], dim=1)
+    both = torch.cat([normalizer.apply(posterior.mean), normalizer.logvar(posterior.logvar)], dim=1)
     return both.to(parameters.dtype)
 
 
@@ -237,3 +237,37 @@ def to_uint8(pixels_BCTHW: torch.Tensor) -> torch.Tensor:
     """uint8 pixels_BTHWC on the CPU, by the steps of the pipelines' image and video processors."""
     unit_BCTHW = (pixels_BCTHW * 0.5 + 0.5).clamp(0, 1)
     return (unit_BCTHW.permute(0, 2, 3, 4, 1).cpu().float() * 255).round().to(torch.uint8)
+
+
+class TinyAutoencoder:
+    """A tiny autoencoder for previews: diffusers' AutoencoderTiny (TAESD and its kin).
+
+    It was distilled on latents that are shifted and scaled by the large autoencoder's config; those of the family
+    are only scaled. offset: the difference.
+    """
+
+    def __init__(self, vae: Any, offset: float) -> None:
+        self._vae, self._offset = vae, offset
+        self._scale, self._shift = vae.config["scaling_factor"], vae.config["shift_factor"]
+
+    @torch.no_grad()
+    def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """uint8 pixels_BTHWC on the CPU, of one frame of latents in the model's space."""
+        z_BCHW = (latents_BCTHW[:, :, 0] - self._offset) / self._scale + self._shift
+        decoded = self._vae.decode(z_BCHW.to(self._vae.device, self._vae.dtype)).sample
+        return to_uint8(decoded.unsqueeze(2))
+
+
+def load_tiny_autoencoder(config: Config, where: torch.device) -> TinyAutoencoder:
+    """That of `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
+    from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
+
+    model, source = config.model, config.validation.preview_autoencoder
+    assert source is not None and model.family_spec.normalization == Normalization()
+    large = read_component_config(model.source, model.revision, "vae")
+    offset = (large.get("shift_factor") or 0.0) * large["scaling_factor"]
+    folder = preview_model(source).fetch()
+    dtype = getattr(torch, config.latents.precision or model.precision)
+    with model_loading.reading_errors(source, "the tiny autoencoder"):
+        vae = load_pretrained(AutoencoderTiny, folder, torch_dtype=dtype)
+    return TinyAutoencoder(vae.to(where).eval(), offset)

@@ -79,11 +79,11 @@ class LatentsWorker(UnitWorker):
     def _latents(self, names: list[str], purpose: str, items: list[np.ndarray]) -> torch.Tensor:
         """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
         seeds = [derive_seed(name, purpose) for name in names]
-        pixels_BCTHW = normalise_on_device(np.stack(items), self.device)
+        pixels_BCTHW = normalize_on_device(np.stack(items), self.device)
         return self._autoencoder.encode(pixels_BCTHW, seeds, self.config.latents.posterior)
 
 
-def normalise_on_device(pixels_BTHWC: np.ndarray, device: torch.device) -> torch.Tensor:
+def normalize_on_device(pixels_BTHWC: np.ndarray, device: torch.device) -> torch.Tensor:
     """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on `device`, equal to the last bit to
     stages.media.sample_reader.normalize_pixels. On CUDA, dividing by a Python number multiplies by its
     rounded inverse; by a tensor, it divides."""

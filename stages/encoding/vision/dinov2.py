@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 
 from cache.models.single_model import CONFIG_FILE
-from cache.models.weights import WeightsError, load_pretrained
-from stages.encoding.vision.checkpoint import require_dinov2_class
-from stages.encoding.vision.grids import PATCH_SIZE, GridSize
+from stages.encoding import model_loading
+from stages.encoding.vision.features import PATCH_SIZE, GridSize, require_dinov2_class
 from stages.encoding.vision.pooling import pool_space, pool_time
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -38,21 +36,14 @@ class Encoder:
     """One DINOv2, with or without register tokens, for inference."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises WeightsError for damaged weights and for missing ones, which transformers would initialise."""
+        """Raises WeightsError for damaged weights and for missing ones."""
         import transformers
 
         model_class = getattr(transformers, require_dinov2_class(str(folder), folder / CONFIG_FILE))
-        try:
-            model, loaded = load_pretrained(model_class, folder, dtype=dtype, output_loading_info=True)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, WeightsError):
-                raise
-            problem = f"{folder} can't be loaded: {type(error).__name__}: {error}"
-            raise WeightsError(problem, "replace it with a whole copy") from error
-        missing = set(loaded["missing_keys"]) - {"embeddings.mask_token"}  # for training only
-        if missing:
-            raise WeightsError(f"{folder} lacks {', '.join(sorted(missing)[:3])} …", "replace it with a whole copy")
-        self._model: Any = model.to(device).eval()
+        with model_loading.reading_errors(str(folder), "the DINOv2"):
+            mask = "embeddings.mask_token"  # for training only
+            model = model_loading.load_complete(model_class, folder, dtype, unneeded=[mask])
+        self._model: Any = model.to(device)
         #: Before the patches: class and registers.
         self._leading_tokens = 1 + getattr(model.config, "num_register_tokens", 0)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)

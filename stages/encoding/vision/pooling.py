@@ -2,7 +2,7 @@
 
 import torch
 
-from stages.encoding.vision.grids import GridSize
+from stages.encoding.vision.features import GridSize
 
 
 def overlap_weights(fine: int, coarse: int) -> torch.Tensor:

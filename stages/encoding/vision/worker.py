@@ -11,9 +11,8 @@ from cache.shards.shard import ShardRow
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
-from stages.encoding.vision import checkpoint
 from stages.encoding.vision.dinov2 import Encoder, resize_frames
-from stages.encoding.vision.grids import patch_grid, stored_grid
+from stages.encoding.vision.features import patch_grid, resolve_checkpoint, stored_grid
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
 
@@ -35,7 +34,7 @@ class VisionWorker(UnitWorker):
         assert vision.source is not None
         # The fingerprint is of the weights at this commit: the repository's branch may have moved since.
         record = self.store.read_json(f"{self.kind}/{job.fingerprint}/provenance.json")
-        weights = checkpoint.resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
+        weights = resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
         model_loading.disable_progress_bars()
         dtype = getattr(torch, vision.precision or self.config.model.precision)
         self._encoder = Encoder(weights, dtype, self.device)

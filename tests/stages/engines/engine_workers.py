@@ -12,7 +12,7 @@ from schemas.cli.progress import announce
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from stages.encoding.prefetcher import NextUnit
+from stages.encoding.member_reader import NextUnit
 from stages.engines.jobs import Job, UnitResult
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cache.sets.plans import Unit
 from schemas.errors import LatentpressError
-from stages.encoding.prefetcher import NextUnit
+from stages.encoding.member_reader import NextUnit
 from stages.engines import local
 from stages.engines.jobs import Job, UnitResult
 from stages.engines.local import run_units

@@ -12,8 +12,15 @@ from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents
 from stages.encoding.stage_options import UsageError, choose_engine
 from stages.engines.ray import POLL_S, question_pause, run_units
-from stages.engines.ray_actor import CodeMismatch, RootMismatch, UnitActor, digest_code, digest_plan
-from stages.engines.ray_cluster import ClusterError, DeviceNotChoosable
+from stages.engines.ray_cluster import (
+    ClusterError,
+    CodeMismatch,
+    DeviceNotChoosable,
+    RootMismatch,
+    UnitActor,
+    digest_code,
+    digest_plan,
+)
 from tests.stages.engines.engine_workers import Echo, make_job, make_units
 
 

@@ -13,7 +13,7 @@ from schemas.catalogue import FAMILIES
 from schemas.config.encoding import Text
 from schemas.family import Template
 from stages.encoding.text import gemma, kandinsky5
-from stages.encoding.text.request import TextRequest, TextResult
+from stages.encoding.text.base import TextRequest, TextResult
 
 TEMPLATES = {
     "kandinsky5-image-t2i": FAMILIES["kandinsky5-image"].templates["t2i"],

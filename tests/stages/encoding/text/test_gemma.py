@@ -8,8 +8,8 @@ from diffusers import SanaPipeline, SanaTransformer2DModel
 from transformers import AutoTokenizer, Gemma2Model
 
 from schemas.catalogue import FAMILIES
+from stages.encoding.text.base import TextRequest
 from stages.encoding.text.gemma import Encoder
-from stages.encoding.text.request import TextRequest
 
 TEMPLATE = FAMILIES["sana"].templates["t2i"]
 INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default

@@ -12,9 +12,9 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from schemas.family import Task, Template
+from stages.encoding.text.base import RequestError, TextRequest
 from stages.encoding.text.kandinsky5 import Encoder
 from stages.encoding.text.prompt_images import QwenImageProcessor
-from stages.encoding.text.request import RequestError, TextRequest
 
 
 def kind_of(family: str, task: Task) -> tuple[str, Template]:

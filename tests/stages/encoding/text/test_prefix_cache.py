@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.encoding.text import prompt_images
+from stages.encoding.text.base import TextRequest
 from stages.encoding.text.prefix_cache import split_by_length
-from stages.encoding.text.request import TextRequest
 
 KINDS = [
     "kandinsky5-image-t2i",

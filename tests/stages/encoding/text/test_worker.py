@@ -15,7 +15,7 @@ from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.text import base, gemma, kandinsky5, prompt_images
-from stages.encoding.text.request import TextRequest
+from stages.encoding.text.base import TextRequest
 from stages.encoding.text.worker import CLIP_TRUNCATED_REMARK, TextWorker
 from stages.engines.sandbox import SandboxPool
 

@@ -61,7 +61,7 @@ def test_samples_of_many_seeds_are_distributed_as_the_moments_say(encoders, kind
     with torch.no_grad():
         parameters = vae.encode(pixels[:1] if "video" in kind else pixels[:1, :, 0]).latent_dist.parameters
     scale = vae.config.scaling_factor
-    scaled = base.Normaliser(scale)
+    scaled = base.Normalizer(scale)
     draws = base.latents_from_posterior(parameters.expand(count, *parameters.shape[1:]), range(count), "sample", scaled)
     if count_frames := mean.ndim - draws.ndim:
         draws = draws.unsqueeze(2)
@@ -78,7 +78,7 @@ def test_samples_of_many_seeds_are_distributed_as_the_moments_say(encoders, kind
 def test_log_variances_are_clamped_as_diffusers_does() -> None:
     parameters = torch.cat([torch.zeros(1, 4, 2, 2), torch.tensor([-99.0, -1.0, 3.0, 99.0]).view(1, 4, 1, 1)
                             .expand(1, 4, 2, 2)], dim=1)  # fmt: skip
-    logvar = base.posterior_moments(parameters, base.Normaliser(0.5))[0, 4:, 0, 0] - 2 * math.log(0.5)
+    logvar = base.posterior_moments(parameters, base.Normalizer(0.5))[0, 4:, 0, 0] - 2 * math.log(0.5)
     assert torch.allclose(logvar, torch.tensor([-30.0, -1.0, 3.0, 20.0]))
     assert torch.allclose((logvar / 2).exp(), DiagonalGaussianDistribution(parameters).std[0, :, 0, 0])
 
@@ -88,7 +88,7 @@ def test_half_precision_moments_keep_the_deviation(dtype, limit) -> None:
     """At log-variances from -9 to 1, where published autoencoders' lie: rounding changes deviations this little."""
     logvar = torch.linspace(-9, 1, 4000).reshape(1, 4, 20, 50)
     parameters = torch.cat([torch.zeros_like(logvar), logvar], dim=1)
-    scaled = base.Normaliser(0.4)
+    scaled = base.Normalizer(0.4)
     exact, stored = (
         base.posterior_moments(given, scaled)[:, 4:].float() for given in (parameters, parameters.to(dtype))
     )

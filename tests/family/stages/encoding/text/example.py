@@ -5,9 +5,8 @@ from pathlib import Path
 
 from transformers import Gemma2Model
 
-from stages.encoding.text.base import TextEncoder
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.request import PreparedPrompt, TextRequest, TextResult
+from stages.encoding.text.base import TextEncoder, TextRequest, TextResult
+from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 
 class Encoder(TextEncoder):
