@@ -33,7 +33,7 @@ from schemas.cli.console import Console
 from schemas.config.loading import load_config
 from stages import bucket, verify
 from stages.encoding import stage_registry
-from stages.maintenance import shard_checks
+from stages.maintenance import checks
 from stages.planning.plan_lookup import current_plan
 
 SHAPES = {"latents": ("latent", (16, 1, 128, 128)), "text": ("embeds", (100, 3584))}
@@ -69,9 +69,9 @@ def benchmark_reading(folder: Path, mib: int, repeat: int) -> None:
     silent = open(os.devnull, "w")  # noqa: SIM115 (for as long as the program runs)
     print_header("format", "threads", "files", "verify, MiB/s", "read + xxh3, MiB/s", "verify's share")
     for format in shard.SUFFIXES:
-        store = shard_checks.UnmappedStore(folder / format)
+        store = checks.UnmappedStore(folder / format)
         write_shards(store, mib, format)
-        present = shard_checks.list_shards(store, stage_registry.SHARD_KINDS)
+        present = checks.list_shards(store, stage_registry.SHARD_KINDS)
         paths = [folder / format / rel for rel in present]
         size = sum(present.values()) / MIB
         for threads in (1, 2):
@@ -117,7 +117,7 @@ def make_encoded_project(folder: Path, items: int, unit_mib: float) -> Path:
 
 def benchmark_idle_programs(folder: Path, items: int, unit_mib: float, repeat: int) -> None:
     path = make_encoded_project(folder, items, unit_mib)
-    shards = len(shard_checks.list_shards(Store(folder / f"work{items}"), stage_registry.SHARD_KINDS))
+    shards = len(checks.list_shards(Store(folder / f"work{items}"), stage_registry.SHARD_KINDS))
     for program in PROGRAMS:
         command = [sys.executable, "-m", "stages.cli", program, "--config", str(path)]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.store.object_store import PART_BYTES
 from schemas.cli.options import Partition
-from stages.encoding.stealing import LISTING_FACTOR, Claims
+from stages.encoding.unit_queue import LISTING_FACTOR, Claims
 
 START_REQUESTS = 18  # of a program, beside its listings
 UNIT_REQUESTS = 3  # beside the upload
@@ -171,7 +171,7 @@ class Simulation:
         return self._steal(worker.part, at) if self._way.steal else (None, 0.0)
 
     def _steal(self, number: int, at: float) -> tuple[int | None, float]:
-        """As stages.encoding.stealing.take_units."""
+        """As stages.encoding.unit_queue.take_units."""
         part, delay = self._parts[number], 0.0
         while True:
             if not part.chosen or at > part.next_listing:

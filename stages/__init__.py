@@ -4,10 +4,9 @@ if sys.argv[:1] == ["-m"]:  # `python -m` is looking for a program of this packa
     if not sys.flags.safe_path:
         del sys.path[0]
     from schemas.cli.import_path import remove_working_directory
-    from schemas.cli.starting import begin_silently
 
     remove_working_directory()
-    from schemas.cli.missing_libraries import explain_missing_libraries
+    from schemas.cli.starting import begin_silently, explain_missing_libraries
 
     explain_missing_libraries()
     begin_silently()

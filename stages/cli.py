@@ -12,8 +12,7 @@ from keyword import iskeyword
 from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
-from schemas.cli.missing_libraries import explain_missing_libraries
-from schemas.cli.starting import begin_silently, print_for_reader, show_starting
+from schemas.cli.starting import begin_silently, explain_missing_libraries, print_for_reader, show_starting
 
 WIDTH = 100
 PROGRAMS = {

@@ -270,24 +270,24 @@ def write_output(path: Path, frames_THWC: np.ndarray, fps: float, preview: bool 
 def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are.
 
-    Stream and container name the colour space: without it players guess by the size.
+    Stream and container name the color space: without it players guess by the size.
     """
     from fractions import Fraction
 
     import av
     from av.video.reformatter import VideoReformatter
 
-    from stages.media import colour
+    from stages.media import color
 
     height, width = frames_THWC.shape[1:3]
-    tags, converter = colour.output_tags(width, height), VideoReformatter()
+    tags, converter = color.output_tags(width, height), VideoReformatter()
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         context = stream.codec_context
         context.colorspace, context.color_primaries, context.color_trc, context.color_range = tags
         for frame in frames_THWC:
-            container.mux(stream.encode(colour.to_yuv420p(converter, frame, tags)))
+            container.mux(stream.encode(color.to_yuv420p(converter, frame, tags)))
         container.mux(stream.encode())
 
 

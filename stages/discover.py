@@ -189,13 +189,8 @@ class _DatasetDiscovery:
         if not todo.rows:
             return 0, 0
         media, failed, saved = 0, 0, time.monotonic()
-        limits = self.config.stages
-        sandbox: SandboxPool = SandboxPool(
-            partial(ItemReader, self.dataset),
-            workers=min(self.options.resources(self.config, "discover").workers, todo.rows),
-            timeout_s=limits.item_timeout_s,
-            memory_mib=limits.item_memory_mib,
-        )
+        workers = min(self.options.resources(self.config, "discover").workers, todo.rows)
+        sandbox = SandboxPool[Any, Any].configured(partial(ItemReader, self.dataset), workers, self.config.stages)
         with sandbox, self.console.progress(todo.rows, f"discover {self.dataset.id}", "files") as progress:
             try:
                 for part, results in _read_items(sandbox, todo.tables(), progress):

@@ -20,8 +20,7 @@ from schemas.config.sharing import Webhook
 from schemas.errors import LatentpressError
 from stages.encoding.stage import refuse_partition
 from stages.follow.bodies import make_body
-from stages.follow.outbox import Outbox, only_one
-from stages.follow.run_events import find_events
+from stages.follow.run_events import Outbox, find_events, only_one
 from stages.follow.senders import TOLD_S, Senders
 from stages.follow.watchers import WATCH_S, Watch
 

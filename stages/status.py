@@ -36,7 +36,7 @@ from stages.encoding.job_reports import JobReport, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
 from stages.maintenance.job_table import count_states, describe_jobs, list_jobs
-from stages.maintenance.rejects_report import report_rejects
+from stages.maintenance.set_aside import report_rejects
 from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries

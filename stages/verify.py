@@ -26,9 +26,8 @@ from stages import bucket, index
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
-from stages.maintenance import shard_checks, table_scan
-from stages.maintenance.shard_checks import ExpectedShards, UnmappedStore
-from stages.maintenance.table_scan import DamageByPath
+from stages.maintenance import checks
+from stages.maintenance.checks import DamageByPath, ExpectedShards, UnmappedStore
 from stages.planning.plan_lookup import current_plan
 
 MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
@@ -52,7 +51,7 @@ def run(
 ) -> Report:
     refuse_partition(options, "verify")
     store = UnmappedStore(config.root)
-    present = shard_checks.list_shards(store, tuple(SHARD_PROGRAMS))
+    present = checks.list_shards(store, tuple(SHARD_PROGRAMS))
     report = Report(program="verify", dry_run=options.dry_run)
     report.details = {"shards": len(present), "mib": round(sum(present.values()) / MIB, 2)}
     if options.dry_run:
@@ -60,7 +59,7 @@ def run(
         return report
     if removed := store.remove_stale_temps(STALE):
         console.log(f"removed {len(removed)} temporary files that killed processes left")
-    report.details["tables"], damaged_tables = table_scan.find_damaged_tables(store)
+    report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
     if damaged_tables and repair:  # plans before shards, which are compared with them
         _repair_tables(config, options, console, damaged_tables, "plans")
     damaged_shards, report.failed = check_shards(store, present, options.workers, console)
@@ -71,13 +70,13 @@ def run(
     if damaged_tables and repair:
         _repair_tables(config, options, console, damaged_tables, "sets")
         report.details["damaged_tables"] = sorted(damaged_tables)
-        _, damaged_tables = table_scan.find_damaged_tables(store)
+        _, damaged_tables = checks.find_damaged_tables(store)
     for rel, found in sorted((damaged_shards | damaged_tables).items()):
         for damage in found:
             message = damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
             row = {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": message}
             report.damage.append(row)
-    commands = table_scan.rebuild_commands(damaged_tables)
+    commands = checks.rebuild_commands(damaged_tables)
     if damaged_shards and not repair:
         commands = [line for line in commands if line != "latentpress index"]
         commands += _repair_commands(store, damaged_shards, ["latentpress verify --repair", "latentpress index"])
@@ -88,7 +87,7 @@ def run(
 def _find_missing(store: Store, present: dict[str, int]) -> DamageByPath:
     """The missing shards of current sets. They are looked for twice: a stage that replaces a tar removes the old one
     first, and what appeared after the listing is not missing."""
-    missing = shard_checks.find_missing_shards(store, present)
+    missing = checks.find_missing_shards(store, present)
     if not all(store.exists(rel) for rel in missing):
         sleep(SETTLE_S)
     return {
@@ -119,10 +118,10 @@ def check_shards(
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def check(rel: str) -> list[DamageError]:
-        found = shard_checks.check_shard(store, rel, expected)
+        found = checks.check_shard(store, rel, expected)
         if not found or store.remote_url:  # a store was asked several times
             return found
-        return shard_checks.check_shard(store, rel, expected)  # a stage may just have replaced a tar and its sidecar
+        return checks.check_shard(store, rel, expected)  # a stage may just have replaced a tar and its sidecar
 
     with (
         ThreadPoolExecutor(workers or min(MAX_WORKERS, processors), "verify") as pool,
@@ -169,7 +168,7 @@ def _repair_shards(
     report.details["damaged_shards"] = [
         {
             "shard": rel,
-            "moved_to": shard_checks.move_to_damaged(store, rel) if store.exists(rel) else "",
+            "moved_to": checks.move_to_damaged(store, rel) if store.exists(rel) else "",
             "then": stages.get(rel, "not encoded again: no unit of this configuration"),
         }
         for rel in own

@@ -16,7 +16,7 @@ from schemas.config.loading import ConfigError, load_config
 from schemas.config.prompt_library import PromptLibraryError, read_prompts
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
-from stages.maintenance.shard_checks import UnmappedStore
+from stages.maintenance.checks import UnmappedStore
 from stages.media.errors import MediaError
 from stages.media.files import open_media
 from stages.media.probe import probe_media

@@ -29,9 +29,7 @@ import typer
 
 from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
 from schemas.cli.kept_log import KeptLog, LastingStream
-from schemas.cli.library_messages import silence_libraries
 from schemas.cli.limits import limits_explained
-from schemas.cli.missing_libraries import OUR_PACKAGES
 from schemas.cli.options import (
     NOT_PARTITIONED,
     ConfigOption,
@@ -56,9 +54,10 @@ from schemas.cli.progress import (
     show_activities,
 )
 from schemas.cli.report import Report
-from schemas.cli.starting import hide_line, print_for_reader, show_starting
+from schemas.cli.starting import OUR_PACKAGES, hide_line, print_for_reader, show_starting
 from schemas.cli.tables import fold_message, report_width
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
+from schemas.import_time import silence_libraries
 from schemas.text_format import escape_unprintable, to_json_values
 
 # Everything that a program needs, in one import.

@@ -1,10 +1,15 @@
-"""On a terminal, what is shown while a program's modules are imported, which from a cold disk takes seconds, and while
-its process ends; and what a program prints for a pipe."""
+"""The start and the end of a program.
+
+On a terminal, what is shown while its modules are imported, which from a cold disk takes seconds, and while its process
+ends; what it prints for a pipe; and the libraries that are not installed, named in place of a traceback.
+"""
 
 import os
 import sys
+from types import TracebackType
 from typing import TextIO
 
+OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 PIPE_CLOSED = 141  # the exit code that a shell gives SIGPIPE
 
 
@@ -45,3 +50,58 @@ def print_for_reader(text: str, stream: TextIO) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what is left in its buffer
         sys.exit(PIPE_CLOSED)
+
+
+def explain_missing_libraries() -> None:
+    """Programs call it before their imports of libraries."""
+    sys.excepthook = _explain
+
+
+def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Instead of `sys.excepthook`: end the process. What is imported here may not be imported at the top, where the
+    working directory may still have a module of that name (`remove_working_directory`)."""
+    missing = find_missing(error) if isinstance(error, ModuleNotFoundError) else []
+    if not missing:
+        return sys.__excepthook__(kind, error, trace)
+    import json
+
+    from schemas.cli.starting import hide_line
+    from schemas.errors import LatentpressError
+
+    step = "Install latentpress with its dependencies: pip install -e ."
+    shown = LatentpressError(f"latentpress needs libraries that are not installed: {', '.join(missing)}", step)
+    hide_line()
+    print(f"error: {shown}", file=sys.stderr)
+    if "--json" in sys.argv:
+        document = {"program": _program(), "error": shown.to_dict(), "exit_code": shown.exit_code}
+        print(json.dumps(document, indent=2))
+    sys.exit(shown.exit_code)
+
+
+def find_missing(error: ModuleNotFoundError) -> list[str]:
+    """The distributions that latentpress needs and that are not installed, by their metadata; else the package that was
+    not found, which one of those needs. Empty for a module of our own, or of a package that is there."""
+    import re
+    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.util import find_spec
+
+    missing = list[str]()
+    try:
+        needed = [line for line in requires("latentpress") or () if "extra ==" not in line]
+    except PackageNotFoundError:  # sources on PYTHONPATH
+        needed = []
+    for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    module = (error.name or "").partition(".")[0]
+    return missing or ([] if module in ("", *OUR_PACKAGES) or find_spec(module) else [module])
+
+
+def _program() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for the command `latentpress`
+    if spec is None:
+        return sys.argv[1]
+    name = spec.name.removesuffix(".__main__").rpartition(".")[2].rstrip("_").replace("_", "-")
+    return "train" if name == "trainer" else name

@@ -35,15 +35,12 @@ from schemas.identity import compute_fingerprint
 from schemas.text_format import shorten
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.missing_media import require_media, select_probed_members
-from stages.encoding import stealing
 from stages.encoding.followed_units import FollowedUnits, followed_units, has_followed_set
 from stages.encoding.job_reports import JobReport, JobReporter
-from stages.encoding.stage_options import UsageError, check_stealing, choose_engine
+from stages.encoding.stage_options import UsageError, check_stealing, choose_engine, choose_resources
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
-from stages.encoding.timed_units import TimedUnits
-from stages.encoding.worker_count import choose_resources
-from stages.engines.jobs import Job, Worker
-from stages.engines.registry import load_engine
+from stages.encoding.unit_queue import Shards, TimedUnits, take_units
+from stages.engines.jobs import Job, Worker, load_engine
 from stages.planning.plan_lookup import current_plan
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
@@ -170,11 +167,11 @@ class EncodingStage:
             job = Job(
                 config, plan.name, state.fingerprint, resources, 0, probed, self.name, frozenset(state.retry_units)
             )
-            shards = stealing.Shards(store, report.details["cache"], config.cache.format, state.retry_units)
+            shards = Shards(store, report.details["cache"], config.cache.format, state.retry_units)
             workers, part = resources.worker_count, options.partition
             queue = TimedUnits(iter(remaining), workers, stop_handler.seconds_left, stop_handler.check)
             if steal:
-                queue.units = stealing.take_units(remaining, state.units, part, workers, shards, queue)
+                queue.units = take_units(remaining, state.units, part, workers, shards, queue)
             self._run_units(job, state, remaining, queue, stop_handler, limit, console, report, part)
             state = self.state(store, config, plan, merge=True)
             if stop_handler.reason:

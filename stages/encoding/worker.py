@@ -138,13 +138,8 @@ class UnitWorker(ABC):
     @cached_property
     def _processes(self) -> SandboxPool[ReadRequest, MemberPixels]:
         """The decoding processes: one that crashes or hangs costs its item and not this process."""
-        limits = self.config.stages
-        return SandboxPool(
-            member_reader.make_member_reader,
-            workers=self.job.resources.readers_per_worker,
-            timeout_s=limits.item_timeout_s,
-            memory_mib=limits.item_memory_mib,
-        )
+        workers = self.job.resources.readers_per_worker
+        return SandboxPool.configured(member_reader.make_member_reader, workers, self.config.stages)
 
     def _encode(self, unit: Unit, prefetcher: Prefetcher, advance: AdvanceProgress) -> "_UnitShard":
         """Encode a unit; its shard, to be written. Out of memory, the whole unit starts again at half the batch. The

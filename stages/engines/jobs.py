@@ -1,13 +1,18 @@
-"""What an engine is and what it runs: a worker, made once in each process from a job, which turns units into shards."""
+"""Engines, and what they run: a worker, made once in each process from a job, which turns units into shards.
+
+`stages.engine` names a module of this folder, which is imported when it is chosen; each is of the Protocol `Engine`.
+"""
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 from cache.sets.plans import Unit
 from cache.shards.shard import TruncatedText
-from schemas.config.encoding import Encoding
+from schemas.config.encoding import Encoding, EngineName
 from schemas.config.pipeline import Config
+from schemas.errors import USAGE, LatentpressError
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ Load = Callable[[Job], Worker]
 
 
 class Engine(Protocol):
-    """A module beside this one, named like a value of stages.engine (`registry.py`)."""
+    """A module beside this one, named like a value of stages.engine."""
 
     def run_units(
         self,
@@ -75,3 +80,24 @@ class Engine(Protocol):
         workers, which drop their units.
 
         units: taken one at a time, when a worker has room. They may end sooner than `operator.length_hint` says."""
+
+
+LIBRARIES: dict[EngineName, str] = {"local": "", "ray": "ray"}  # what an engine needs; the extra has the same name
+
+
+class EngineNotInstalled(LatentpressError):
+    exit_code = USAGE
+
+
+def load_engine(name: EngineName) -> Engine:
+    """Raises EngineNotInstalled where its library is missing."""
+    try:
+        return cast(Engine, import_module(f"stages.engines.{name}"))
+    except ModuleNotFoundError as error:
+        library = LIBRARIES[name]
+        if not library or (error.name or "").partition(".")[0] != library:
+            raise
+        raise EngineNotInstalled(
+            f"stages.engine is {name}, and the library {library!r} was not found",
+            f"install it: pip install -e '.[{library}]', on every machine of the cluster; or choose --engine local",
+        ) from error

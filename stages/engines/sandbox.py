@@ -37,6 +37,7 @@ from typing import Any, Generic, TypeVar
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from schemas.cli.interruption import signals_blocked
+from schemas.config.encoding import Stages
 from stages.media.errors import MediaError
 
 T = TypeVar("T")
@@ -111,6 +112,11 @@ class SandboxPool(Generic[T, R]):
         self._tasks: weakref.WeakSet[Future] = weakref.WeakSet()
         self._shut_down = partial(_shut_down, self._pool, (disk, shared), workers, self._tasks)
         self._finalizer = weakref.finalize(self, _shut_down_forgotten, self._shut_down)
+
+    @classmethod
+    def configured(cls, make: Callable[[], Callable[[T], R]], workers: int, limits: Stages) -> "SandboxPool[T, R]":
+        """A pool with the configured limits of time and memory."""
+        return cls(make, workers=workers, timeout_s=limits.item_timeout_s, memory_mib=limits.item_memory_mib)
 
     def __enter__(self) -> "SandboxPool[T, R]":
         return self

@@ -18,7 +18,7 @@ from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
-from stages.maintenance.shard_checks import set_pointer_paths, shards_of_set
+from stages.maintenance.checks import set_pointer_paths, shards_of_set
 from stages.planning.plan_lookup import current_plan
 
 CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run

@@ -32,7 +32,6 @@ def render_plan_page(
     """The page in pieces; items are read as they are rendered. Items that can't be shown are added to `report`."""
     config, rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
     model, workers = config.model, options.resources(config, "preview").workers
-    timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
 
     def cards(indices: list[int], pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[Card]:
         for item, result in read_samples(table, indices, pool):
@@ -66,7 +65,7 @@ def render_plan_page(
         f"their latents take about {size:.4g} MiB. The pictures are read from the media and cropped as for encoding; "
         "nothing has to be encoded yet.",
     ]
-    with SandboxPool(make_previewer, workers=workers, timeout_s=timeout, memory_mib=memory) as pool:
+    with SandboxPool.configured(make_previewer, workers, config.stages) as pool:
         yield from render_template(
             "preview.html",
             title=f"Plan {table.plan.name}",

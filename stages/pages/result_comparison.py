@@ -41,8 +41,7 @@ def compare_samples(
         pictures += 3 * frames * len(rows)
     max_bytes = clip_comparison.MAX_PAGE_BYTES // max(1, pictures)
     autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
-    timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
-    with SandboxPool(make_original_reader, workers=resources.workers, timeout_s=timeout, memory_mib=memory) as pool:
+    with SandboxPool.configured(make_original_reader, resources.workers, config.stages) as pool:
         for item, original in read_samples(encoded.table, [row for rows in chosen.values() for row in rows], pool):
             results.append(_compare_sample(encoded, autoencoder, item, original, max_bytes))
             progress.advance(1)

@@ -50,8 +50,7 @@ def write_training_samples(
             todo[prompt] = row
     if not todo:
         return
-    timeout, memory = config.stages.item_timeout_s, config.stages.item_memory_mib
-    with SandboxPool(make_original_reader, workers=resources.workers, timeout_s=timeout, memory_mib=memory) as pool:
+    with SandboxPool.configured(make_original_reader, resources.workers, config.stages) as pool:
         read = read_samples(table, todo.values(), pool)
         for prompt, (item, original) in zip(todo, read, strict=True):
             sample = {"sample_id": item.sample["sample_id"], "dataset": item.active_row["dataset"]}

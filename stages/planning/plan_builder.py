@@ -19,7 +19,7 @@ from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.filters import Filter
 from schemas.tables import ACTIVE_SCHEMA, REJECTS_SCHEMA, TEXTS_SCHEMA
-from stages.planning import bucket_steps, clip_selection, crop_selection, samples, texts
+from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, message_column
 
 TableRow = dict[str, Any]
@@ -36,7 +36,7 @@ class DatasetNotes:
     rounded: int
     repeating: int
     aspect_differs: pa.Array  # i2i: descriptions of the pairs of different aspects
-    step: bucket_steps.StepReport | None  # None with `buckets: family`
+    step: crop_selection.StepReport | None  # None with `buckets: family`
     crop_statistics: list[TableRow]  # for each bucket: "samples", largest "distortion", largest and mean share "lost"
 
 
@@ -138,11 +138,11 @@ def _plan_dataset(
     advice = "nothing is left of its caption once it was filtered and cleaned as the pipeline does; write another"
     captions = captions.of_items(items.drop(without, "empty-caption", advice))
     captioned = items.numbers("row")
-    clip_selection.drop_unusable_videos(family, dataset, config.model.task, items)
+    samples.drop_unusable_videos(family, dataset, config.model.task, items)
     candidates = CandidateItems(dataset.id, items.table)
     crops = crop_selection.select_crops(config.model, dataset, items, side_multiple)
-    step = bucket_steps.report_step(config.model, dataset, side_multiple, candidates, items, crops)
-    clips = clip_selection.select_clips_and_images(family, dataset, items)
+    step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
+    clips = samples.select_clips_and_images(family, dataset, items)
     held_out = samples.held_out_mask(dataset, items.column("media_id"))
     planned = samples.plan_samples(dataset, config.model.condition, items, crops, clips, held_out)
     captions = captions.of_items(np.isin(captioned, items.numbers("row"), assume_unique=True))

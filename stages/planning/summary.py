@@ -1,4 +1,4 @@
-"""What to know about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
+"""Facts about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
 from schemas.tables import ACTIVE_SCHEMA
-from stages.planning.bucket_steps import LARGE_LOSS, StepReport
+from stages.planning.crop_selection import LARGE_LOSS, StepReport
 from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
 

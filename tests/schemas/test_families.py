@@ -16,7 +16,7 @@ OWN = {
     "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/chunked.py",),
     "stages/encoding/text/kandinsky5.py": (
         "stages/encoding/text/prompt_images.py",
-        "stages/encoding/text/qwen_image_processor.py",
+        "stages/encoding/text/prompt_images.py",
     ),
     "trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",),
 }

@@ -19,7 +19,7 @@ from schemas.cli.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, preview
 from stages.encoding.vae import base
-from stages.media import pixels
+from stages.media import sample_reader
 from stages.media.errors import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
 from stages.pages import clip_comparison, pictures, sheets
@@ -51,7 +51,7 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
     found = []
     for clip in clips_THWC:
-        latents = autoencoder.encode(torch.from_numpy(pixels.normalise_pixels(clip))[None], [0], "mode")
+        latents = autoencoder.encode(torch.from_numpy(sample_reader.normalize_pixels(clip))[None], [0], "mode")
         found.append(autoencoder.decode(latents)[0].numpy())
     return found
 

@@ -16,7 +16,7 @@ from cache.store.files import StoreError
 from cache.store.store import Store
 from schemas.tables import SET_SHARDS_SCHEMA
 from stages import bucket, discover, encode_latents, export, index, verify
-from stages.maintenance import shard_checks
+from stages.maintenance import checks
 
 
 def first(home, kind: str) -> str:
@@ -289,7 +289,7 @@ def test_any_provenance_is_tolerated(encoded, record) -> None:
 def test_a_shard_that_the_disk_can_not_read_is_no_damage(encoded, monkeypatch) -> None:
     path = first(encoded, "text")
 
-    class Failing(shard_checks.UnmappedStore):
+    class Failing(checks.UnmappedStore):
         def open(self, rel):
             if rel == path:
                 raise StoreError(self.path(rel), "input/output error", "look at the disk")
@@ -315,12 +315,12 @@ def test_a_memory_store_is_verified(encoded) -> None:
 
     there = "memory://verified"
     fsspec.filesystem("memory").put(str(encoded.root), "/verified", recursive=True)
-    store = shard_checks.UnmappedStore(there)
-    present = shard_checks.list_shards(store, ("text", "latents"))
+    store = checks.UnmappedStore(there)
+    present = checks.list_shards(store, ("text", "latents"))
     assert len(present) == len(encoded.shards("text")) + len(encoded.shards("latents"))
     rel = min(present)
-    assert shard_checks.check_shard(store, rel, shard_checks.ExpectedShards(store)) == []
+    assert checks.check_shard(store, rel, checks.ExpectedShards(store)) == []
     fsspec.filesystem("memory").pipe(f"/verified/{rel}", b"")
-    assert shard_checks.check_shard(store, rel, shard_checks.ExpectedShards(store))
-    assert shard_checks.move_to_damaged(store, rel).startswith("damaged/") and not store.exists(rel)
+    assert checks.check_shard(store, rel, checks.ExpectedShards(store))
+    assert checks.move_to_damaged(store, rel).startswith("damaged/") and not store.exists(rel)
     assert json.loads(store.read_bytes(f"{rel.rpartition('/')[0]}/provenance.json"))["stage"]

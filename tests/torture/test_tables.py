@@ -32,7 +32,7 @@ from schemas.tables import (
 )
 from stages.discovery import media_table
 from stages.discovery.media_table import DiscoverySettings
-from stages.maintenance import table_scan
+from stages.maintenance import checks
 
 pytestmark = pytest.mark.slow
 
@@ -294,7 +294,7 @@ def test_values_that_lead_astray(store, file: str, column: str, value: object) -
     with pytest.raises(DamageError) as caught:
         open_set(again, "current", "kandinsky5-image", "t2i") if folder.startswith("sets") else read(again, rel)
     assert folder in caught.value.path
-    assert table_scan.find_damaged_tables(again)[1]
+    assert checks.find_damaged_tables(again)[1]
 
 
 def test_a_table_of_an_earlier_release_is_read(store) -> None:
@@ -342,13 +342,13 @@ def test_the_checksum_stands_at_both_ends(store, rel) -> None:
 
 @pytest.mark.parametrize("what", ["flipped", "cut", "gone"])
 def test_verify_names_every_damaged_table(store, rel, what) -> None:
-    count, bad = table_scan.find_damaged_tables(store)
+    count, bad = checks.find_damaged_tables(store)
     assert count == len(FILES) and not bad
     data = store.read_bytes(rel)
     put(store, rel, data[: len(data) // 2] if what == "cut" else bytes([*data[:40], data[40] ^ 1, *data[41:]]))
     if what == "gone":
         store.remove(rel)
-    _, bad = table_scan.find_damaged_tables(Store(store.root))
+    _, bad = checks.find_damaged_tables(Store(store.root))
     is_table = rel.startswith(("plans", "sets")) and rel.endswith(".arrow")
     assert set(bad) == ({rel} if what != "gone" or is_table else set())
     assert all(is_named(damage, store, rel) for damage in bad.get(rel, []))

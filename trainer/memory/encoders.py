@@ -17,9 +17,8 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from trainer.memory.estimate import sum_bytes
 from trainer.memory.meter import META, KernelMode, MemoryMeter
+from trainer.setup.quantize import QUANTIZERS, packed_bytes
 
-#: Bytes of a number of a quantized matrix, with its scales.
-QUANTIZED_BYTES = {"int8-quanto": 1.0, "nf4-bnb": 0.5625}
 #: Of tensors of a text token that are alive in a block at once: of the width of the hidden states (input, residual,
 #: norm, query, keys and values, attention's output), and of the width inside of the feed-forward.
 HIDDEN_TENSORS, INNER_TENSORS = 8, 3
@@ -78,12 +77,10 @@ def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _text_weights(model: Any, layers: Sequence[torch.nn.Module], text: Text) -> int:
-    linear = [part for layer in layers for part in layer.modules() if isinstance(part, torch.nn.Linear)]
-    matrices = [weight for part in linear for weight in part.parameters() if weight.dim() == 2]
     whole = sum_bytes(model.parameters())
-    if text.quantization in QUANTIZED_BYTES:
-        numbers = sum(matrix.numel() for matrix in matrices)
-        return whole - sum_bytes(matrices) + int(numbers * QUANTIZED_BYTES[text.quantization])
+    if text.quantization in QUANTIZERS:
+        linear = [part for layer in layers for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+        return whole + sum(packed_bytes(part, text.quantization) - part.weight.nbytes for part in linear)
     if text.offload == "blocks":  # each module in turn: the largest is a block or the embedding
         blocks = [sum_bytes(layer.parameters()) for layer in layers]
         return max(*blocks, *_sizes_outside(model, layers))

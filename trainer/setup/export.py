@@ -14,7 +14,7 @@ from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
 from trainer.families.base import Experts, FamilyModule, components
 from trainer.run.sharded import gather_all, is_sharded
-from trainer.setup.adapters import ADAPTER_NAME, Model, list_adapted_modules, lora_state, read_scales
+from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
 from trainer.setup.attach import make_trainable
 from trainer.setup.load import model_shape
 
@@ -37,7 +37,7 @@ def export_weights(
         return {}
     if config.train.adapter.type != "full":
         save_lora(model, folder, config.model.family, notes, formats)
-        names = {weight.data_ptr(): name for name, weight in model.named_parameters() if weight.requires_grad}
+        names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
         held: dict[str, str] = {}
         for part, expert in components(model).items():
             if list_adapted_modules(expert):
@@ -58,7 +58,7 @@ def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -
     """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
     Every process calls it."""
     adapter = config.train.adapter
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    trained = trainable_parameters(model)
     state = gather_all(model.state_dict() if adapter.type == "full" else trained, keep)
     if not keep:
         return None
@@ -74,7 +74,7 @@ def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -
 
 
 def save_lora(
-    model: Model,
+    model: Any,
     directory: Path,
     family: str,
     metadata: Mapping[str, str] | None = None,
@@ -98,7 +98,7 @@ def save_lora(
     return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
 
 
-def file_contents(expert: Model) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def file_contents(expert: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The adapter's tensors and peft configuration, such that loading them into the original base gives this model."""
     state, config = lora_state(expert), expert.peft_config[ADAPTER_NAME].to_dict()
     if config["peft_type"] == PeftType.LOKR:
@@ -120,7 +120,7 @@ def file_contents(expert: Model) -> tuple[dict[str, torch.Tensor], dict[str, Any
     return state, config
 
 
-def save_full(model: Model, directory: Path) -> Path:
+def save_full(model: Any, directory: Path) -> Path:
     """Write the transformer to `directory` for its `from_pretrained`; further experts into folders next to it."""
     for part, expert in components(model).items():
         folder = directory.with_name(part)

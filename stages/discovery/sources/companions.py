@@ -103,7 +103,7 @@ def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
 
 
 class CommonSource(Source):
-    """What the sources share: captions beside the media or by path, companions in columns of their own or by name.
+    """The common part of sources: captions beside the media or by path, companions in columns of their own or by name.
 
     root: the folder or URL that the paths of the listing start at; None: the dataset's.
     """

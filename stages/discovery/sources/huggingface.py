@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
-from stages.discovery.sources.captions import add_row_captions, normalise_paths
+from stages.discovery.sources.captions import add_row_captions, normalize_paths
 from stages.discovery.sources.columns import (
     TextLookup,
     extra_columns,
@@ -310,7 +310,7 @@ def _item_names(files: pa.Array, place: DatasetLocation) -> pa.Array:
     """Paths below the folder, else "<split>/<name>" (of a place elsewhere the last part of its path)."""
     below = files
     for root in dict.fromkeys((os.path.abspath(place.root), os.path.realpath(place.root))):
-        below = normalise_paths(below, root)
+        below = normalize_paths(below, root)
     elsewhere = pc.or_(pc.match_substring(below, "://"), pc.match_substring_regex(below, r"^/|^\.\.(/|$)"))
     last = pc.replace_substring_regex(pc.replace_substring_regex(below, r"(?s)\?.*", ""), r"(?s)^.*/", "")
     names = pc.if_else(elsewhere, last, below)

@@ -27,7 +27,7 @@ from stages.media.preview_mark import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Figure, Gallery
 from stages.pages.pictures import THUMBNAIL_BOX, Picture, kept_pictures, picture_key, shrink_clip, shrink_file
-from stages.planning.validation_images import describe_image
+from stages.planning.validation_prompts import describe_image
 
 SUFFIXES = (".png", ".mp4")
 MAX_STEPS = 16  # columns

@@ -9,7 +9,7 @@ from cache.sets.rejects import make_reject, read_stage, write_rejects
 from cache.store.damage import DamageError
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from stages.maintenance.table_scan import find_damaged_tables
+from stages.maintenance.checks import find_damaged_tables
 from tests.s3_server import BUCKET, S3Server
 
 CACHE = "0" * 24

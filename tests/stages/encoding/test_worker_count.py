@@ -9,7 +9,7 @@ from schemas.cli.options import Options
 from schemas.config.encoding import Encoding
 from stages import encode_text
 from stages.encoding import model_loading
-from stages.encoding.worker_count import choose_workers
+from stages.encoding.stage_options import choose_workers
 from tests.stages.encoded_photos import IMAGE, plan_four
 
 

@@ -12,8 +12,7 @@ from schemas.cli.progress import announce_by
 from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError
 from stages.engines import local
-from stages.engines.jobs import Engine, Job
-from stages.engines.registry import LIBRARIES, EngineNotInstalled, load_engine
+from stages.engines.jobs import LIBRARIES, Engine, EngineNotInstalled, Job, load_engine
 from tests.processes import ForkedWorkers
 from tests.ray_cluster import ray_cluster
 from tests.stages.engines.engine_workers import Echo, make_job, make_units

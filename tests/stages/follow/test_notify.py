@@ -22,9 +22,9 @@ from PIL import Image
 from schemas.cli.console import Report
 from schemas.config.pipeline import Config
 from stages import notify
-from stages.follow import requests, run_events, senders
+from stages.follow import run_events, senders
 from stages.follow.bodies import Body
-from stages.follow.outbox import Outbox
+from stages.follow.run_events import Outbox
 from tests.background import answered, served, until
 from tests.project import Project
 from tests.stages.follow.notified_run import EVENTS, HOOK, OTHER, SCHEMA, trained
@@ -105,7 +105,7 @@ def dead(hook: WebhookServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hanging(hook: WebhookServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "ANSWER_S", 1.0)  # a busy machine takes a while to begin
+    monkeypatch.setattr(senders, "ANSWER_S", 1.0)  # a busy machine takes a while to begin
     hook.answer = lambda number: "hang"
 
 
@@ -221,9 +221,9 @@ def test_an_answer_that_drips_is_ended_after_the_time_allowed(monkeypatch: pytes
         def log_message(self, *args: object) -> None:
             pass
 
-    monkeypatch.setattr(requests, "ANSWER_S", 1.0)  # a busy machine takes a while to begin
-    with answered(Dripping) as url, requests.open_poster() as post:
-        assert post(url, Body({})) == requests.Answer("later", "did not answer in time")
+    monkeypatch.setattr(senders, "ANSWER_S", 1.0)  # a busy machine takes a while to begin
+    with answered(Dripping) as url, senders.open_poster() as post:
+        assert post(url, Body({})) == senders.Answer("later", "did not answer in time")
     assert ended.wait(60)
 
 
@@ -237,10 +237,10 @@ def test_a_certificate_that_is_not_trusted_is_called_one(tmp_path: Path) -> None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    with served(server), requests.open_poster() as post:
+    with served(server), senders.open_poster() as post:
         answer = post(f"https://127.0.0.1:{server.server_port}/{SECRET}", Body({}))
     why = "of an issuer that this machine does not trust"
-    assert answer == requests.Answer("later", f"has a certificate that is not accepted ({why})")
+    assert answer == senders.Answer("later", f"has a certificate that is not accepted ({why})")
 
 
 def test_a_redirect_is_not_followed(home: Project, hook: WebhookServer) -> None:
@@ -277,11 +277,11 @@ def test_of_many_events_that_wait_the_newest_are_sent(home: Project, hook: Webho
 
 
 def test_a_waiting_time_that_the_server_asks_for_is_kept_to() -> None:
-    assert requests.judge(429, "7").wait_s == 7
-    assert requests.judge(503, "1e9").wait_s == requests.LONGEST_WAIT_S
-    assert requests.judge(429, "Mon, 23 Nov 2026 10:00:30 GMT", now=1795428000.0).wait_s == 30
-    assert requests.judge(429, "soon").wait_s is None and requests.judge(500, "nan").wait_s is None
-    assert [requests.judge(status).outcome for status in (200, 204, 302, 400, 401, 408, 413, 502)] == [
+    assert senders.judge(429, "7").wait_s == 7
+    assert senders.judge(503, "1e9").wait_s == senders.LONGEST_WAIT_S
+    assert senders.judge(429, "Mon, 23 Nov 2026 10:00:30 GMT", now=1795428000.0).wait_s == 30
+    assert senders.judge(429, "soon").wait_s is None and senders.judge(500, "nan").wait_s is None
+    assert [senders.judge(status).outcome for status in (200, 204, 302, 400, 401, 408, 413, 502)] == [
         *("sent", "sent", "useless", "refused", "useless", "later", "refused", "later"),
     ]
 

@@ -6,8 +6,7 @@ import io
 import pytest
 from rich.cells import cell_len
 
-from stages.maintenance.rejects_report import EXAMPLES, RejectsReport
-from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason, write_csv
+from stages.maintenance.set_aside import CSV_COLUMNS, EXAMPLES, RejectsReport, SetAside, group_by_reason, write_csv
 
 
 def aside(path: str, reason: str = "no-caption", remedy: str = "", stage: str = "discover") -> SetAside:

@@ -11,7 +11,7 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from stages.discovery.media_table import read_media_table
-from stages.maintenance import table_scan
+from stages.maintenance import checks
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
 
@@ -156,7 +156,7 @@ def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
 
 
 def test_all_tables_of_a_root_are_checked(indexed) -> None:
-    count, bad = table_scan.find_damaged_tables(Store(indexed.root))
+    count, bad = checks.find_damaged_tables(Store(indexed.root))
     looked = [name for top in ("media", "plans", "sets", "rejects") for name in files(indexed, top)]
     tables = [name for name in looked if not re.fullmatch(r"\d+\.json", name)]
     assert count == len(tables) < len(looked) and not bad

@@ -5,7 +5,7 @@ import pytest
 
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array
-from stages.maintenance.shard_checks import CacheSpec, TensorChecker
+from stages.maintenance.checks import CacheSpec, TensorChecker
 
 FLUX = CacheSpec.of({"stage": "encode-latents", "autoencoder": "flux", "precision": "float32"})
 

@@ -2,10 +2,6 @@ import csv
 import json
 import os
 import pickle
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +62,10 @@ def content(media: Any) -> str:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def server(tmp_path: Path, serve) -> tuple[str, Path]:
     """A web server over a folder; it takes any query. (its URL, the folder)"""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    root = tmp_path / "web"
-    root.mkdir()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root))) as http:
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_address[1]}", root
-        http.shutdown()
-        thread.join()
+    (tmp_path / "web").mkdir()
+    return f"http://{serve(tmp_path / 'web')}", tmp_path / "web"
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -167,7 +152,7 @@ def test_rows_without_a_caption_are_set_aside(tmp_path: Path) -> None:
         listed(source(write(tmp_path, rows), media_column="x", caption_column=["one"]))
 
 
-def test_captions_from_elsewhere(tmp_path: Path) -> None:
+def test_captions_in_text_files(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "a.txt", "red_fox-2.png")
     table = write(tmp_path, [{"path": "a.png"}, {"path": "red_fox-2.png"}])
     where = source(table, caption_strategy="textfile")
@@ -178,17 +163,6 @@ def test_captions_from_elsewhere(tmp_path: Path) -> None:
     assert where.read_captions("a.txt") == ["a.txt"]
     assert found["red_fox-2.png"]["problem"] == "no-caption: has no caption"
     assert found["red_fox-2.png"]["advice"] == "write one into red_fox-2.txt"
-    named = listed(source(table, caption_strategy="filename"))
-    assert named["red_fox-2.png"]["captions"] == ["red fox"]
-    one = listed(source(table, caption_strategy="instanceprompt", instance_prompt="sks"))
-    assert [row["captions"] for row in one.values()] == [["sks"], ["sks"]]
-    (tmp_path / "captions").mkdir()
-    other = write(
-        tmp_path / "captions", [{"file_name": str(tmp_path / "a.png"), "caption": "other", "score": 3}], "jsonl"
-    )
-    found = listed(source(table, caption_strategy="jsonl", caption_file=str(other)))
-    assert (found["a.png"]["captions"], found["a.png"]["extra.score"]) == (["other"], 3)
-    assert reason(found["red_fox-2.png"]) == "no-caption"
 
 
 def test_companions_by_column_and_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from schemas.family import Task, Template
 from stages.encoding.text.kandinsky5 import Encoder
-from stages.encoding.text.qwen_image_processor import QwenImageProcessor
+from stages.encoding.text.prompt_images import QwenImageProcessor
 from stages.encoding.text.request import RequestError, TextRequest
 
 

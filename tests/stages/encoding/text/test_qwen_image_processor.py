@@ -20,8 +20,7 @@ from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
-from stages.encoding.text.prompt_images import CachedImageProcessor
-from stages.encoding.text.qwen_image_processor import QwenImageProcessor
+from stages.encoding.text.prompt_images import CachedImageProcessor, QwenImageProcessor
 from tests.processes import in_child
 
 pytestmark = pytest.mark.slow

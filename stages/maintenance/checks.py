@@ -1,8 +1,12 @@
-"""Checks of shards beyond their own checksums: agreement with the plan, and tensors that can be right.
+"""Checks of shards beyond their own checksums, and of the tables: agreement with the plan, tensors that can be right.
 
 An undamaged shard can still be wrong: made for another plan's unit, of another shape than its bucket's, or full of NaN.
 What tensors should be is read from the cache's provenance.json, so caches of every configuration are checked, without
 any weights.
+
+Tables and the JSON files of plans and sets are checked by their checksums and by the values that they hold. The program
+that wrote a damaged file makes it again: bucket a plan, index a set, an encoding stage its rejects. `verify --repair`
+does so for plans and sets.
 """
 
 from collections.abc import Iterator
@@ -13,15 +17,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache.sets import plans
+from cache.sets import plans, table_checks
+from cache.sets.exported_set import ExportedSet
 from cache.sets.plans import Unit
-from cache.sets.set_files import PLANNED, read_set_table
+from cache.sets.set_files import PLANNED, TABLE_CHECKS, read_set_table
 from cache.sets.set_lookup import read_pointer
+from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensor_checks import find_shape_problem
 from cache.shards.tensors import INFINITY_BITS
-from cache.store.damage import DamageError
+from cache.store.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
 from cache.store.files import StoreError, explained, file_size
 from cache.store.json_checks import printable
 from cache.store.layout import is_project_file, is_shard
@@ -29,6 +35,7 @@ from cache.store.store import Store
 from schemas.catalogue import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA
+from stages.discovery import media_table
 from stages.encoding.vision.grids import stored_grid
 
 #: Tensors in the precision that their cache's provenance.json names.
@@ -183,7 +190,7 @@ def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
 
 
 def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]:
-    """Path -> set, of the missing shards of current sets. Damaged sets and pointers are left to table_scan.py."""
+    """Path -> set, of the missing shards of current sets. Damaged ones are left to `find_damaged_tables`."""
     missing: dict[str, str] = {}
     for rel in set_pointer_paths(store):
         with suppress(DamageError, FileNotFoundError):
@@ -224,3 +231,70 @@ def move_to_damaged(store: Store, rel: str) -> str:
     if suffix == shard.TAR_SUFFIX and store.exists(sidecar):
         store.move(sidecar, f"damaged/{target}{shard.SIDECAR_SUFFIX}")
     return f"damaged/{target}{suffix}"
+
+
+DamageByPath = dict[str, list[DamageError]]
+
+
+def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
+    """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
+    found = DamageByPath()
+    names = [name for top in ("media", "plans", "sets", "rejects") for name in _table_paths(store, top)]
+    for name in names:
+        try:
+            _check_file(store, name)
+        except FileNotFoundError:
+            continue
+        except DamageError as damage:
+            found.setdefault(store.relative(damage.path), []).append(damage)
+    return len(names), found
+
+
+def _table_paths(store: Store, top: str) -> list[str]:
+    """The project's files under `top`. Of plans and sets only those that have their plan.json or set.json, and for
+    these also the tables that are missing."""
+    names = [f"{top}/{name}" for name in store.list_names(top) if is_project_file(f"{top}/{name}")]
+    if top not in ("plans", "sets"):
+        return names
+    folders = {name.rpartition("/")[0] for name in names if name.endswith(("/plan.json", "/set.json"))}
+    of_folders = (name for name in names if name.count("/") == 2 or top == "sets")  # a plan's number is read once
+    finished = (name for name in of_folders if name.count("/") != 2 or name.rpartition("/")[0] in folders)
+    tables = plans.PLAN_TABLES if top == "plans" else TABLE_CHECKS
+    return sorted({*finished, *(f"{folder}/{table}.arrow" for folder in folders for table in tables)})
+
+
+def _check_file(store: Store, rel: str) -> None:
+    """Read the file at `rel` as the programs do."""
+    top, name, file = f"{rel}//".split("/")[:3]
+    table = file.removesuffix(".arrow")
+    if top == "media":
+        store.read_table(rel, media_table.check_media_table)
+    elif top == "rejects":
+        merged = name in ENCODE_PROGRAMS.values() and rel.count("/") == 2
+        store.read_table(rel, table_checks.check_merged_rejects if merged else table_checks.check_rejects)
+    elif top == "plans":
+        if table in plans.PLAN_TABLES:
+            plans.read_plan_table(store, name, table)
+        else:
+            plans.load_plan(store, name)
+    elif not file:
+        read_pointer(store, rel)
+    elif table in TABLE_CHECKS:
+        read_set_table(store, name, table)
+    else:  # set.json: it must fit its tables, where each of these is sound
+        meta = store.read_json(f"sets/{name}/set.json")
+        for table in TABLE_CHECKS:
+            try:
+                read_set_table(store, name, table)
+            except DamageError:
+                return
+        shards_of_set(store, name)
+        (ExportedSet if "export" in meta else TrainSet)(store, name, meta).close()
+
+
+def rebuild_commands(paths: DamageByPath) -> list[str]:
+    """The commands that make these files again, in the order in which to run them."""
+    order = ["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
+    programs = {rebuild_program(path) for path in paths}
+    known = [f"latentpress {name}" for name in order if name in programs]
+    return known + [f"latentpress {name}" for name in sorted(programs - {*order})]

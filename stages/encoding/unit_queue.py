@@ -1,16 +1,19 @@
-"""`--steal`: a process whose own part is done goes on with units of parts that are not, the last ones first.
+"""The units that an encoding stage gives out: until --max-time is near, and with --steal those of other parts too.
 
-Nobody hands them out. The parts that are done divide what remains by a listing of shards alone: a unit goes to the part
-of the highest random weight (rendezvous hashing: Thaler and Ravishankar 1998, "Using name-based mappings to increase
-hit rates"), so a part that is done later takes some units over, and all others stay where they are. What others encode
-at the moment is not seen, so some units are done twice, with the same bytes. benchmarks/results/scale_sim.md has how
-many, and other ways to choose.
+With `--max-time` a worker begins no unit that it is not expected to finish. With `--steal` a process whose own part is
+done goes on with units of parts that are not, the last ones first. Nobody hands these out. The parts that are done
+divide what remains by a listing of shards alone: a unit goes to the part of the highest random weight (rendezvous
+hashing: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"), so a part that is done later
+takes some units over, and all others stay where they are. What others encode at the moment is not seen, so some units
+are done twice, with the same bytes. benchmarks/results/scale_sim.md has how many, and other ways to choose.
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import length_hint
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,88 @@ from cache.shards.shard import SUFFIXES, find_done_units
 from cache.store.store import Store
 from schemas.cli.options import Partition
 from schemas.randomness import mix_bits
-from stages.encoding.timed_units import TimedUnits
+from stages.engines.jobs import UnitResult
+
+
+class TimedUnits(Iterator[Unit | None]):
+    """A job's units in order. It ends where the next unit would take longer than `seconds_left()`, by the rate at which
+    members were done so far; so workers end between units, and what they began is done. Until a rate is known units are
+    given out. `operator.length_hint` is that of `units`, until it ends. check: called at each unit and advance.
+
+    in_work: units that were given and are not done. ended_early: whether it ended for want of time; reason: why, ""
+    where it did not.
+    """
+
+    def __init__(
+        self,
+        units: Iterator[Unit | None],
+        workers: int,
+        seconds_left: Callable[[], float],
+        check: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.units, self._workers = units, workers
+        self._seconds_left, self._clock, self._check = seconds_left, clock, check
+        self._given = self.in_work = 0  # members; units
+        self._passed = deque[Unit]()
+        self._done = 0
+        self._first: tuple[float, int] | None = None  # time and count when the first members were done
+        self.ended_early = False
+
+    @property
+    def reason(self) -> str:
+        return "--max-time" if self.ended_early else ""
+
+    def __length_hint__(self) -> int:
+        return 0 if self.ended_early else length_hint(self.units)
+
+    def __next__(self) -> Unit | None:
+        self._check()
+        if self.ended_early:
+            raise StopIteration
+        unit = next(self.units)
+        if unit is None:  # there is none at the moment
+            return None
+        if self.expected_seconds(unit) > self._seconds_left():
+            self.ended_early = True
+            raise StopIteration
+        self._given += len(unit.members)
+        self.in_work += 1
+        return unit
+
+    def advance(self, members: int) -> None:
+        """Members were done; or, where a unit is done again, are to be done once more."""
+        self._check()
+        self._done += members
+        self._first = self._first or (self._clock(), self._done)
+
+    def pass_over(self, unit: Unit) -> None:
+        """Count a unit that is not given, as somebody else did it."""
+        self._given += len(unit.members)
+        self._passed.append(unit)
+
+    def finish(self, results: Iterable[UnitResult]) -> Iterator[UnitResult]:
+        """The results of the units that were given, which are no longer in work, and of those passed over."""
+        for result in results:
+            self.in_work -= 1
+            yield result
+            yield from self._finish_passed()
+        yield from self._finish_passed()
+
+    def _finish_passed(self) -> Iterator[UnitResult]:
+        while self._passed:
+            yield UnitResult(self._passed.popleft().unit_id, "", elsewhere=True)
+
+    def expected_seconds(self, unit: Unit) -> float:
+        """Until `unit` is done if it is begun now, after the units that the workers have already; 0 where no rate is
+        known."""
+        start, counted = self._first or (math.inf, 0)
+        if self._done <= counted or self._clock() <= start:
+            return 0.0
+        rate = (self._done - counted) / (self._clock() - start)
+        at_once = min(self._workers, self.in_work + 1)  # units that share this rate
+        return (max(0, self._given - self._done) + at_once * len(unit.members)) / rate
+
 
 LISTING_FACTOR = 20  # times what a listing of the shards takes, until the next one: of a million shards, a minute
 MAX_STOLEN_UNITS = 3  # that a worker has at a time: one is written, one encoded, one read
