@@ -98,7 +98,7 @@ def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
     are any counts."""
     as_before = {name for name, value in LATER_OPTIONS.items() if getattr(dataset, name) == value}
-    return dataset.model_dump(exclude=MACHINE_OPTIONS | as_before, mode="json") | {
+    return dataset.model_dump(exclude={*MACHINE_OPTIONS, *as_before}, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,
