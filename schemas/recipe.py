@@ -36,6 +36,9 @@ VISION_POOLING = (
 )
 #: Options of a dataset that do not change a plan.
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
+#: Options that plans did not have when they were first made -> the value that means what these plans are. With it an
+#: option is left out of a plan's settings, so that plans made before are still found.
+LATER_OPTIONS: dict[str, Any] = {"bucket_step": 1}
 #: Options that change its media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
@@ -94,9 +97,8 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
 def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
     are any counts."""
-    # The finest step is left out: plans had no other when they were first made, and are still found by it.
-    left_out = {*MACHINE_OPTIONS, *(("bucket_step",) if dataset.bucket_step == 1 else ())}
-    return dataset.model_dump(exclude=left_out, mode="json") | {
+    as_before = {name for name, value in LATER_OPTIONS.items() if getattr(dataset, name) == value}
+    return dataset.model_dump(exclude={*MACHINE_OPTIONS, *as_before}, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,

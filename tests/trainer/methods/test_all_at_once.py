@@ -17,6 +17,7 @@ from tests.trainer.methods.test_tread import step_once
 from tests.trainer.runs import move_adapter, moved, prepared
 from trainer import train as loop
 from trainer.families.kandinsky5_attention import install_processors
+from trainer.methods import selection
 from trainer.setup import adapters
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -90,6 +91,7 @@ def check_same(found: SimpleNamespace, expected: SimpleNamespace, rel: float = 1
 
 
 def test_each_has_its_part(start) -> None:
+    assert METHODS.keys() == selection.METHODS.keys()
     losses = [step_once(start("all")).loss, step_once(start("captions", caption_dropout=0.0)).loss]
     for name in METHODS:
         others = {other: options for other, options in METHODS.items() if other != name}
