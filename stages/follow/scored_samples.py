@@ -43,7 +43,7 @@ class StepSamples:
 
 def find_samples(folder: Path) -> list[StepSamples]:
     """Those of each step of the run in `folder`, by step."""
-    found = []
+    steps = []
     for place in folder.glob("validation/step-*"):
         step = step_of(place)
         latents = sorted(path for path in place.glob("*.safetensors") if not path.name.startswith("."))
@@ -58,8 +58,8 @@ def find_samples(folder: Path) -> list[StepSamples]:
             else:
                 group, seed = about.get("group", latent.stem), about.get("seed", 0)
                 samples.append(Sample(latent.stem, str(group), int(seed), str(about.get("prompt", "")), picture))
-        found.append(StepSamples(step, tuple(samples), tuple(waiting)))
-    return sorted(found, key=lambda each: each.step)
+        steps.append(StepSamples(step, tuple(samples), tuple(waiting)))
+    return sorted(steps, key=lambda samples: samples.step)
 
 
 def _find_picture(folder: Path, latent: Path) -> Path | None:
