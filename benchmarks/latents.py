@@ -120,9 +120,8 @@ def run_bare(path: Path) -> None:
     import torch
     from diffusers import AutoencoderKL
 
-    from stages.media import pixels
     from stages.media.image import load_image
-    from stages.media.sample_reader import parse_crop
+    from stages.media.sample_reader import normalize_pixels, parse_crop, resize_and_crop
 
     torch.set_num_threads(1)
     vae = AutoencoderKL.from_pretrained(Path(load_config(path).model.source) / "vae").eval()
@@ -130,7 +129,7 @@ def run_bare(path: Path) -> None:
         batch = []
         for row in rows:
             picture = load_image(path.parent / "media" / row["path"])
-            batch.append(pixels.normalise_pixels(pixels.resize_and_crop(picture, *parse_crop(row["geometry"]))))
+            batch.append(normalize_pixels(resize_and_crop(picture, *parse_crop(row["geometry"]))))
         with torch.no_grad():
             vae.encode(torch.from_numpy(np.stack(batch))).latent_dist.sample()
 

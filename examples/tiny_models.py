@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     from transformers.utils import logging
 
-    from schemas.cli.library_messages import silence_libraries
+    from schemas.import_time import silence_libraries
 
     silence_libraries()
 

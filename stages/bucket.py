@@ -28,9 +28,8 @@ from stages.encoding.stage import refuse_partition
 from stages.media.errors import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
-from stages.planning.smaller_units import find_open_members
-from stages.planning.validation_images import describe_image
-from stages.planning.validation_prompts import add_validation_prompts
+from stages.planning.units import find_open_members
+from stages.planning.validation_prompts import add_validation_prompts, describe_image
 
 TableRow = dict[str, Any]
 MAX_LISTED_ITEMS = 30  # excluded items, and items of a warning, that are listed by name

@@ -18,6 +18,7 @@ import typer
 
 from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
+from cache.runs.validation_files import is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler
@@ -97,8 +98,7 @@ def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview:
     todo = []
     for file in files:
         picture = output_path(folder, config, file)
-        missing = not picture.exists() or picture.stat().st_mtime_ns < file.stat().st_mtime_ns
-        if missing or (not preview and is_preview(picture)):
+        if not is_current(picture, file) or (not preview and is_preview(picture)):
             todo.append(file)
     return todo
 
@@ -277,17 +277,17 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     import av
     from av.video.reformatter import VideoReformatter
 
-    from stages.media import colour
+    from stages.media import color
 
     height, width = frames_THWC.shape[1:3]
-    tags, converter = colour.output_tags(width, height), VideoReformatter()
+    tags, converter = color.output_tags(width, height), VideoReformatter()
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         context = stream.codec_context
         context.colorspace, context.color_primaries, context.color_trc, context.color_range = tags
         for frame in frames_THWC:
-            container.mux(stream.encode(colour.to_yuv420p(converter, frame, tags)))
+            container.mux(stream.encode(color.to_yuv420p(converter, frame, tags)))
         container.mux(stream.encode())
 
 

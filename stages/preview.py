@@ -80,7 +80,7 @@ def run(
 def _show_latents(
     table: PlanTable, buckets: list[str], samples: int, page: Path, options: Options, console: Console, report: Report
 ) -> Report:
-    from stages.pages.encoded_plan import EncodedPlan
+    from stages.pages.plan_table import EncodedPlan
 
     encoded = EncodedPlan(table)
     chosen = table.choose(samples, buckets, among=encoded.encoded)

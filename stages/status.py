@@ -285,7 +285,8 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                 started = time.monotonic()
                 report = build_report()
                 lines = {}  # each stage's line -> the same with its rate, which changes at every refresh
-                for row in report.details.get("stages", []):
+                stages = report.details.get("stages", [])
+                for row in stages:
                     line = f"{row['stage']}: {row['done']} {row['what']} done, {row['remaining']} remaining"
                     line += f", {row['set_aside']} set aside" if row["set_aside"] else ""
                     line += f", jobs: {row['jobs']}" if row.get("jobs") else ""
@@ -293,14 +294,11 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                     lines[line] = line + rate
                 training = report.details.get("training", [])
                 for row in training:
+                    line = f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}"
                     speed = f", {row['samples_per_second']} samples/s, {row['left']} left" if row["left"] else ""
-                    lines[f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}"] = (
-                        f"train: {row['state']}, step {row['step']}, loss {row['loss'] or 'unknown'}{speed}"
-                    )
+                    lines[line] = line + speed
                 running = any(row["state"] == "running" for row in training) or report.details.get("run_goes_on", False)
-                if not running and "running" not in "".join(
-                    row.get("jobs", "") for row in report.details.get("stages", ())
-                ):
+                if not running and not any("running" in row.get("jobs", "") for row in stages):
                     lines[NOTHING_RUNS] = NOTHING_RUNS
                 show(lines, report.summary())
                 if not report.remaining and not running and all(row["state"] == "finished" for row in training):

@@ -41,9 +41,9 @@ def run(
     refuse_partition(options, "ui")
     check_folder(config.output)
     # uvicorn and starlette are of the extra `ui`.
+    from stages.pages.ui.app import Site
     from stages.pages.ui.guard import LOOPBACK_NAMES, MIN_TOKEN, TOKEN_VARIABLE, Token
     from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
-    from stages.pages.ui.site import Site
 
     report = Report(program="ui", dry_run=options.dry_run, what="pages")
     given = os.environ.get(TOKEN_VARIABLE, "")

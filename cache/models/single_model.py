@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cache.models.weights import COMMIT_PATTERN, WeightsError, call_hub, hash_file, local_folder
-from cache.store.hub_progress import bar_class
+from cache.models.weights import COMMIT_PATTERN, WeightsError, bar_class, call_hub, hash_file, local_folder
 from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.identity import hash_json

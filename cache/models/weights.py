@@ -17,10 +17,9 @@ import xxhash
 
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
-from cache.store.hub_progress import bar_class
 from cache.store.json_checks import check_object
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.cli.progress import Progress, activity
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
 from schemas.regular_files import NOT_REGULAR, open_regular
@@ -257,3 +256,23 @@ def call_hub(download: Any, repo: str, revision: str | None, *, key: str = "mode
             "check its name and revision, the network (HF_ENDPOINT for a mirror) and, where it is gated, "
             f"`hf auth login`; or set {key} to a local copy",
         ) from error
+
+
+def bar_class(task: Progress) -> Any:
+    """A class for `tqdm_class`, whose bars of bytes move `task`. The library has two for one download: bytes that come,
+    and bytes that are written. The one that is further counts."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self._of_bytes = settings.get("unit") == "B"
+            super().__init__(*args, **{**settings, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if not self._of_bytes:
+                return
+            self.n += n or 0
+            task.total = max(task.total or 0, self.total or 0) or None
+            task.advance(max(0, self.n - task.done))
+
+    return Bar

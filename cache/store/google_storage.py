@@ -10,7 +10,7 @@ import fsspec
 
 from cache.store.files import Entry, StoreError
 from cache.store.range_file import FileReplaced, Read
-from cache.store.retry_notes import GOOGLE, watch_log
+from cache.store.retries import GOOGLE, watch_log
 
 PROTOCOLS = ("gs://", "gcs://")
 PAGE = 1000  # objects of a listing

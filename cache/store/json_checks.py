@@ -1,4 +1,5 @@
-"""Checks of values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError.
+"""Checks of values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError;
+and JSON objects with a checksum of their values.
 
 Checksums find accidents; a file made with intent has matching checksums too. Nothing here allocates more than a small
 multiple of the bytes given.
@@ -9,6 +10,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from schemas.identity import hash_json
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
 MAX_DEPTH = 32  # of nested arrays and objects
@@ -143,3 +146,21 @@ def check_prompt_image(prompt: Mapping[str, Any]) -> None:
         start = image.get("start")
         if start is not None and (isinstance(start, bool) or not isinstance(start, int | float)):
             raise ValueError(f"{start!r} is no time")
+
+
+CHECKSUM_KEY = "checksum"
+
+
+def format_record(record: Mapping[str, Any]) -> bytes:
+    plain = {key: value for key, value in record.items() if key != CHECKSUM_KEY}
+    return json.dumps(plain | {CHECKSUM_KEY: hash_json(plain)}, indent=1, sort_keys=True).encode()
+
+
+def parse_record(data: bytes) -> dict[str, Any]:
+    """The inverse, without the checksum, which earlier releases did not write. ValueError where that does not match, or
+    the JSON is unsafe."""
+    record = check_object(parse_json(data), "the JSON")
+    checksum = record.pop(CHECKSUM_KEY, None)
+    if checksum is not None and checksum != hash_json(record):
+        raise ValueError("its checksum does not match")
+    return record

@@ -3,7 +3,7 @@ that were never completed. `store_errors` says in words what goes wrong.
 
 Retries are those of the stores' libraries. For S3: botocore's standard mode (backoff with jitter, a quota against
 storms of retries) around each request, and s3fs around each transfer, so that a body that is cut off is read again. An
-answer that is whole and wrong is none for them: `bad_answers` has it asked for again.
+answer that is whole and wrong is none for them: `retries` has it asked for again.
 """
 
 import errno
@@ -18,14 +18,13 @@ import fsspec
 import pyarrow as pa
 from fsspec.caching import BaseCache, register_cache
 
-from cache.store.bad_answers import BadAnswer, note_bad_answer, until_sound
 from cache.store.files import Entry, StoreError, explained
 from cache.store.google_storage import PROTOCOLS as GOOGLE
 from cache.store.google_storage import google_info, google_ranges, is_google, list_google, open_google
 from cache.store.hub_storage import copy_from_hub, hub_info, hub_ranges, is_hub, list_hub, open_hub, put_to_hub
 from cache.store.range_file import RangeFile
-from cache.store.s3_listing import list_pages, list_s3
-from cache.store.s3_options import s3_options
+from cache.store.retries import BadAnswer, note_bad_answer, until_sound
+from cache.store.s3_storage import list_pages, list_s3, s3_options
 from cache.store.store_errors import NO_BUCKET, explained_object
 
 #: Read with the first request that touches the end of a file, where an Arrow file has its description.

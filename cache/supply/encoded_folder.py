@@ -24,8 +24,7 @@ from cache.store.store import Store
 from cache.supply.fitting_order import window_bytes
 from cache.supply.limited_folder import POSITION, LimitedFolder, Member
 from cache.supply.limited_shards import SupplyError
-from cache.supply.shard_needs import needed_shards
-from cache.supply.step_needs import StepNeeds
+from cache.supply.step_needs import StepNeeds, needed_shards
 from schemas.config.training import Train
 from schemas.identity import hash_json
 

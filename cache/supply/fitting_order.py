@@ -9,7 +9,7 @@ from itertools import count, islice, repeat
 from cache.order.schedule import BatchSchedule
 from cache.order.shard_order import ShardOrder
 from cache.sets.trainset import TrainSet
-from cache.supply.shard_needs import needed_shards
+from cache.supply.step_needs import needed_shards
 from schemas.config.training import Train
 
 CHECKED_DRAWS = 1 << 16  # samples of which the shards are looked up before a model is loaded

@@ -24,7 +24,7 @@ from cache.supply.fitting_order import (
 from cache.supply.limited_folder import LimitedFolder
 from cache.supply.limited_shards import SupplyError
 from cache.supply.remote_shards import ShardCopies
-from cache.supply.shard_needs import needed_shards
+from cache.supply.step_needs import needed_shards
 from schemas.config.training import LocalCache, Train
 
 DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less

@@ -29,7 +29,6 @@ import typer
 
 from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
 from schemas.cli.kept_log import KeptLog, LastingStream
-from schemas.cli.library_messages import silence_libraries
 from schemas.cli.limits import limits_explained
 from schemas.cli.options import (
     NOT_PARTITIONED,
@@ -58,6 +57,7 @@ from schemas.cli.report import Report
 from schemas.cli.starting import OUR_PACKAGES, hide_line, print_for_reader, show_starting
 from schemas.cli.tables import fold_message, report_width
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
+from schemas.import_time import silence_libraries
 from schemas.text_format import escape_unprintable, to_json_values
 
 # Everything that a program needs, in one import.

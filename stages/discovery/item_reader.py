@@ -1,4 +1,4 @@
-"""What discover reads of one item, in a sandbox process: headers, content for its id, captions, companions."""
+"""Reads one item for discover, in a sandbox process: headers, content for its id, captions, companions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from stages.media.probe import probe_companion, probe_media
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """What to read of an item. captions_at, source, mask: paths, None if there is nothing to read."""
+    """The parts of an item that are to be read. captions_at, source, mask: paths, None if there is nothing to read."""
 
     path: str
     kind: str
@@ -31,21 +31,21 @@ class ItemReader:
 
     def __call__(self, task: ReadTask) -> dict[str, Any]:
         """Columns of schemas.tables.MEDIA_SCHEMA by name: those that the task asks for."""
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         try:
             if task.captions_at is not None:  # first: an item without captions is set aside
-                found["captions"] = self._source.read_captions(task.captions_at)
+                columns["captions"] = self._source.read_captions(task.captions_at)
             if task.media:
                 media = self._source.open(task.path)
-                found["size"] = media_size(media)
+                columns["size"] = media_size(media)
                 scenes = self._dataset.video.scenes
-                found |= probe_media(media, task.kind, animations=self._dataset.animations, scenes=scenes)
+                columns |= probe_media(media, task.kind, animations=self._dataset.animations, scenes=scenes)
             for role, path, kind in (("source", task.source, "image"), ("mask", task.mask, task.mask_kind)):
                 if path is not None:
                     companion = self._source.open_companion(role, path)
                     media_size(companion)
-                    columns = probe_companion(companion, kind or "image")
-                    found |= {f"{role}_{name}": columns[name] for name in ("id", "kind", "width", "height")}
+                    probed = probe_companion(companion, kind or "image")
+                    columns |= {f"{role}_{name}": probed[name] for name in ("id", "kind", "width", "height")}
         except OSError as error:
             raise unreadable_error(task.path, error) from error
-        return found
+        return columns

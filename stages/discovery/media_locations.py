@@ -1,4 +1,4 @@
-"""Where the files of a plan's members are on this machine. Needs no media library, so any program may use it."""
+"""The places of the files of a plan's members on this machine. Needs no media library, so any program may use it."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -48,23 +48,21 @@ class MediaLocations:
         sample = self._plan.samples[name]
         row = self._plan.active_rows.get(name, sample)
         dataset = row["dataset"]
-        found = [RequiredFile(dataset, "media", row["path"], sample["media_id"])]
+        files = [RequiredFile(dataset, "media", row["path"], sample["media_id"])]
         if sample["condition"] == "source" and kind == "latents":
-            found.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
+            files.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
         if sample["mask_id"] and kind == "latents":
-            found.append(RequiredFile(dataset, "mask", row["mask_path"], sample["mask_id"]))
-        return found
+            files.append(RequiredFile(dataset, "mask", row["mask_path"], sample["mask_id"]))
+        return files
 
     def backing_file(self, file: RequiredFile) -> MediaPath:
         """The file itself, or the archive that holds it. Raises MediaError if it is not there, LatentpressError if its
         whole place is not."""
-        if file.dataset == VALIDATION:
-            found = self._validation_image(file)
-            if not isinstance(found, RequiredFile):
-                return found
-            file = found
-        role = "" if file.role == "media" else file.role
-        return self._source(file.dataset).backing_file(role, file.path)
+        planned = self._resolve(file)
+        if not isinstance(planned, RequiredFile):
+            return planned
+        role = "" if planned.role == "media" else planned.role
+        return self._source(planned.dataset).backing_file(role, planned.path)
 
     def location_option(self, dataset: str, role: str) -> tuple[str, str]:
         """`location_option` of a dataset by its id, or of the validation prompts' images."""
@@ -83,16 +81,18 @@ class MediaLocations:
 
     def open(self, file: RequiredFile) -> MediaPath:
         """A file of a sample, to be opened; of a validation prompt its own image, or that of the data."""
-        if file.dataset == VALIDATION:
-            found = self._validation_image(file)
-            if not isinstance(found, RequiredFile):
-                return found
-            file = found
-        source = self._source(file.dataset)
-        return source.open(file.path) if file.role == "media" else source.open_companion(file.role, file.path)
+        planned = self._resolve(file)
+        if not isinstance(planned, RequiredFile):
+            return planned
+        source = self._source(planned.dataset)
+        if planned.role == "media":
+            return source.open(planned.path)
+        return source.open_companion(planned.role, planned.path)
 
-    def _validation_image(self, file: RequiredFile) -> MediaPath | RequiredFile:
-        """The path of a prompt's image, or the file of the data that was chosen for it."""
+    def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
+        """Of a validation prompt the path of its image, or the file of the data that was chosen for it; else `file`."""
+        if file.dataset != VALIDATION:
+            return file
         name = file.path
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
         if prompt is not None and prompt.image is not None:

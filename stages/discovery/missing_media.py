@@ -47,17 +47,17 @@ def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILE
 
 
 def select_probed_members(plan: Plan, kind: str, members: pa.Array) -> tuple[str, ...]:
-    """Of `members` of this kind ("text", "latents", "vision") some of each dataset that have files."""
+    """Some of `members` of this kind ("text", "latents", "vision") of each dataset that have files."""
     if kind == "text":
         table, name, dataset = plan.text_table, "text_id", "image_dataset"
     else:
         table, name, dataset = plan.active, "sample_id", "dataset"
     table = table.select([name, dataset]).filter(pc.is_valid(table.column(dataset)))
     table = table.filter(pc.is_in(table.column(name), value_set=members))
-    found: list[str] = []
-    for one in pc.unique(table.column(dataset)).to_pylist():
-        found += spread_evenly(table.filter(pc.equal(table.column(dataset), one)).column(name))
-    return tuple(found)
+    probed: list[str] = []
+    for value in pc.unique(table.column(dataset)).to_pylist():
+        probed += spread_evenly(table.filter(pc.equal(table.column(dataset), value)).column(name))
+    return tuple(probed)
 
 
 def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> None:
@@ -78,17 +78,17 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
                 "aside. Files deleted for good leave the plan by `latentpress discover` and then `latentpress bucket`"
             )
         missing: list[MediaError] = []
-        found: list[MediaPath] = []
+        present: list[MediaPath] = []
         try:
             for need in needs.values():
                 try:
-                    found.append(places.backing_file(need))
+                    present.append(places.backing_file(need))
                 except MediaError as error:
                     missing.append(error)
         except LatentpressError as error:
             raise MissingMediaError(f"{key}: {error.message}", step) from error
         with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
-            missing += [error for error in pool.map(_absence_error, found) if error]
+            missing += [error for error in pool.map(_absence_error, present) if error]
         if 2 * len(missing) > len(needs):
             state = ""
             if place and "://" not in place and not os.path.exists(place):

@@ -12,13 +12,14 @@ from typing import Any
 from cache.runs.best_step import loss_name
 from cache.runs.scores import read_curves
 from cache.runs.training_run import RunProgress, read_progress
+from cache.runs.validation_files import describe_latents
 from schemas.config.pipeline import Config
 from schemas.config.sharing import WebhookFormat
 from schemas.notification import Notification, NotifiedModel, NotifiedPicture
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.follow.run_events import Event, read_eval_loss
-from stages.pages.validation_pictures import PictureLimits, SmallPicture, list_latents, read_pictures
+from stages.pages.pictures import PictureLimits, SmallPicture, read_pictures
 
 #: Discord's limits, in UTF-16 units: content 2000, the texts of all embeds together 6000.
 MAX_CONTENT, MAX_NAME, MAX_PROMPT = 2000, 100, 400
@@ -61,7 +62,7 @@ def make_body(config: Config, event: Event, form: WebhookFormat) -> Body:
         clip_bytes = MAX_CLIP_BYTES if form == "discord" else 0
         limits = PictureLimits(config.notify.picture_size, MAX_PICTURE_BYTES, clip_bytes)
         pictures = list(islice(read_pictures(config, folder, event.step, limits), config.notify.pictures))
-        left_out = len(list_latents(config, folder, event.step)) - len(pictures)
+        left_out = len(describe_latents(config, folder, event.step)) - len(pictures)
     evaluated = read_eval_loss(folder, event.step) if event.event == "validation" else {}
     notification = _describe(config, event, progress, evaluated.get("eval_loss"), pictures, left_out)
     loss = loss_name([evaluated])

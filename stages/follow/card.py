@@ -12,6 +12,7 @@ from typing import Any
 from cache.runs.best_step import best_evaluation, loss_name
 from cache.runs.scores import ScoreCurve, read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, step_of
+from cache.runs.validation_files import describe_latents, find_picture
 from cache.store.files import replacing
 from cache.store.store import Store
 from schemas.config.pipeline import Config
@@ -21,7 +22,7 @@ from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable
 from stages.follow.upload import check_inside
-from stages.pages.validation_pictures import PictureLimits, SmallPicture, find_picture, list_latents, read_pictures
+from stages.pages.pictures import PictureLimits, SmallPicture, read_pictures
 
 CARD, PICTURES = "README.md", "images"
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of an adapter's file
@@ -58,8 +59,8 @@ class Facts:
 def gather_facts(config: Config, folder: Path, step: int) -> Facts:
     """Raises HubError where a picture is a link to a place outside of the run's folder."""
     steps = [made for path in (folder / "validation").glob("step-*") if (made := step_of(path)) is not None]
-    for latent, _ in list_latents(config, folder, max(steps)) if steps else ():
-        if picture := find_picture(folder, latent):
+    for latent, _ in describe_latents(config, folder, max(steps)) if steps else ():
+        if picture := find_picture(latent):
             check_inside(picture, folder)
     newest = read_pictures(config, folder, max(steps), LIMITS) if steps else iter(())
     pictures = tuple(islice(newest, MOST_PICTURES))

@@ -20,13 +20,13 @@ from typing import Any
 from cache.runs.process_record import read_failure
 from cache.runs.scores import read_lines
 from cache.runs.training_run import CHECKPOINTS, METRICS_FILE, RunProgress, read_last_metrics, read_progress, step_of
+from cache.runs.validation_files import find_picture
 from cache.store.files import replacing
 from cache.store.json_checks import parse_json
 from schemas.config.pipeline import Config
 from schemas.config.sharing import EventName, Webhook
 from schemas.errors import LatentpressError
 from schemas.notification import NotifiedFailure
-from stages.pages.validation_pictures import find_picture
 
 PICTURES_WAIT_S = 900.0  # for which a validation waits at most for its pictures to be decoded
 SCORES_WAIT_S = 900.0  # and then for its scores, unless the next validation comes first
@@ -100,7 +100,7 @@ def _find_validations(config: Config, folder: Path, progress: RunProgress, watch
         if not (trained > step or progress.state == "finished"):
             continue  # the trainer may still be denoising prompts
         files = latents.get(step, [])
-        pictures = [picture for file in files if (picture := find_picture(folder, file))]
+        pictures = [picture for file in files if (picture := find_picture(file))]
         if len(pictures) < len(files):
             waits = _age(files) < PICTURES_WAIT_S
         else:

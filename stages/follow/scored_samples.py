@@ -1,17 +1,17 @@
 """The decoded validation samples of a run, by step, with what the trainer wrote about each. Imports no torch."""
 
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from cache.models.weights import hash_file
-from cache.runs.training_run import read_description, step_of
+from cache.runs.training_run import read_description
+from cache.runs.validation_files import find_picture, list_validations
 from schemas.identity import hash_json
 from stages.media.errors import MediaError
 from stages.media.preview_mark import is_preview
-
-SUFFIXES = (".png", ".mp4")
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,20 @@ class StepSamples:
 
 
 def find_samples(folder: Path) -> list[StepSamples]:
-    """Those of each step of the run in `folder`, by step."""
+    """Those of each step of the run in `folder`, by step. A preview is not scored."""
     steps = []
-    for place in folder.glob("validation/step-*"):
-        step = step_of(place)
-        latents = sorted(path for path in place.glob("*.safetensors") if not path.name.startswith("."))
-        if step is None or not latents:
-            continue
+    validations = [file for file in list_validations(folder) if file.latent is not None]
+    for step, files in groupby(validations, key=lambda file: file.step):
         samples, waiting = [], []
-        for latent in latents:
-            picture = _find_picture(folder / "samples" / place.name, latent)
-            about = read_description(latent)
-            if picture is None:
+        for latent in [file.latent for file in files if file.latent is not None]:
+            picture, about = find_picture(latent), read_description(latent)
+            if picture is None or is_preview(picture):
                 waiting.append(latent.stem)
             else:
                 group, seed = about.get("group", latent.stem), about.get("seed", 0)
                 samples.append(Sample(latent.stem, str(group), int(seed), str(about.get("prompt", "")), picture))
         steps.append(StepSamples(step, tuple(samples), tuple(waiting)))
-    return sorted(steps, key=lambda samples: samples.step)
-
-
-def _find_picture(folder: Path, latent: Path) -> Path | None:
-    """The picture or clip of a latent; one that is older is of an earlier training of the same name, and a preview is
-    not scored."""
-    for suffix in SUFFIXES:
-        path = folder / f"{latent.stem}{suffix}"
-        try:
-            if path.stat().st_mtime_ns >= latent.stat().st_mtime_ns and not is_preview(path):
-                return path
-        except OSError:
-            continue
-    return None
+    return steps
 
 
 def frame_numbers(count: int, most: int) -> list[int]:

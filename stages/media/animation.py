@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from schemas.clips import TIME_TOLERANCE
+from stages.media.container import TimedFrame, require_ascending, select_frames
 from stages.media.errors import MediaError, unreadable_error
 from stages.media.files import MediaPath, open_media
-from stages.media.frame_selection import TimedFrame, require_ascending, select_frames
 from stages.media.image import open_image, probe_image, to_srgb
 from stages.media.video import VideoInfo
 
@@ -98,7 +98,7 @@ def _gif_durations(file: BinaryIO) -> Iterator[float]:
     """Seconds of each frame, 0 if none is given (CompuServe's GIF89a, sections 18 to 23)."""
     content = file.read()
 
-    def colour_table_bytes(packed: int) -> int:
+    def color_table_bytes(packed: int) -> int:
         return 3 << ((packed & 7) + 1) if packed & 0x80 else 0
 
     def skip_blocks(at: int) -> int:
@@ -106,7 +106,7 @@ def _gif_durations(file: BinaryIO) -> Iterator[float]:
             at += length + 1
         return at + 1
 
-    at, duration = 13 + colour_table_bytes(content[10]), 0.0
+    at, duration = 13 + color_table_bytes(content[10]), 0.0
     while content[at] != 0x3B:
         if content[at] == 0x21:
             if content[at + 1] == 0xF9:
@@ -115,7 +115,7 @@ def _gif_durations(file: BinaryIO) -> Iterator[float]:
         elif content[at] == 0x2C:
             yield duration
             duration = 0.0
-            at = skip_blocks(at + 11 + colour_table_bytes(content[at + 9]))
+            at = skip_blocks(at + 11 + color_table_bytes(content[at + 9]))
         else:
             at += 1  # bytes between blocks; decoders skip them too
 

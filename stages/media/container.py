@@ -1,10 +1,14 @@
-"""Opening and decoding video files with PyAV; FFmpeg's errors become MediaError."""
+"""Opening and decoding video files with PyAV, and the frame that belongs to a time: the last one at or before it.
 
+FFmpeg's errors become MediaError.
+"""
+
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import dropwhile
-from typing import BinaryIO, NamedTuple
+from itertools import dropwhile, pairwise
+from typing import Any, BinaryIO, NamedTuple
 
 import av
 from av.container import InputContainer
@@ -12,6 +16,7 @@ from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
+from schemas.clips import TIME_TOLERANCE
 from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
 from stages.media.files import Blob, MediaPath, media_size, open_media
 
@@ -113,3 +118,53 @@ def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[Vid
 def average_rate(stream: VideoStream) -> float:
     """Frames per second: declared, or guessed by FFmpeg, or its default of 25."""
     return float(stream.average_rate or stream.guessed_rate or 25)
+
+
+# -- the frame that belongs to a time --------------------------------------------------------------------------------
+
+
+class TimedFrame(NamedTuple):
+    """A decoded frame with its time and duration in seconds from the clip's first frame."""
+
+    time: float
+    duration: float
+    frame: Any
+
+
+def require_ascending(times: Sequence[float]) -> None:
+    """Raise ValueError unless times are finite and ascending."""
+    if not all(map(math.isfinite, times)) or any(later < earlier for earlier, later in pairwise(times)):
+        raise ValueError(f"frame times {list(times)}: give finite seconds in ascending order")
+
+
+def time_tolerance(stream: VideoStream) -> float:
+    """Seconds by which a timestamp may follow a time and still count as equal.
+
+    One tick of the time base or a millisecond, whichever is longer, but at most a quarter of a frame. A longer tick
+    (AVI counts in frames) does not come from rounding; then it is the millisecond.
+    """
+    tick, quarter = float(stream.time_base or 0), 0.25 / average_rate(stream)
+    return min(max(tick if tick < quarter else 0.0, TIME_TOLERANCE), quarter)
+
+
+def select_frames(
+    shown: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
+) -> Iterator[Any]:
+    """For each time, ascending, the last frame at or before it. Reads one frame of `shown` ahead."""
+    current = next(shown, None)
+    if current is None:
+        raise MediaError("zero-frames", path, f"has no frame to decode at {times[0]:.3f} s", REPLACE_ADVICE)
+    ahead = next(shown, None)
+    for time in times:
+        while ahead is not None and ahead.time <= time + tolerance:
+            current, ahead = ahead, next(shown, None)
+        if ahead is None:
+            require_time_within(path, time, current.time + current.duration, tolerance)
+        yield current.frame
+
+
+def require_time_within(path: MediaPath, time: float, end: float, tolerance: float) -> None:
+    """Raise MediaError for a time at or after `end`, the end of the last frame that can be decoded; seconds."""
+    if time > end - min(tolerance, TIME_TOLERANCE):
+        problem = f"ends at {end:.3f} s, before the frame at {time:.3f} s"
+        raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or run discover again if it changed")

@@ -4,7 +4,7 @@ decord is unmaintained since 2022. Refused is what it decodes wrongly: files of 
 frames), mirrored videos and wide primaries (it ignores both), and high definition without a declared matrix (it assumes
 BT.601). After a seek it returns wrong frames where a keyframe is not a fresh start (open groups of pictures, x265's
 default; gradual refresh; MPEG-4 with B-frames): such files are decoded from their beginning. It applies rotations
-itself, and reads a Blob into memory completely. Its colours differ from PyAV's by a few levels, because it uses
+itself, and reads a Blob into memory completely. Its colors differ from PyAV's by a few levels, because it uses
 swscale's fast path; the decoder is therefore part of a cache's fingerprint.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from stages.media.colour import is_assumed_bt709
-from stages.media.container import OpenVideo, open_video
+from stages.media.color import is_assumed_bt709
+from stages.media.container import OpenVideo, open_video, require_ascending, require_time_within, time_tolerance
 from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
 from stages.media.files import Blob, MediaPath, open_media
-from stages.media.frame_selection import require_ascending, require_time_within, time_tolerance
 from stages.media.video import VideoInfo, probe_video
 
 # FFmpeg's names. In MPEG-TS decord replaces frames that it can't find by others and only warns.
@@ -53,10 +52,10 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
             problem = f"is in a container that decord reads wrongly ({container})"
             raise MediaError("unreadable", path, problem, _ADVICE)
         if info.mirrored or info.wide:
-            problem = "is shown mirrored" if info.mirrored else "has colours beyond sRGB"
+            problem = "is shown mirrored" if info.mirrored else "has colors beyond sRGB"
             raise MediaError("unreadable", path, f"{problem}, which decord ignores", _ADVICE)
         if is_assumed_bt709(reader.stream.codec_context):
-            problem = "is of high definition and names no colour matrix; decord assumes BT.601, players assume BT.709"
+            problem = "is of high definition and names no color matrix; decord assumes BT.601, players assume BT.709"
             raise MediaError("unsupported-colour", path, problem, _ADVICE)
         tolerance, can_seek = time_tolerance(reader.stream), _can_seek(reader)
     try:

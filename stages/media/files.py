@@ -26,6 +26,9 @@ class Blob(os.PathLike[str]):
     def __fspath__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     @abstractmethod
     def open(self) -> BinaryIO:
         """A seekable reader of the bytes. Raises MediaError or OSError."""

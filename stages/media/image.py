@@ -1,7 +1,7 @@
 """Images: headers without decoding, and pixels as plain 8-bit sRGB.
 
 Loading applies the EXIF (or XMP) orientation; converts an embedded ICC profile to sRGB (a broken one is ignored, as
-viewers do; without one the pixels are taken as sRGB); composites transparency over white; converts grey, palette, CMYK
+viewers do; without one the pixels are taken as sRGB); composites transparency over white; converts gray, palette, CMYK
 and 16-bit samples to 8-bit RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
 """
 
@@ -81,19 +81,19 @@ def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> I
     image.load()
     profile = image.info.get("icc_profile")
     if image.mode in ("F", "I") or image.mode.startswith("I;16"):
-        # 16-bit grey, which Pillow may store in 32 bits; every other mode is 8-bit already.
+        # 16-bit gray, which Pillow may store in 32 bits; every other mode is 8-bit already.
         samples = np.asarray(image)
         if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
             problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
             raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
         image = Image.fromarray(((samples.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
     if image.has_transparency_data:
-        grey = image.mode in ("L", "LA", "La")
-        layered = image.convert("LA" if grey else "RGBA")
+        gray = image.mode in ("L", "LA", "La")
+        layered = image.convert("LA" if gray else "RGBA")
         picture = Image.new("RGB", image.size, background)
-        picture.paste(_colours_to_srgb(layered.convert("L" if grey else "RGB"), profile), mask=layered.getchannel("A"))
+        picture.paste(_colors_to_srgb(layered.convert("L" if gray else "RGB"), profile), mask=layered.getchannel("A"))
     else:
-        picture = _colours_to_srgb(image, profile)
+        picture = _colors_to_srgb(image, profile)
     return picture if transpose is None else picture.transpose(transpose)
 
 
@@ -169,7 +169,7 @@ def _exif_orientation(image: Image.Image) -> int:
     return value if value in _TRANSPOSES else 1
 
 
-def _colours_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+def _colors_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     if image.mode not in ("L", "RGB", "CMYK", "LAB", "YCbCr"):
         image = image.convert("RGB")
     if profile:

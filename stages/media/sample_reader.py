@@ -1,4 +1,4 @@
-"""Reads the samples of a plan: their frames, cropped."""
+"""Reads the samples of a plan: their frames, resized, cropped and scaled as by diffusers' pipelines."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +7,51 @@ from PIL import Image
 
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop
-from stages.media import animation, decord_backend, pixels, video
+from stages.media import animation, decord_backend, video
+from stages.media.errors import MediaError, out_of_memory_error
 from stages.media.files import MediaPath
-from stages.media.image import load_image
+from stages.media.image import MAX_PIXELS, load_image
+
+
+def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:
+    """Resize with Lanczos, as diffusers' VaeImageProcessor and VideoProcessor do, and crop: uint8 (bucket.height,
+    bucket.width, 3).
+
+    If the crop was computed from the display size, the resize also corrects pixels that are not square. Raises
+    MediaError for `path` if the resized picture would be enormous.
+    """
+    return np.asarray(_resize_and_crop(image, crop, bucket, Image.Resampling.LANCZOS, path).convert("RGB"))
+
+
+def resize_and_crop_mask(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "mask") -> np.ndarray:
+    """Does the same in gray: uint8 (bucket.height, bucket.width).
+
+    The filter is bilinear: Lanczos would ring beyond the mask's edges and so train a little on what is masked.
+    """
+    return np.asarray(_resize_and_crop(image.convert("L"), crop, bucket, Image.Resampling.BILINEAR, path))
+
+
+def _resize_and_crop(
+    image: Image.Image, crop: Crop, bucket: Bucket, resample: Image.Resampling, path: MediaPath
+) -> Image.Image:
+    if crop.resize_width * crop.resize_height > MAX_PIXELS:
+        problem = f"is so narrow that covering {bucket} takes {crop.resize_width}x{crop.resize_height} pixels"
+        raise MediaError("too-large", path, problem, "crop it to a more common shape or remove it")
+    try:
+        resized = image.resize((crop.resize_width, crop.resize_height), resample=resample)
+    except MemoryError as error:
+        raise out_of_memory_error(path, error) from error
+    box = (crop.x, crop.y, crop.x + bucket.width, crop.y + bucket.height)
+    assert box[2] <= resized.width and box[3] <= resized.height, f"{crop} leaves no {bucket}"
+    return resized.crop(box)
+
+
+def normalize_pixels(pixels: np.ndarray) -> np.ndarray:
+    """uint8 (H, W, 3) or (T, H, W, 3) to float32 in [-1, 1], (3, H, W) or (3, T, H, W), contiguous. The operations and
+    their order are those of VaeImageProcessor, so the results are equal in every bit."""
+    assert pixels.dtype == np.uint8 and pixels.ndim in (3, 4) and pixels.shape[-1] == 3, pixels.shape
+    scaled = np.float32(2.0) * (pixels.astype(np.float32) / np.float32(255.0)) - np.float32(1.0)
+    return np.ascontiguousarray(np.moveaxis(scaled, -1, 0))
 
 
 def parse_crop(geometry: dict) -> tuple[Crop, Bucket]:
@@ -19,7 +61,7 @@ def parse_crop(geometry: dict) -> tuple[Crop, Bucket]:
 
 def read_cropped_image(path: MediaPath, geometry: dict) -> np.ndarray:
     """uint8 (H, W, 3): the image cropped to its bucket."""
-    return pixels.resize_and_crop(load_image(path), *parse_crop(geometry), path=path)
+    return resize_and_crop(load_image(path), *parse_crop(geometry), path=path)
 
 
 def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarray:
@@ -29,11 +71,11 @@ def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarra
     crop, bucket = parse_crop(sample["geometry"])
     times = clip_times(sample["start"], sample["rate"], bucket.frames)
     frames = _iter_frames(path, times, decoder)
-    return np.stack([pixels.resize_and_crop(Image.fromarray(frame), crop, bucket, path=path) for frame in frames])
+    return np.stack([resize_and_crop(Image.fromarray(frame), crop, bucket, path=path) for frame in frames])
 
 
 def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence[float]) -> np.ndarray:
-    """uint8 (T, H, W): a mask in grey with its sample's crop; 255 is trained on, transparent parts are not.
+    """uint8 (T, H, W): a mask in gray with its sample's crop; 255 is trained on, transparent parts are not.
 
     times: seconds of the sample's T frames, at which a video mask is read; an image mask is repeated (T = 1 without
     times).
@@ -41,9 +83,9 @@ def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence
     crop, bucket = parse_crop(geometry)
     if kind == "image":
         image = load_image(path, background="black")
-        return pixels.resize_and_crop_mask(image, crop, bucket, path=path)[None].repeat(max(1, len(times)), axis=0)
+        return resize_and_crop_mask(image, crop, bucket, path=path)[None].repeat(max(1, len(times)), axis=0)
     frames = _iter_frames(path, times, "pyav")
-    return np.stack([pixels.resize_and_crop_mask(Image.fromarray(frame), crop, bucket, path=path) for frame in frames])
+    return np.stack([resize_and_crop_mask(Image.fromarray(frame), crop, bucket, path=path) for frame in frames])
 
 
 def _iter_frames(path: MediaPath, times: Sequence[float], decoder: str) -> Iterator[np.ndarray]:

@@ -2,8 +2,8 @@
 
 Times are seconds from the first presented frame, so start offsets and edit lists have no influence. Frames are turned
 and mirrored as they are displayed (FFmpeg stores that without applying it), and have their stored number of pixels: if
-pixels are not square, `VideoInfo` has the display size, and the resize that follows stretches them. For colours see
-stages/media/colour.py.
+pixels are not square, `VideoInfo` has the display size, and the resize that follows stretches them. For colors see
+stages/media/color.py.
 
 Interlaced videos are refused. Which filter restores full frames depends on how the material was made (filmed in fields,
 or film spread over them), which no header tells, and its result at a frame depends on the frames around it.
@@ -18,23 +18,25 @@ import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
-from stages.media import colour, orientation
-from stages.media.colour import ColourTags
+from stages.media import color, header
+from stages.media.color import ColorTags
 from stages.media.container import (
     REMUX_ADVICE,
     REPLACE_ADVICE,
     OpenVideo,
+    TimedFrame,
     average_rate,
     decode_packets,
     open_video,
     packets_from_keyframe,
+    require_ascending,
+    select_frames,
+    time_tolerance,
 )
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath, media_size
-from stages.media.frame_selection import TimedFrame, require_ascending, select_frames, time_tolerance
+from stages.media.header import Orientation, no_frames_error, read_timing
 from stages.media.image import MAX_PIXELS
-from stages.media.orientation import Orientation
-from stages.media.timing import no_frames_error, read_timing
 
 # Decoding the first frames is cheaper than a seek that lands among them.
 _SEEK_AFTER_S = 0.5
@@ -75,7 +77,7 @@ def probe_video(path: MediaPath) -> VideoInfo:
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
             raise MediaError("truncated", path, "is shorter than its own index says", REPLACE_ADVICE)
         _header_tags(reader)
-        turned = orientation.orientation_of_header(reader)
+        turned = header.orientation_of_header(reader)
         timing = read_timing(reader)
         width, height = context.width, context.height
         if turned is None or not width:
@@ -92,7 +94,7 @@ def probe_video(path: MediaPath) -> VideoInfo:
             *timing,
             codec=context.name,
             mirrored=turned.is_mirrored,
-            wide=context.color_primaries in colour.WIDE_PRIMARIES,
+            wide=context.color_primaries in color.WIDE_PRIMARIES,
         )
 
 
@@ -128,22 +130,22 @@ def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndar
             tags = _frame_tags(frame, declared, path)
             scale = min(1.0, edge / max(frame.width, frame.height))
             size = max(2, round(frame.width * scale)), max(2, round(frame.height * scale))
-            yield time, colour.to_rgb(converter, frame, tags, size)
+            yield time, color.to_rgb(converter, frame, tags, size)
 
 
-def _header_tags(reader: OpenVideo) -> ColourTags:
-    """The colours that the header declares. Raises MediaError if they can't be converted or it is interlaced."""
+def _header_tags(reader: OpenVideo) -> ColorTags:
+    """The colors that the header declares. Raises MediaError if they can't be converted or it is interlaced."""
     context = reader.stream.codec_context
-    tags = ColourTags.of(context)
-    colour.require_convertible(tags, reader.path, context.codec_tag)
+    tags = ColorTags.of(context)
+    color.require_convertible(tags, reader.path, context.codec_tag)
     if context.field_order not in _PROGRESSIVE_FIELD_ORDERS:
         raise _interlaced_error(reader.path)
     return tags
 
 
-def _frame_tags(frame: VideoFrame, declared: ColourTags, path: MediaPath) -> ColourTags:
-    tags = ColourTags.of(frame).fill_from(declared)
-    colour.require_convertible(tags, path)
+def _frame_tags(frame: VideoFrame, declared: ColorTags, path: MediaPath) -> ColorTags:
+    tags = ColorTags.of(frame).fill_from(declared)
+    color.require_convertible(tags, path)
     if frame.interlaced_frame:
         raise _interlaced_error(path)
     return tags
@@ -163,25 +165,25 @@ def _probe_keyframe(path: MediaPath) -> tuple[Orientation, int, int]:
                 # Draining the decoder after one packet is cheaper than filling its delay.
                 if frames := reader.stream.decode(packet) or reader.stream.decode(None):
                     _frame_tags(frames[0], declared, path)
-                    return orientation.orientation_of_frame(frames[0], path), frames[0].width, frames[0].height
+                    return header.orientation_of_frame(frames[0], path), frames[0].width, frames[0].height
                 reader.stream.codec_context.flush_buffers()
     raise no_frames_error(path)
 
 
 def _decode_at_times(path: MediaPath, times: Sequence[float], threads: int, *, seek: bool) -> Iterator[np.ndarray]:
     with open_video(path, threads) as reader:
-        declared, colours = orientation.orientation_of_header(reader), _header_tags(reader)
+        declared, colors = header.orientation_of_header(reader), _header_tags(reader)
         shown = _iter_timed_frames(reader, times[0] if seek else None)
         converter = VideoReformatter()
         last: VideoFrame | None = None
         for frame in select_frames(shown, times, time_tolerance(reader.stream), path):
             if frame is not last:
-                tags = _frame_tags(frame, colours, path)
-                turned = orientation.orientation_of_frame(frame, path)
+                tags = _frame_tags(frame, colors, path)
+                turned = header.orientation_of_frame(frame, path)
                 if turned != (declared or turned):  # the plan relies on the header
                     problem = "has another orientation in its frames than its header"
                     raise MediaError("odd-rotation", path, problem, REPLACE_ADVICE)
-                last, picture = frame, turned.apply(colour.to_rgb(converter, frame, tags))
+                last, picture = frame, turned.apply(color.to_rgb(converter, frame, tags))
             yield picture
 
 

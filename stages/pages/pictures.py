@@ -1,4 +1,5 @@
-"""Small pictures and clips within a number of bytes, of pixels and of files; those of files are kept in memory.
+"""Small pictures and clips within a number of bytes: for pages, where those of files are kept in memory, and of a
+validation, to be sent to a webhook or beside a model card.
 
 `report --watch` makes its page again and again. What it made before is found by a file's path, time and size, so a file
 that was decoded again is read again.
@@ -9,13 +10,16 @@ import io
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from cache.runs.validation_files import describe_latents, find_picture
+from schemas.config.pipeline import Config
 from stages.media.errors import MediaError, unreadable_error
 from stages.media.files import MediaPath
 
@@ -25,8 +29,8 @@ MAX_CLIP_FRAMES = 241  # decoded of a clip
 #: Longest side in pixels and H.264's constant rate factor, until a clip is small enough.
 CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
 CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
-MAX_KEPT_BYTES = 32 << 20  # several times those of a page
-ENTRY_BYTES = 500  # of an entry besides its picture
+MAX_KEPT = 1000  # twice those of a page, which has a few megabytes of them
+JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # of JPEG, and share of the size
 
 
 @dataclass(frozen=True)
@@ -161,11 +165,10 @@ class KeptPicture:
 
 
 class KeptPictures:
-    """The pictures that were used last, of at most `max_bytes` together."""
+    """The `most` pictures that were used last."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._entries: OrderedDict[Hashable, KeptPicture] = OrderedDict()
+    def __init__(self, most: int) -> None:
+        self._most, self._entries = most, OrderedDict[Hashable, KeptPicture]()
 
     def get(self, key: Hashable, max_bytes: int, make: Callable[[], Picture | None]) -> Picture | None:
         """Return what `make` made before, or makes now."""
@@ -184,15 +187,56 @@ class KeptPictures:
     def add(self, key: Hashable, max_bytes: int, picture: Picture | None) -> Picture | None:
         """Keep the picture, which is returned."""
         if key is not None:
-            self._drop(self._entries.pop(key, None))
-            self._entries[key] = entry = KeptPicture(max_bytes, picture)
-            self._bytes += entry.size + ENTRY_BYTES
-            while self._bytes > self._max_bytes:
-                self._drop(self._entries.popitem(last=False)[1])
+            self._entries[key] = KeptPicture(max_bytes, picture)
+            self._entries.move_to_end(key)
+            if len(self._entries) > self._most:
+                self._entries.popitem(last=False)
         return picture
 
-    def _drop(self, entry: KeptPicture | None) -> None:
-        self._bytes -= 0 if entry is None else entry.size + ENTRY_BYTES
+
+@dataclass(frozen=True)
+class PictureLimits:
+    """size: longest side in pixels. max_clip_bytes: 0 where clips are not wanted, but their middle frames."""
+
+    size: int
+    max_bytes: int
+    max_clip_bytes: int = 0
 
 
-kept_pictures = KeptPictures(MAX_KEPT_BYTES)
+@dataclass(frozen=True)
+class SmallPicture:
+    """data: JPEG, of a clip its middle frame. clip: H.264 in MP4. about: what the trainer wrote about the sample, with
+    prompt, seed, bucket, steps and guidance."""
+
+    name: str
+    data: bytes
+    width: int
+    height: int
+    about: dict[str, Any]
+    clip: bytes | None = None
+
+    @property
+    def prompt(self) -> str:
+        return str(self.about.get("prompt") or "")
+
+
+def read_pictures(config: Config, folder: Path, step: int, limits: PictureLimits) -> Iterator[SmallPicture]:
+    """Read pictures in the order of the prompts; those that are not decoded, can't be read or are links to places
+    outside of the run's folder are left out."""
+    for latent, about in describe_latents(config, folder, step):
+        path = find_picture(latent)
+        if path and path.resolve().is_relative_to(folder.resolve()):
+            try:
+                yield _shrink(path, limits, about)
+            except (MediaError, OSError):
+                continue
+
+
+def _shrink(path: Path, limits: PictureLimits, about: dict[str, Any]) -> SmallPicture:
+    box = (limits.size, limits.size)
+    picture = encode_picture(read_pixels(path), box, limits.max_bytes, JPEG_STEPS, "JPEG")
+    clip = shrink_clip(path, limits.max_clip_bytes) if limits.max_clip_bytes and path.suffix == ".mp4" else None
+    return SmallPicture(path.stem, picture.data, picture.width, picture.height, about, clip.data if clip else None)
+
+
+kept_pictures = KeptPictures(MAX_KEPT)

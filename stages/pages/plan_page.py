@@ -4,8 +4,10 @@ For each bucket its row of the table that `bucket` prints, and some of its items
 cropped by the same functions, in a sandbox.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -13,12 +15,11 @@ import pyarrow.compute as pc
 
 from cache.sets import rejects
 from schemas.cli.console import Options, Progress, Report
-from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_template
 from stages.pages.pictures import Picture
 from stages.pages.plan_table import PlanTable, bucket_anchor, link_buckets
-from stages.pages.sample_preview import PageItem, PreviewPictures, PreviewTask, make_previewer, read_samples
+from stages.pages.sample_preview import PageItem, PreviewPictures, make_previewer, read_samples
 from stages.planning import summary
 
 TableRow = dict[str, Any]
@@ -32,9 +33,10 @@ def render_plan_page(
     """The page in pieces; items are read as they are rendered. Items that can't be shown are added to `report`."""
     config, rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
     model, workers = config.model, options.resources(config, "preview").workers
+    all_rows = [row for indices in chosen.values() for row in indices]
 
-    def cards(indices: list[int], pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[Card]:
-        for item, result in read_samples(table, indices, pool):
+    def cards(results: Iterable[tuple[PageItem, PreviewPictures | MediaError]]) -> Iterator[Card]:
+        for item, result in results:
             progress.advance(1)
             if isinstance(result, PreviewPictures):
                 report.done += 1
@@ -43,12 +45,12 @@ def render_plan_page(
                 report.set_aside.append(row)
             yield plan_card(item, [table.plan.texts[name]["text"] for name in item.active_row["texts"]], result)
 
-    def sections(pool: SandboxPool[PreviewTask, PreviewPictures]) -> Iterator[Section]:
+    def sections(results: Iterator[tuple[PageItem, PreviewPictures | MediaError]]) -> Iterator[Section]:
         for bucket, indices in chosen.items():
             note = f"{len(indices)} of {table.count(bucket)} samples"
             note += f"; {count} of the bucket are held out" if (count := table.count(bucket, "eval")) else ""
             facts = {key: value for key, value in rows.get(bucket, {}).items() if key != "bucket"}
-            yield Section(bucket, bucket_anchor(bucket), facts, note, cards(indices, pool))
+            yield Section(bucket, bucket_anchor(bucket), facts, note, cards(islice(results, len(indices))))
         note = "Items that a rule of the last bucket run dropped."
         yield Section("Excluded by bucket", note=note, table=_rule_rows(excluded), look="texts")
         note = "Items that discover set aside; no plan contains them."
@@ -65,13 +67,13 @@ def render_plan_page(
         f"their latents take about {size:.4g} MiB. The pictures are read from the media and cropped as for encoding; "
         "nothing has to be encoded yet.",
     ]
-    with SandboxPool.configured(make_previewer, workers, config.stages) as pool:
+    with closing(read_samples(table, all_rows, make_previewer, workers)) as results:
         yield from render_template(
             "preview.html",
             title=f"Plan {table.plan.name}",
             intro=intro,
             buckets=link_buckets(rows.values()),
-            sections=sections(pool),
+            sections=sections(results),
         )
 
 

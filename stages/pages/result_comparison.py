@@ -1,6 +1,7 @@
 """Decodes chosen samples and compares them with their originals, one at a time. Imports torch."""
 
 import math
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,12 +18,10 @@ from schemas.family import Family
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.vae import base
-from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
-from stages.pages import clip_comparison
-from stages.pages.encoded_plan import NOT_ENCODED, EncodedPlan
-from stages.pages.result_page import MAX_LOWEST, SampleResult
-from stages.pages.sample_preview import PageItem, SamplePixels, make_original_reader, read_samples
+from stages.pages.plan_table import NOT_ENCODED, EncodedPlan
+from stages.pages.result_page import MAX_LOWEST, MAX_PAGE_BYTES, SampleResult, compare_clips
+from stages.pages.sample_preview import PageItem, SamplePixels, frame_indices, make_original_reader, read_samples
 
 TableRow = dict[str, Any]
 
@@ -36,13 +35,14 @@ def compare_samples(
     """
     config, results = encoded.table.config, list[SampleResult]()
     pictures = 0
-    for bucket, rows in chosen.items():
-        frames = len(clip_comparison.frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
-        pictures += 3 * frames * len(rows)
-    max_bytes = clip_comparison.MAX_PAGE_BYTES // max(1, pictures)
+    for bucket, indices in chosen.items():
+        frames = len(frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
+        pictures += 3 * frames * len(indices)
+    max_bytes = MAX_PAGE_BYTES // max(1, pictures)
     autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
-    with SandboxPool.configured(make_original_reader, resources.workers, config.stages) as pool:
-        for item, original in read_samples(encoded.table, [row for rows in chosen.values() for row in rows], pool):
+    rows = [row for indices in chosen.values() for row in indices]
+    with closing(read_samples(encoded.table, rows, make_original_reader, resources.workers)) as originals:
+        for item, original in originals:
             results.append(_compare_sample(encoded, autoencoder, item, original, max_bytes))
             progress.advance(1)
     order = list(chosen)
@@ -70,14 +70,14 @@ def _compare_sample(
     path, row = stored
     try:
         decoded = decode_tensor(model.family_spec, autoencoder, path, row, "latent", item.bucket)
-        comparison = clip_comparison.compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
+        comparison = compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
         if "condition" in row.tensors:
             size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
             given = 1 if model.condition is None else model.condition.frames
             bucket = Bucket(size.width, size.height, given)
             decoded = decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)
             times = item.times[:given]
-            condition = clip_comparison.compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
+            condition = compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
             comparison = replace(comparison, condition=condition.frames[0])
     except DamageError as damage:
         return replace(result, damage=damage)
@@ -132,10 +132,15 @@ def add_to_report(results: list[SampleResult], report: Report, *, with_samples: 
     for result in results:
         if result.unreadable:
             reason, message = result.unreadable.reason, str(result.unreadable)
-            row = rejects.make_reject("preview", result.name, result.item.path, reason, message)
+            row = rejects.make_reject("preview", result.item.name, result.item.path, reason, message)
             report.set_aside.append(row)
         if isinstance(result.damage, DamageError):
-            damage = {"path": result.damage.path, "row": result.damage.row, "item": result.name, "reason": "damaged"}
+            damage = {
+                "path": result.damage.path,
+                "row": result.damage.row,
+                "item": result.item.name,
+                "reason": "damaged",
+            }
             report.damage.append(damage | {"message": result.damage.reason})
     if report.damage:
         report.next_steps += ["latentpress verify --repair"]
@@ -144,4 +149,4 @@ def add_to_report(results: list[SampleResult], report: Report, *, with_samples: 
 def _key_numbers(result: SampleResult) -> TableRow:
     psnr = math.nan if result.psnr is None else round(result.psnr, 2)
     tokens = ", ".join("unknown" if caption.tokens is None else str(caption.tokens) for caption in result.captions)
-    return {"psnr_db": psnr, "bucket": result.bucket, "tokens": tokens, "item": result.name}
+    return {"psnr_db": psnr, "bucket": result.bucket, "tokens": tokens, "item": result.item.name}

@@ -1,18 +1,19 @@
-"""The page of `latentpress preview`: encoded samples with their originals. Pure."""
+"""The page of `latentpress preview`: encoded samples compared with their originals, by PSNR, small pictures of some
+frames and their difference. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from schemas.errors import LatentpressError
 from stages.media.errors import MediaError
-from stages.pages.clip_comparison import DIFFERENCE_GAIN, ComparedFrame, Comparison, format_decibels
-from stages.pages.encoded_plan import EncodedCaption, EncodedPlan
 from stages.pages.html import Caption, Card, Figure, Gallery, Link, Section, render_template
-from stages.pages.pictures import Picture
-from stages.pages.plan_table import bucket_anchor, link_buckets
-from stages.pages.sample_preview import PageItem
+from stages.pages.pictures import FRAME_BOX, IMAGE_BOX, Picture, encode_picture
+from stages.pages.plan_table import EncodedCaption, EncodedPlan, bucket_anchor, link_buckets
+from stages.pages.sample_preview import PageItem, frame_indices
 
 TableRow = dict[str, Any]
 MAX_LOWEST = 10  # samples of the lowest PSNR that are listed
@@ -26,7 +27,76 @@ POSTERIOR_NOTES = {
     "mode": "the posterior's mean",
     "moments": "moments, shown by their mean",
 }
+DIFFERENCE_GAIN = 4  # factor that makes differences visible
 DIFFERENCE = f"difference \N{MULTIPLICATION SIGN} {DIFFERENCE_GAIN}"
+MAX_PAGE_BYTES = 3 << 20  # all pictures of a page
+
+
+@dataclass(frozen=True)
+class ComparedFrame:
+    """An image (time: None), or one frame of a clip. original, difference, mse: None if the original can't be read."""
+
+    reconstruction: Picture
+    original: Picture | None
+    difference: Picture | None
+    mse: float | None
+    time: float | None  # seconds
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A sample's original and reconstruction. mse: over all frames. condition: the i2i source or the i2v first frame,
+    which have latents of their own."""
+
+    frames: tuple[ComparedFrame, ...]
+    mse: float | None
+    condition: ComparedFrame | None = None
+
+
+def psnr(mse: float) -> float:
+    """Peak signal-to-noise ratio in dB of 8-bit pixels; infinite for identical ones."""
+    return 10 * math.log10(255**2 / mse) if mse else math.inf
+
+
+def format_psnr(mse: float | None) -> str:
+    """Return "" where there is no original."""
+    return "" if mse is None else format_decibels(psnr(mse))
+
+
+def format_decibels(value: float) -> str:
+    return "identical" if math.isinf(value) else f"{value:.2f} dB"
+
+
+def frame_errors(original_THWC: np.ndarray, reconstruction_THWC: np.ndarray) -> np.ndarray:
+    """(T,) the mean squared error of each frame of two uint8 clips, exact; a frame at a time, which bounds memory."""
+    assert original_THWC.shape == reconstruction_THWC.shape, (original_THWC.shape, reconstruction_THWC.shape)
+    assert original_THWC.dtype == reconstruction_THWC.dtype == np.uint8
+    pairs = zip(original_THWC, reconstruction_THWC, strict=True)
+    return np.array([np.square(first.astype(np.int32) - second).mean(dtype=np.float64) for first, second in pairs])
+
+
+def compare_clips(
+    original_THWC: np.ndarray | None, reconstruction_THWC: np.ndarray, times: Sequence[float], max_bytes: int
+) -> Comparison:
+    """Compare a sample with its reconstruction, both uint8.
+
+    times: seconds of the frames, none for an image. max_bytes: size limit of each picture.
+    """
+    errors = None if original_THWC is None else frame_errors(original_THWC, reconstruction_THWC)
+    frames = []
+    for i in frame_indices(len(reconstruction_THWC)):
+        time = times[i] if times else None
+        box = IMAGE_BOX if time is None else FRAME_BOX
+        reconstruction = encode_picture(reconstruction_THWC[i], box, max_bytes)
+        original = difference = mse = None
+        if original_THWC is not None and errors is not None:
+            original, mse = encode_picture(original_THWC[i], box, max_bytes), float(errors[i])
+            absolute = np.abs(original_THWC[i].astype(np.int16) - reconstruction_THWC[i])
+            amplified = np.minimum(absolute * DIFFERENCE_GAIN, 255).astype(np.uint8)
+            difference = encode_picture(amplified, box, max_bytes)
+        frames.append(ComparedFrame(reconstruction, original, difference, mse, time))
+    # All frames have the same number of pixels, so this is the mean over all pixels.
+    return Comparison(tuple(frames), None if errors is None else float(errors.mean()))
 
 
 @dataclass(frozen=True)
@@ -43,10 +113,6 @@ class SampleResult:
     damage: LatentpressError | None = None
 
     @property
-    def name(self) -> str:
-        return self.item.name
-
-    @property
     def bucket(self) -> str:
         return self.item.active_row["bucket"]
 
@@ -61,7 +127,7 @@ class SampleResult:
     @property
     def psnr(self) -> float | None:
         """dB over all pixels of all frames; None without a comparison, infinite for identical pixels."""
-        return None if self.comparison is None else self.comparison.psnr
+        return None if self.mse is None else psnr(self.mse)
 
 
 def bucket_rows(encoded: EncodedPlan, results: Sequence[SampleResult], buckets: Sequence[str]) -> list[TableRow]:
@@ -82,7 +148,7 @@ def render_result_page(
     """The page in pieces. rows: of `bucket_rows`."""
     compared = sorted((result.psnr, result.sample_id, result) for result in results if result.psnr is not None)
     lowest = [
-        {"psnr": format_decibels(psnr), "bucket": result.bucket, "sample": Link(result.name, f"#sample-{name}")}
+        {"psnr": format_decibels(psnr), "bucket": result.bucket, "sample": Link(result.item.name, f"#sample-{name}")}
         for psnr, name, result in compared[:MAX_LOWEST]
     ]
     sections = [Section("Lowest PSNR", table=lowest)] if lowest else []
@@ -117,13 +183,13 @@ def result_card(result: SampleResult) -> Card:
     if result.damage:
         problems.append(f"can't be decoded: {result.damage.message}; {result.damage.next_step}")
     return Card(
-        result.name,
+        result.item.name,
         tuple(_galleries(result.comparison, result.item.path)) if result.comparison else (),
         result.item.marks,
         result.item.facts,
         tuple(Caption(caption.text, caption.token_summary, not caption.complete) for caption in result.captions),
         problems=tuple(problems),
-        score="" if result.psnr is None else format_decibels(result.psnr),
+        score=format_psnr(result.mse),
         anchor=f"sample-{result.sample_id}",
         whole=True,
     )
@@ -150,12 +216,12 @@ def _name_pictures(frame: ComparedFrame) -> dict[str, Picture]:
 
 def _side_by_side(frame: ComparedFrame, path: str) -> Iterator[Figure]:
     for name, picture in _name_pictures(frame).items():
-        shown = "" if name != "reconstruction" or frame.psnr is None else f", {format_decibels(frame.psnr)}"
-        yield Figure((picture,), (f"{name}: {path}",), name + shown)
+        parts = [name, format_psnr(frame.mse) if name == "reconstruction" else ""]
+        yield Figure((picture,), (f"{name}: {path}",), ", ".join(filter(None, parts)))
 
 
 def _stack(frame: ComparedFrame, path: str) -> Figure:
     """One frame of a clip, from top to bottom."""
     time, pictures = f"{frame.time:.2f} s", _name_pictures(frame)
-    caption = time if frame.psnr is None else f"{time}, {format_decibels(frame.psnr)}"
+    caption = ", ".join(filter(None, [time, format_psnr(frame.mse)]))
     return Figure(tuple(pictures.values()), tuple(f"{name}: {time} of {path}" for name in pictures), caption)

@@ -1,6 +1,7 @@
 """The pixels of samples as the encoder gets them, for previews; read in sandboxed processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from stages.pages.plan_table import PlanTable
 R = TypeVar("R")
 
 TableRow = dict[str, Any]
-MAX_PREVIEW_FRAMES = 9  # shown of a clip; 1 + 8, because the frames of most clips divide evenly by that
+MAX_SHOWN_FRAMES = 8  # of a clip
 CROP_BOX, FULL_BOX = (384, 256), (240, 160)  # pixels
 WEBP_QUALITY = 75
 MASK_TINT = (214, 40, 40)  # color of what is not trained on
@@ -134,59 +135,52 @@ class SamplePixels:
     condition: np.ndarray | None
 
 
-def reduce_frames(sample: TableRow) -> TableRow:
-    """The sample with at most MAX_PREVIEW_FRAMES of its frames, evenly spaced, with the first and the last."""
-    bucket = Bucket.parse(sample["geometry"]["bucket"])
-    gaps = next((n for n in range(min(MAX_PREVIEW_FRAMES, bucket.frames) - 1, 0, -1) if not (bucket.frames - 1) % n), 0)
-    if not gaps:
-        return sample
-    geometry = sample["geometry"] | {"bucket": str(Bucket(bucket.width, bucket.height, gaps + 1))}
-    return sample | {"geometry": geometry, "rate": sample["rate"] * gaps / (bucket.frames - 1)}
+def frame_indices(count: int) -> list[int]:
+    """Choose at most MAX_SHOWN_FRAMES of `count` frames, evenly spaced, with the first and the last."""
+    return np.unique(np.rint(np.linspace(0, count - 1, min(MAX_SHOWN_FRAMES, count)))).astype(int).tolist()
 
 
-def read_pixels(task: PreviewTask, sample: TableRow, roles: Iterable[str] = ("media", "source")) -> SamplePixels:
-    """The frames of `sample`, all or some of the task's. roles: of the files that may not have changed since they were
-    planned. Raises MediaError."""
-    from stages.media.sample_reader import read_cropped_image, read_sample_frames
-
-    for path, media_id in (task.files[role] for role in roles if role in task.files):
-        require_unchanged(path, media_id)
-    frames = read_sample_frames(task.path, sample, task.decoder)
-    condition = frames[: task.given] if sample["condition"] == "first-frame" else None
-    if "source" in task.files:
-        condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
-    return SamplePixels(frames, condition)
-
-
-def read_original(task: PreviewTask) -> SamplePixels:
-    """All pixels that were encoded of a sample. Raises MediaError."""
+@contextmanager
+def _reading(task: PreviewTask) -> Iterator[None]:
     try:
-        return read_pixels(task, task.sample)
+        yield
     except OSError as error:
         raise unreadable_error(task.path, error) from error
+
+
+def read_original(task: PreviewTask, roles: Iterable[str] = ("media", "source")) -> SamplePixels:
+    """All pixels that were encoded of a sample. roles: of the files that may not have changed since they were planned.
+    Raises MediaError."""
+    from stages.media.sample_reader import read_cropped_image, read_sample_frames
+
+    sample = task.sample
+    with _reading(task):
+        for path, media_id in (task.files[role] for role in roles if role in task.files):
+            require_unchanged(path, media_id)
+        frames = read_sample_frames(task.path, sample, task.decoder)
+        condition = frames[: task.given] if sample["condition"] == "first-frame" else None
+        if "source" in task.files:
+            condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
+        return SamplePixels(frames, condition)
 
 
 def render_preview(task: PreviewTask) -> PreviewPictures:
     """Some frames of a sample and the whole item as small pictures. Raises MediaError."""
-    try:
-        return _render_preview(task, reduce_frames(task.sample))
-    except OSError as error:
-        raise unreadable_error(task.path, error) from error
-
-
-def _render_preview(task: PreviewTask, sample: TableRow) -> PreviewPictures:
     from stages.media.sample_reader import read_sample_frames, read_sample_mask
 
-    pixels = read_pixels(task, sample, task.files)
-    frames, is_clip = pixels.frames, sample["kind"] == "video"
-    times = clip_times(sample["start"], sample["rate"], len(frames)) if is_clip else []
+    pixels, sample = read_original(task, task.files), task.sample
+    indices, is_clip = frame_indices(len(pixels.frames)), sample["kind"] == "video"
+    frames = pixels.frames[indices]
+    all_times = clip_times(sample["start"], sample["rate"], len(pixels.frames)) if is_clip else []
+    times = [all_times[index] for index in indices] if is_clip else []
     width, height = task.full_size
     uncropped = {"bucket": f"{width}x{height}@1", "resize_w": width, "resize_h": height, "x": 0, "y": 0}
-    whole = read_sample_frames(task.path, sample | {"geometry": uncropped}, task.decoder)[0]
     masked = list[np.ndarray]()
-    if "mask" in task.files:
-        masks = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
-        masked = [_tint(frame, mask) for frame, mask in zip(frames, masks, strict=True)]
+    with _reading(task):
+        whole = read_sample_frames(task.path, sample | {"geometry": uncropped}, task.decoder)[0]
+        if "mask" in task.files:
+            masks = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
+            masked = [_tint(frame, mask) for frame, mask in zip(frames, masks, strict=True)]
 
     def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = FRAME_BOX if is_clip else CROP_BOX) -> Picture:
         return encode_picture(pixels_HWC, box, steps=((WEBP_QUALITY, 1.0),))
@@ -216,14 +210,16 @@ def make_original_reader() -> Callable[[PreviewTask], SamplePixels]:
 
 
 def read_samples(
-    table: PlanTable, rows: Iterable[int], pool: SandboxPool[PreviewTask, R]
-) -> Iterator[tuple[PageItem, R | MediaError]]:
-    """Yield an item for each of these rows of `table`, and the pool's result for it, or why there is none."""
+    table: PlanTable, rows: Iterable[int], make_reader: Callable[[], Callable[[PreviewTask], R]], workers: int
+) -> Generator[tuple[PageItem, R | MediaError]]:
+    """Yield an item for each of these rows of `table`, and what a reader returns for it, or why there is nothing.
+    Readers work ahead, in sandboxed processes."""
     opened = [_open_sample(table, row) for row in rows]
-    results = pool.map(task for _, task in opened if isinstance(task, PreviewTask))
-    for item, task in opened:
-        result = next(results)[1] if isinstance(task, PreviewTask) else task
-        yield item, result.error(item.path) if isinstance(result, WorkerFailure) else result
+    with SandboxPool.configured(make_reader, workers, table.config.stages) as pool:
+        results = pool.map(task for _, task in opened if isinstance(task, PreviewTask))
+        for item, task in opened:
+            result = next(results)[1] if isinstance(task, PreviewTask) else task
+            yield item, result.error(item.path) if isinstance(result, WorkerFailure) else result
 
 
 def _open_sample(table: PlanTable, row: int) -> tuple[PageItem, PreviewTask | MediaError]:

@@ -23,15 +23,15 @@ from schemas.config.validation_samples import validation_samples
 from schemas.text_format import escape_unprintable
 from stages.media.preview_mark import is_preview
 from stages.media.video import probe_video, read_frames
-from stages.pages.clip_comparison import MAX_COMPARED_FRAMES, format_decibels
 from stages.pages.pictures import Picture
-from stages.pages.result_page import SampleResult
+from stages.pages.result_page import SampleResult, format_psnr
+from stages.pages.sample_preview import MAX_SHOWN_FRAMES
 
 TableRow = dict[str, Any]
 WIDTH, HEIGHT, MARGIN, GAP = 1200, 1300, 16, 8  # pixels
 CELL_WIDTH = (WIDTH - 2 * MARGIN - 2 * 2 * GAP) // 3  # original and reconstruction of an image
 PICTURE_SIDE = (CELL_WIDTH - GAP) // 2  # of an image, at most
-FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_COMPARED_FRAMES - 1) * GAP) // MAX_COMPARED_FRAMES  # of a frame, at most
+FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_SHOWN_FRAMES - 1) * GAP) // MAX_SHOWN_FRAMES  # of a frame, at most
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
 MAX_CAPTIONS = 2  # of a sample
 MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then
@@ -127,7 +127,7 @@ def _result_block(result: SampleResult) -> SheetBlock:
         condition = result.comparison.condition if result.comparison else None
         for frame in (*frames, *filter(None, [condition])):
             block.show([frame.original, frame.reconstruction], PICTURE_SIDE)
-    block.write(result.name if result.psnr is None else f"{result.name}   {format_decibels(result.psnr)}")
+    block.write(f"{result.item.name}   {format_psnr(result.mse)}".rstrip())
     if result.unreadable:
         block.write(f"no original to compare with: {result.unreadable.reason}", PROBLEM_COLOR)
     if result.damage:

@@ -8,6 +8,7 @@ original is left out where its file is not on this machine.
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,8 @@ from schemas.config.encoding import StageWorkers
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages.engines.sandbox import SandboxPool
 from stages.media.errors import MediaError
-from stages.pages.encoded_plan import EncodedPlan
-from stages.pages.plan_table import PlanTable
+from stages.pages.plan_table import EncodedPlan, PlanTable
 from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
 from stages.planning.plan_lookup import current_plan
 
@@ -50,9 +49,8 @@ def write_training_samples(
             todo[prompt] = row
     if not todo:
         return
-    with SandboxPool.configured(make_original_reader, resources.workers, config.stages) as pool:
-        read = read_samples(table, todo.values(), pool)
-        for prompt, (item, original) in zip(todo, read, strict=True):
+    with closing(read_samples(table, todo.values(), make_original_reader, resources.workers)) as originals:
+        for prompt, (item, original) in zip(todo, originals, strict=True):
             sample = {"sample_id": item.sample["sample_id"], "dataset": item.active_row["dataset"]}
             about = sample | {"path": item.path, "bucket": str(item.bucket), "latents": encoded.folder}
             try:

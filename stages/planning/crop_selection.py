@@ -1,4 +1,4 @@
-"""The bucket and crop of each item, for a whole table at once. Opens no file."""
+"""The bucket and crop of each item, for a whole table at once, and what the bucket step costs. Opens no file."""
 
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from stages.planning.candidates import CandidateItems, message_column
 BucketSizes = tuple[tuple[int, int], ...]
 # A mask or source whose aspect differs by more than this, and by more than a pixel, shows something else.
 MAX_ASPECT_DIFFERENCE = 0.02
+LARGE_LOSS = 0.05  # of the area, on average, or of the items: a step that loses so much more is warned of
 #: Of `buckets`: what to do about a file that is smaller than its bucket.
 UPSCALE_ADVICE = {
     "computed": "; lower resolution, set allow_upscale: true, or remove it",
@@ -207,6 +208,85 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -
     return SelectedCrops(sizes, size, crop, source, differs, lost, geometry.aspect_distortion(width, height, crop))
 
 
-def _crop_where(condition: np.ndarray, one: Crop, other: Crop) -> Crop:
-    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+def _crop_where(condition: np.ndarray, first: Crop, second: Crop) -> Crop:
+    pairs = zip(vars(first).values(), vars(second).values(), strict=True)
     return Crop(*(np.where(condition, left, right) for left, right in pairs))
+
+
+# -- what a step costs, beside the finest ----------------------------------------------------------------------------
+
+Selection = tuple[CandidateItems, SelectedCrops]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of the buckets of one step, in pixels, to a dataset.
+
+    shapes: how many sizes its items get. set_aside: how many items it excludes of those that the finest step keeps,
+    whose number is `kept`. Of the items that both keep, lost: mean share of the area that is cut off, or with
+    `crop: false` the mean change of aspect. more: by how much that is more than with the finest step.
+    """
+
+    step: int
+    shapes: int
+    set_aside: int
+    kept: int
+    lost: float
+    more: float
+
+    def exceeds(self, limit: float) -> bool:
+        return self.more >= limit or self.set_aside > limit * self.kept
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """now: the cost as configured. advised: where it is large, that of the first of its halves, quarters and so on that
+    loses less than half of LARGE_LOSS more."""
+
+    now: StepCost
+    advised: StepCost | None = None
+
+
+def report_step(
+    model: Model,
+    dataset: Dataset,
+    side_multiple: int,
+    candidates: CandidateItems,
+    kept: CandidateItems,
+    crops: SelectedCrops,
+) -> StepReport | None:
+    """The cost of the configured step; None for `buckets: family`, which has none.
+
+    candidates: the items before `select_crops`. kept, crops: the items after it, and what it returned.
+    """
+    if dataset.buckets == "family":
+        return None
+    (resolution,) = dataset.resolutions(model.family_spec.resolution)
+
+    def workable(step: int) -> int:
+        return geometry.workable_step(resolution, dataset.resolution_type, side_multiple, step)
+
+    def select(step: int) -> Selection:
+        items = CandidateItems(candidates.dataset, candidates.table)
+        return items, select_crops(model, dataset.model_copy(update={"bucket_step": step}), items, side_multiple)
+
+    step = workable(dataset.bucket_step)
+    finest = (kept, crops) if step == side_multiple else select(side_multiple)
+    now = advised = _measure_cost(dataset, step, (kept, crops), finest)
+    if not now.exceeds(LARGE_LOSS):
+        return StepReport(now)
+    while advised.exceeds(LARGE_LOSS / 2):  # the finest step does not
+        step = workable(step // 2)
+        advised = _measure_cost(dataset, step, finest if step == side_multiple else select(step), finest)
+    return StepReport(now, advised)
+
+
+def _measure_cost(dataset: Dataset, step: int, chosen: Selection, finest: Selection) -> StepCost:
+    (items, crops), (fine_items, fine_crops) = chosen, finest
+    lost, fine_lost = (
+        selected.cropped_share if dataset.crop else selected.distortion for selected in (crops, fine_crops)
+    )
+    rows, fine_rows = items.numbers("row"), fine_items.numbers("row")
+    both, fine_both = np.isin(rows, fine_rows), np.isin(fine_rows, rows)
+    mean, fine_mean = (float(losses.mean()) if len(losses) else 0.0 for losses in (lost[both], fine_lost[fine_both]))
+    return StepCost(step, len(np.unique(crops.size)), int((~fine_both).sum()), len(fine_rows), mean, mean - fine_mean)

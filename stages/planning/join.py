@@ -162,7 +162,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     prompt_ids = [name for prompt in prompts for name in (prompt["text"], prompt["negative"])]
     prompt_texts = texts.find(pa.array(prompt_ids + ([null] if null else []), pa.string()))
     images = latents.find(pa.array([prompt["condition"] for prompt in prompts], pa.string()))
-    # Texts are numbered by first use, so that neighbouring samples find their texts together.
+    # Texts are numbered by first use, so that neighboring samples find their texts together.
     null_texts = _to_int64(rows.column("null_text"))
     used_texts = [np.asarray(pc.list_flatten(rows.column("texts"))), null_texts[null_texts >= 0], prompt_texts]
     text_numbers = _Renumbering(len(texts.shard), used_texts)

@@ -19,7 +19,7 @@ from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.filters import Filter
 from schemas.tables import ACTIVE_SCHEMA, REJECTS_SCHEMA, TEXTS_SCHEMA
-from stages.planning import bucket_steps, clip_selection, crop_selection, samples, texts
+from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, message_column
 
 TableRow = dict[str, Any]
@@ -36,7 +36,7 @@ class DatasetNotes:
     rounded: int
     repeating: int
     aspect_differs: pa.Array  # i2i: descriptions of the pairs of different aspects
-    step: bucket_steps.StepReport | None  # None with `buckets: family`
+    step: crop_selection.StepReport | None  # None with `buckets: family`
     crop_statistics: list[TableRow]  # for each bucket: "samples", largest "distortion", largest and mean share "lost"
 
 
@@ -69,7 +69,7 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
     parts = []
     for dataset in used:
         sizes = [dataset.model_copy(update={"resolution": size}) for size in dataset.resolutions(default_resolution)]
-        plans = [_plan_dataset(config, each, media[dataset.id], side_multiple, held_out_ids) for each in sizes]
+        plans = [_plan_dataset(config, resized, media[dataset.id], side_multiple, held_out_ids) for resized in sizes]
         parts.append(_join_resolutions(dataset.id, plans) if len(plans) > 1 else plans[0])
     active = [part.active for part in parts]
     if any(dataset.eval or dataset.eval_fraction for dataset in used):
@@ -138,11 +138,11 @@ def _plan_dataset(
     advice = "nothing is left of its caption once it was filtered and cleaned as the pipeline does; write another"
     captions = captions.of_items(items.drop(without, "empty-caption", advice))
     captioned = items.numbers("row")
-    clip_selection.drop_unusable_videos(family, dataset, config.model.task, items)
+    samples.drop_unusable_videos(family, dataset, config.model.task, items)
     candidates = CandidateItems(dataset.id, items.table)
     crops = crop_selection.select_crops(config.model, dataset, items, side_multiple)
-    step = bucket_steps.report_step(config.model, dataset, side_multiple, candidates, items, crops)
-    clips = clip_selection.select_clips_and_images(family, dataset, items)
+    step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
+    clips = samples.select_clips_and_images(family, dataset, items)
     held_out = samples.held_out_mask(dataset, items.column("media_id"))
     planned = samples.plan_samples(dataset, config.model.condition, items, crops, clips, held_out)
     captions = captions.of_items(np.isin(captioned, items.numbers("row"), assume_unique=True))
@@ -196,10 +196,10 @@ def _join_resolutions(dataset: str, parts: list[DraftPlan]) -> DraftPlan:
         max(notes, key=cost),
         planned=pc.count_distinct(active.column("path")).as_py(),
         held_out=pc.count_distinct(held_out.column("path")).as_py(),
-        rounded=sum(each.rounded for each in notes),
-        repeating=sum(each.repeating for each in notes),
-        aspect_differs=pc.unique(pa.concat_arrays([each.aspect_differs for each in notes])),
-        crop_statistics=[row for each in notes for row in each.crop_statistics],
+        rounded=sum(part.rounded for part in notes),
+        repeating=sum(part.repeating for part in notes),
+        aspect_differs=pc.unique(pa.concat_arrays([part.aspect_differs for part in notes])),
+        crop_statistics=[row for part in notes for row in part.crop_statistics],
     )
     return DraftPlan(
         samples=pa.concat_tables([part.samples for part in parts]),
@@ -265,6 +265,6 @@ def crop_statistics(buckets: pa.ChunkedArray, distortion: np.ndarray, lost: np.n
     """One row for each bucket, from the (n,) bucket, change of aspect and lost share of each sample."""
     columns = {"bucket": buckets, "distortion": distortion, "lost": lost}
     groups = pa.table(columns).group_by("bucket", use_threads=False)
-    found = groups.aggregate([([], "count_all"), ("distortion", "max"), ("lost", "max"), ("lost", "mean")])
-    found = found.select(["bucket", "count_all", "distortion_max", "lost_max", "lost_mean"])
-    return found.rename_columns(["bucket", "samples", "distortion", "lost", "mean"]).to_pylist()
+    table = groups.aggregate([([], "count_all"), ("distortion", "max"), ("lost", "max"), ("lost", "mean")])
+    table = table.select(["bucket", "count_all", "distortion_max", "lost_max", "lost_mean"])
+    return table.rename_columns(["bucket", "samples", "distortion", "lost", "mean"]).to_pylist()

@@ -23,7 +23,7 @@ ROW_BYTES, SHARD_BYTES = 4096, 1 << 13  # more than ids, headers, checksums and 
 
 
 def planned_members(units: Sequence[Unit], folder: str, format: str, wanted: pa.Array) -> EncodedMembers:
-    """Where the wanted members of units will be. folder: of their shards. format: cache.format."""
+    """The future places of the wanted members of units. folder: of their shards. format: cache.format."""
     ids = pa.array([name for unit in units for name in unit.members], pa.string())
     ends = np.cumsum([0, *(len(unit.members) for unit in units)])
     at = IdLookup(ids).find(wanted)
@@ -38,7 +38,7 @@ def describe_limits(
     joined: TrainingSetTables,
     estimates: dict[str, Callable[[Config, Unit], int]],
 ) -> dict[str, Any]:
-    """What set.json says of such a set: "tensors" that samples have, and the most "bytes" of each shard.
+    """The part of set.json about such a set: "tensors" that samples have, and the most "bytes" of each shard.
 
     estimates: kind -> the bytes of the tensors of a unit of samples."""
     limits: dict[tuple[str, str], int] = {}
@@ -71,7 +71,7 @@ def describe_limits(
 
 
 def text_widths(config: Config) -> dict[str, int]:
-    """Of a text's tensors, as the transformer reads them; the family's where it is not on this machine."""
+    """The widths of a text's tensors, as the transformer reads them; the family's where it is not on this machine."""
     model, family = config.model, config.model.family_spec
     widths = dict.fromkeys(family.text_widths, family.text_width)
     with suppress(WeightsError):

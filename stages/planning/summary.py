@@ -1,4 +1,4 @@
-"""What to know about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
+"""Facts about a plan before anything is encoded: buckets, exclusions, sizes, changes. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
 from schemas.tables import ACTIVE_SCHEMA
-from stages.planning.bucket_steps import LARGE_LOSS, StepReport
+from stages.planning.crop_selection import LARGE_LOSS, StepReport
 from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
 
@@ -44,10 +44,10 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, crops: Ite
         if family.scale_window is not None:
             row[SCALE_CLASS] = scale_name(family.scale_window.factors(bucket.width, bucket.height))
         row["latents_mib"] = round(draws.samples * mean_bytes[draws.name] / 2**20, 2)
-        mean_lost = sum(each["mean"] * each["samples"] for each in cropped) / sum(each["samples"] for each in cropped)
+        mean_lost = sum(crop["mean"] * crop["samples"] for crop in cropped) / sum(crop["samples"] for crop in cropped)
         shares = {
-            "stretched_percent": max(each["distortion"] for each in cropped),
-            "cut_off_percent_max": max(each["lost"] for each in cropped),
+            "stretched_percent": max(crop["distortion"] for crop in cropped),
+            "cut_off_percent_max": max(crop["lost"] for crop in cropped),
             "cut_off_percent_mean": mean_lost,
         }
         table.append(row | {key: round(100 * share, 2) for key, share in shares.items()})
@@ -86,7 +86,7 @@ def count_excluded(excluded: pa.Table) -> list[TableRow]:
 
 def disk_row(what: str, plan_bytes: np.ndarray, new_bytes: np.ndarray) -> TableRow:
     """Estimated MiB of what the whole plan needs of latents or text embeddings, and of what no plan had before."""
-    plan_mib, new_mib = (round(int(each.sum()) / 2**20, 2) for each in (plan_bytes, new_bytes))
+    plan_mib, new_mib = (round(int(sizes.sum()) / 2**20, 2) for sizes in (plan_bytes, new_bytes))
     return {"estimated": what, "plan_mib": plan_mib, "new_mib": new_mib}
 
 
@@ -102,8 +102,8 @@ def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
     added = _difference(new["item"], old["item"])
     removed = _difference(old["item"], new["item"])
     differing = [
-        one["item"].filter(pc.invert(pc.is_in(one["row"], value_set=other["row"])))
-        for one, other in ((new, old), (old, new))
+        these["item"].filter(pc.invert(pc.is_in(these["row"], value_set=other["row"])))
+        for these, other in ((new, old), (old, new))
     ]
     changed = _difference(_difference(pa.concat_arrays(differing), added), removed)
     return {
@@ -199,8 +199,8 @@ def _advise_resolution(
     """The resolution nearest to `current`, one of this dataset's, that brings its buckets of `outside` into the window;
     if they are too wide for any, with a smaller max_aspect."""
     kind, several = dataset.resolution_type, isinstance(dataset.resolution, tuple)
-    own = resolution_buckets(current, kind, multiple, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
-    shapes = [bucket for name in outside if ((bucket := Bucket.parse(name)).width, bucket.height) in own]
+    current_sizes = resolution_buckets(current, kind, multiple, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
+    shapes = [bucket for name in outside if ((bucket := Bucket.parse(name)).width, bucket.height) in current_sizes]
     if dataset.buckets == "family" or not shapes:
         return None
     width, height = (np.array([getattr(shape, side) for shape in shapes]) for side in ("width", "height"))

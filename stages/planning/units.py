@@ -3,20 +3,26 @@
 Samples are in the order of their ids, and texts in the order of the samples that use them, so that the texts of a unit
 of samples are in few units: training that keeps to few shards at a time (`train.shuffle_shards`) reads few of texts,
 too. Among the texts of TEXT_GROUP units those of similar length share a unit, so that batches need little padding.
+Units without a shard can be divided again, for jobs that are too short for them.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from cache.sets.plans import Plan, Unit
+from cache.shards.shard import unit_name
+from cache.store.damage import ENCODE_PROGRAMS
 from schemas import identity
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.geometry import Bucket
 from schemas.randomness import mix_bits
-from schemas.tables import UNITS_SCHEMA
+from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA
+from stages.planning.plan_builder import drop_duplicate_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
 TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
@@ -161,7 +167,7 @@ def _split_into_units(
 ) -> pa.Table:
     """Cut a list of ids into units of at most `limit` bytes; a larger member is a unit of its own.
 
-    group: (n,) numbers; neighbours with the same number share a unit if they fit into one. borders: (n - 1,) whether a
+    group: (n,) numbers; neighbors with the same number share a unit if they fit into one. borders: (n - 1,) whether a
     unit ends after a member.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
@@ -183,9 +189,9 @@ def _cut(
     wanted: NDArray[np.bool_] | None = None,
     required: NDArray[np.bool_] | None = None,
 ) -> list[int]:
-    """Where to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to its length. ends: (n,)
-    bytes of the members up to each. wanted, required: (n - 1,) whether the list may be cut after a member rather than
-    elsewhere, and whether it has to be."""
+    """The places at which to cut a list into pieces of at most `limit` bytes, or of one member, from 0 to its length.
+    ends: (n,) bytes of the members up to each. wanted, required: (n - 1,) whether the list may be cut after a member
+    rather than elsewhere, and whether it has to be."""
     wished = np.append([] if wanted is None else np.flatnonzero(wanted) + 1, len(ends)).astype(np.int64)
     borders = np.append([] if required is None else np.flatnonzero(required) + 1, len(ends)).astype(np.int64)
     cuts = [0]
@@ -196,3 +202,37 @@ def _cut(
         wish = int(wished[max(0, int(np.searchsorted(wished, cut, side="right")) - 1)])
         cuts.append(wish if cuts[-1] < wish < cut else cut)
     return cuts
+
+
+@dataclass(frozen=True)
+class OpenMembers:
+    """The members of units that are to be divided. samples, texts: rows of SAMPLES_SCHEMA and TEXTS_SCHEMA. unit_ids:
+    of the units."""
+
+    samples: pa.Table
+    texts: pa.Table
+    unit_ids: list[str]
+
+
+def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
+    """The plan's units that are larger than unit_mib, have more than one member and no shard in any cache, of
+    whatever fingerprint. One listing for each kind of shard."""
+    if plan is None:
+        return OpenMembers(SAMPLES_SCHEMA.empty_table(), TEXTS_SCHEMA.empty_table(), [])
+    names = [name.rpartition("/")[2] for kind in ENCODE_PROGRAMS for name in plan.store.list_names(kind)]
+    done = {unit_name(name) for name in names}
+
+    def is_open(unit: Unit) -> bool:
+        return unit.estimated_bytes > unit_mib * 2**20 and len(unit.members) > 1 and unit.unit_id not in done
+
+    units = {kind: [unit for unit in plan.units(kind) if is_open(unit)] for kind in ("latents", "text")}
+
+    def rows(table: pa.Table, key: str, kind: str) -> pa.Table:
+        ids = pa.array([name for unit in units[kind] for name in unit.members], pa.string())
+        return drop_duplicate_ids(table.filter(pc.is_in(table.column(key), value_set=ids)), key)
+
+    return OpenMembers(
+        rows(plan.sample_table, "sample_id", "latents").cast(SAMPLES_SCHEMA),
+        rows(plan.text_table, "text_id", "text").cast(TEXTS_SCHEMA),
+        sorted(unit.unit_id for found in units.values() for unit in found),
+    )

@@ -1,11 +1,16 @@
-"""The validation prompts of a plan, and the image or clip that each starts from if the task has one."""
+"""The validation prompts of a plan, and the image or clip that each starts from if the task has one.
+
+A prompt without an image starts from one of the data: for i2v the first frames of a sample, for i2i its source. The
+prompt's name and the samples' contents choose it, so other prompts and moved items change nothing.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas import identity
 from schemas.clips import frames_available
@@ -13,12 +18,52 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.validation import Prompt
 from schemas.config.validation_samples import sized_prompts
 from schemas.errors import LatentpressError
+from schemas.family import Condition
 from schemas.geometry import Bucket, cover_crop
+from schemas.identity import derive_seeds
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA
 from stages.planning.plan_builder import DraftPlan, drop_duplicate_ids, plan_text, prompt_image_columns
-from stages.planning.validation_images import choose_image
 
 TableRow = dict[str, Any]
+
+
+class DataImage(NamedTuple):
+    """described: in the plan, "dataset", "role" and "path" of the file, and of a clip "start" (seconds). media: its
+    "media_id", "kind", "width" and "height", and of a clip "start" and "rate"."""
+
+    described: TableRow
+    media: TableRow
+
+
+def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Condition, name: str) -> DataImage:
+    """The image of prompt `name`: of a held-out sample where there are any, which are not trained on.
+
+    media: as of `build_plan`.
+    """
+    active = plan.active
+    for role in ("train", "eval"):
+        if pc.any(pc.equal(plan.active.column("role"), role)).as_py():
+            active = plan.active.filter(pc.equal(plan.active.column("role"), role))
+    if pc.any(pc.invert(active.column("regularisation"))).as_py():
+        active = active.filter(pc.invert(active.column("regularisation")))
+    ids = active.column("sample_id").combine_chunks()
+    row = active.slice(int(np.argmin(derive_seeds(ids, f"validation image of {name}"))), 1).to_pylist()[0]
+    sample = plan.samples.filter(pc.equal(plan.samples.column("sample_id"), row["sample_id"])).to_pylist()[0]
+    item = media[row["dataset"]]
+    (item,) = item.slice(pc.index(item.column("path"), row["path"]).as_py(), 1).to_pylist()
+    if condition.kind == "source":
+        described = {"dataset": row["dataset"], "role": "source", "path": row["source_path"]}
+        sizes = {"width": item["source_width"], "height": item["source_height"]}
+        return DataImage(described, {"media_id": sample["source_id"], "kind": "image", **sizes})
+    described = {"dataset": row["dataset"], "role": "media", "path": row["path"], "start": sample["start"]}
+    clip = {key: sample[key] for key in ("media_id", "kind", "start", "rate")}
+    return DataImage(described, clip | {"width": item["width"], "height": item["height"]})
+
+
+def describe_image(image: Mapping[str, Any]) -> str:
+    """In words: "clips: a.mp4 at 1.5 s"."""
+    words = f"{image['dataset']}: {image['path']}"
+    return words if image.get("start") is None else f"{words} at {image['start']:g} s"
 
 
 def add_validation_prompts(
@@ -107,9 +152,9 @@ def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], Ta
 
 def _condition_sample(prompt: Prompt, image: TableRow, bucket: Bucket) -> TableRow:
     """The sample of what a prompt starts from. image: media_id, width, height, kind, and of a clip start and rate."""
-    found = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
-    crop = {"resize_w": int(found.resize_width), "resize_h": int(found.resize_height)}
-    crop |= {"x": int(found.x), "y": int(found.y)}
+    covering = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
+    crop = {"resize_w": int(covering.resize_width), "resize_h": int(covering.resize_height)}
+    crop |= {"x": int(covering.x), "y": int(covering.y)}
     record = np.zeros(1, identity.SAMPLE_DTYPE)
     record["media"] = identity.id_bytes(pa.array([image["media_id"]]))
     record["geometry"] = [bucket.width, bucket.height, bucket.frames, *crop.values()]

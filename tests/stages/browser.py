@@ -26,6 +26,14 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+def note_errors(page: Any) -> list[str]:
+    """Errors of the page's scripts, and what its console has as errors, as they come."""
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    return errors
+
+
 def until(page: Any, condition: str, seconds: float = 60.0) -> None:
     """Wait for a condition. Playwright's own way evaluates text on the page, which a page's policy may forbid."""
     end = time.monotonic() + seconds

@@ -13,14 +13,8 @@ from PIL import Image
 
 from tests.stages import media_files
 
-COLOURS, RED, GREEN, BLUE, YELLOW, WHITE = (
-    media_files.COLOURS,
-    media_files.RED,
-    media_files.GREEN,
-    media_files.BLUE,
-    media_files.YELLOW,
-    media_files.WHITE,
-)
+COLOURS, WHITE = media_files.COLOURS, media_files.WHITE
+RED, GREEN, BLUE, YELLOW = COLOURS
 LANDSCAPE, PORTRAIT = "80x48@1", "48x80@1"
 CLIP, TALL = "80x48@9", "48x80@9"
 

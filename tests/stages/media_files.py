@@ -8,8 +8,9 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,9 @@ def half_grey(path: Path) -> None:
     grey.save(path)
 
 
-def animation(path: Path, count: int = FRAMES) -> None:
+def animation(path: Path, frames: int = FRAMES) -> None:
     """Twelve frames a second, nearly: GIF counts in hundredths."""
-    first, *others = [picture(STEP * index) for index in range(count)]
+    first, *others = [picture(STEP * index) for index in range(frames)]
     options: dict[str, Any] = {".webp": {"lossless": True}}.get(path.suffix, {})
     first.save(path, save_all=True, append_images=others, duration=80, **options)
 
@@ -162,41 +163,58 @@ AV1 = ("libsvtav1", "yuv420p", {"preset": "12", "crf": "20", "g": "10"})
 MPEG4 = ("mpeg4", "yuv420p", {"g": "5", "qmin": "1", "qmax": "2"})
 PRORES = ("prores_ks", "yuv422p10le", {})
 
-Frames = Iterable[Pixels]
+Codec = tuple[str, str, dict[str, str]]  # name, layout of pixels, options
+Frames = Iterable[Pixels | av.VideoFrame]
+BITS, BLOCK = 16, 16  # of a frame's number
 
 
-def clip(count: int = FRAMES, turn: Callable[[Pixels], Pixels] = lambda p: p, size: tuple[int, int] = SIZE) -> Frames:
-    return (np.ascontiguousarray(turn(scene(STEP * index, size))) for index in range(count))
+def clip(frames: int = FRAMES, turn: Callable[[Pixels], Pixels] = lambda p: p, size: tuple[int, int] = SIZE) -> Frames:
+    return (np.ascontiguousarray(turn(scene(STEP * index, size))) for index in range(frames))
+
+
+def numbered(numbers: Iterable[int], height: int = 64) -> Iterator[Pixels]:
+    """Frames of 256 pixels width that carry their numbers in binary as sixteen black or white blocks."""
+    for number in numbers:
+        row = np.array([255 * (number >> bit & 1) for bit in range(BITS)], np.uint8).repeat(BLOCK)
+        yield np.ascontiguousarray(np.broadcast_to(row[None, :, None], (height, len(row), 3)))
+
+
+def number_of(frame: Pixels) -> int:
+    return sum(int(frame[4:28, bit * BLOCK + 5 : bit * BLOCK + 11].mean() > 128) << bit for bit in range(BITS))
 
 
 def video(
-    path: Path | io.RawIOBase,
+    path: Path | io.IOBase,
     frames: Frames | None = None,
-    codec: tuple[str, str, dict[str, str]] = H264,
+    codec: Codec = H264,
     *,
-    stamps: list[int] | None = None,
+    rate: Fraction | int = RATE,
+    stamps: Iterable[int] | None = None,
+    base: Fraction | None = None,
     prepare: Callable[[Any], None] | None = None,
     form: str | None = None,
     **container: str,
-) -> None:
-    """stamps: milliseconds; default: RATE frames a second."""
+) -> Any:
+    """Returns the path. frames: arrays, or frames in the codec's layout. stamps: of each frame, in ticks of `base`, by
+    default milliseconds; without stamps `rate` frames a second."""
     name, layout, options = codec
     pictures = iter(clip() if frames is None else frames)
     first = next(pictures)
-    base = Fraction(1, 1000) if stamps else Fraction(1, RATE)
-    target = path if isinstance(path, io.RawIOBase) else str(path)
+    base = base or (1 / Fraction(rate) if stamps is None else Fraction(1, 1000))
+    target = path if isinstance(path, io.IOBase) else str(path)
     with same_scheduling(), av.open(target, "w", format=form, options=container) as output:
-        stream: Any = output.add_stream(name, rate=RATE, options=options)
-        stream.height, stream.width = first.shape[:2]
-        stream.pix_fmt = layout
+        stream: Any = output.add_stream(name, rate=rate, options=options)
+        width, height = first.shape[1::-1] if isinstance(first, np.ndarray) else (first.width, first.height)
+        stream.width, stream.height, stream.pix_fmt = width, height, layout
         stream.codec_context.time_base = base
         if prepare:
             prepare(stream)
-        for number, pixels in enumerate([first, *pictures]):
-            frame = av.VideoFrame.from_ndarray(pixels)
-            frame.pts, frame.time_base = stamps[number] if stamps else number, base
+        for stamp, picture in zip(count() if stamps is None else stamps, chain([first], pictures), strict=False):
+            frame = av.VideoFrame.from_ndarray(picture) if isinstance(picture, np.ndarray) else picture
+            frame.pts, frame.time_base = stamp, base
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
+    return path
 
 
 def matrix(a: int, b: int, c: int, d: int) -> Callable[[Any], None]:
@@ -205,10 +223,12 @@ def matrix(a: int, b: int, c: int, d: int) -> Callable[[Any], None]:
     return lambda stream: stream.set_display_matrix(values)
 
 
-def colours(transfer: int, primaries: int, space: int) -> Callable[[Any], None]:
+def colours(transfer: int, primaries: int, space: int, whole: int | None = None) -> Callable[[Any], None]:
     def prepare(stream: Any) -> None:
         context = stream.codec_context
         context.color_trc, context.color_primaries, context.colorspace = transfer, primaries, space
+        if whole is not None:
+            context.color_range = whole
 
     return prepare
 
@@ -289,25 +309,6 @@ def without_frames(path: Path) -> None:
         stream = output.add_stream("libx264", rate=RATE)
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         output.start_encoding()
-
-
-def repeated(path: Path, frames: Frames, times: int, codec: tuple[str, str, dict[str, str]] = MPEG4) -> None:
-    """The frames over and over, encoded once; only the first is marked as a keyframe, so that none is sought."""
-    name, layout, options = codec
-    pictures = [av.VideoFrame.from_ndarray(pixels) for pixels in frames]
-    with av.open(str(path), "w") as output:
-        stream = output.add_stream(name, rate=RATE, options=options)
-        stream.width, stream.height, stream.pix_fmt = pictures[0].width, pictures[0].height, layout
-        stream.codec_context.max_b_frames = 0
-        packets = [packet for picture in [*pictures, None] for packet in stream.encode(picture)]
-        base = stream.codec_context.time_base
-        contents = [bytes(packet) for packet in packets]
-        for number in range(times * len(contents)):
-            packet = av.Packet(contents[number % len(contents)])
-            packet.stream, packet.time_base = stream, base
-            packet.pts = packet.dts = number
-            packet.is_keyframe = number == 0
-            output.mux(packet)
 
 
 def refusal(action: Callable[[Path], object], path: Path) -> MediaError:

@@ -13,7 +13,6 @@ import pytest
 
 from cache.sets import plans
 from cache.sets.plans import RowLookup
-from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
@@ -114,20 +113,6 @@ def test_the_plan_a_person_reads(photos):
     assert (rule["rule"], rule["items"]) == ("too-small", 2) and rule["example"].startswith("0.png: is 96x64")
     assert "too-small" in report.summary() and "64x64@1" in report.summary()
     json.dumps(report.to_dict(), allow_nan=False)
-
-
-@pytest.mark.slow
-def test_estimated_latents_are_what_is_written(photos):
-    photos.settings["latents"] = {"precision": "float32"}
-    report = plan(photos)
-    photos.run(encode_latents.run)
-    store = Store(photos.root)
-    paths = [f"latents/{name}" for name in store.list_names("latents") if name.endswith(".arrow")]
-    total = 0
-    for path in paths:
-        with open_reader(store, path) as shard:
-            total += sum(array.nbytes for n in range(len(shard)) for array in shard.read(n).tensors.values() if array)
-    assert report.details["disk"][0]["new_mib"] == round(total / 2**20, 2)
 
 
 @pytest.mark.slow
@@ -256,24 +241,10 @@ def test_repeated_frames_are_counted_and_warned_about(project):
     assert [row["reason"] for row in limited.set_aside] == ["repeats-frames"]
 
 
-@pytest.mark.slow
-def test_several_resolutions_of_the_same_files_share_their_texts(photos):
-    first = photos.settings["datasets"][0]
-    photos.settings["datasets"].append(first | {"id": "larger", "resolution": 96, "allow_upscale": True})
-    report = plan(photos)
-    assert report.details["texts"] == 4 + 1
-    assert report.details["changes"] == {"new": {"items": 8}}
-    assert {row["dataset"]: row["samples"] for row in report.details["datasets"]} == {"photos": 4, "larger": 4}
-    assert (
-        len({tuple(row["texts"]) for row in current_plan(Store(photos.root), photos.config()).active.to_pylist()}) == 4
-    )
-
-
 @pytest.mark.parametrize(
     "override, words",
     [
         ("datasets.photos.minimum_image_size=2000", "4 too-small"),
-        ("datasets.photos.eval=true", "everything is held out"),
         ("datasets.photos.where=width > 5000", "4 filtered"),
     ],
 )

@@ -33,16 +33,6 @@ def test_finds_images_with_their_captions(project) -> None:
     assert report.details["datasets"][0]["other_files"] == "1: .md 1"
 
 
-def test_finds_videos_and_reads_their_headers(project) -> None:
-    home = project("kandinsky5-video-t2v")
-    home.video("clip.mp4", frames=24, size=(64, 48), rate=12)
-    home.run(discover.run)
-    (row,) = rows_of(home)
-    assert (row["kind"], row["width"], row["height"], row["frames"]) == ("video", 64, 48, 24)
-    assert row["rate"] == pytest.approx(12)
-    assert row["duration"] == pytest.approx(2.0)
-
-
 def read(report, dataset: str = "photos") -> int:
     return next(row["files_read"] for row in report.details["datasets"] if row["dataset"] == dataset)
 
@@ -133,35 +123,18 @@ def test_bad_input_is_set_aside_with_its_reason_and_stops_nothing(project) -> No
         assert row["path"] in row["message"] or Path(row["path"]).stem in row["message"]
 
 
-def test_a_mended_file_leaves_the_rejects(project) -> None:
+def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves_the_rejects(project) -> None:
     home = project()
     home.image("good.png")
     path = home.image("bad.png", caption="")
-    home.run(discover.run, MANY)
-    path.with_suffix(".txt").write_text("now it has one")
-    report = home.run(discover.run)
-    assert report.set_aside == []
-    assert not (home.root / "rejects/discover/photos.arrow").exists()
-
-
-def test_a_dry_run_counts_what_was_set_aside_before_as_no_work(project) -> None:
-    home = project()
-    home.image("good.png")
-    home.image("bad.png", caption="")
     assert home.run(discover.run, MANY, dry_run=True).remaining == 2
+    assert not home.root.exists(), "a dry run writes nothing"
     home.run(discover.run, MANY)
     again = home.run(discover.run, MANY, dry_run=True)
     assert (again.remaining, again.skipped) == (0, 2)
-
-
-def test_too_many_rejects_stop_with_the_list(project) -> None:
-    home = project()
-    home.image("good.png")
-    for number in range(3):
-        (home.media / f"bad{number}.jpg").write_bytes(b"")
-        (home.media / f"bad{number}.txt").write_text("x")
-    with pytest.raises(LatentpressError, match="max_reject_fraction"):
-        home.run(discover.run)
+    path.with_suffix(".txt").write_text("now it has one")
+    assert home.run(discover.run).set_aside == []
+    assert not (home.root / "rejects/discover/photos.arrow").exists()
 
 
 def test_sizes_that_have_no_effect_are_said_where_they_are_met_first(project) -> None:
@@ -171,56 +144,6 @@ def test_sizes_that_have_no_effect_are_said_where_they_are_met_first(project) ->
     assert "resolution: not used with buckets: family" in home.said
     home.run(discover.run)
     assert "not used with" not in home.said
-
-
-def test_an_absent_folder_is_named(project) -> None:
-    home = project()
-    home.media.rmdir()
-    with pytest.raises(LatentpressError, match=r"instance_data_dir: there is no folder .*media"):
-        home.run(discover.run)
-
-
-def test_links_are_followed_inside_the_folder_only(project, tmp_path: Path) -> None:
-    home = project()
-    home.image("real/one.png")
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "secret.png").write_bytes((home.media / "real/one.png").read_bytes())
-    (home.media / "link").symlink_to(home.media / "real")
-    (home.media / "loop").symlink_to(home.media)
-    (home.media / "out").symlink_to(outside)
-    report = home.run(discover.run)
-    assert [row["path"] for row in rows_of(home)] == ["link/one.png", "real/one.png"]
-    assert report.details["datasets"][0]["other_files"] == "2: link that leads back 1, link that leads outside 1"
-
-
-def test_dry_run_writes_nothing(project) -> None:
-    home = project()
-    home.image("one.png")
-    report = home.run(discover.run, dry_run=True)
-    assert report.remaining == 1
-    assert not home.root.exists()
-
-
-def test_what_is_no_file_or_has_no_utf8_name_is_set_aside(project) -> None:
-    home = project()
-    home.image("good.png")
-    content = (home.media / "good.png").read_bytes()
-    strange = os.fsencode(home.media) + b"/strange\xff.png"
-    with open(strange, "wb") as file:
-        file.write(content)
-    for name in ("gone.png", "pipe.png"):
-        (home.media / name).with_suffix(".txt").write_text("x")
-    (home.media / "gone.png").symlink_to(home.media / "never was.png")
-    os.mkfifo(home.media / "pipe.png")
-    report = home.run(discover.run, MANY)
-    assert home.rejects(report) == {
-        "gone.png": "missing",
-        "pipe.png": "unreadable",
-        "strange\\udcff.png": "name-not-utf8",
-    }
-    assert report.to_dict()["exit_code"] == 0
-    assert [row["path"] for row in rows_of(home)] == ["good.png"]
 
 
 def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
@@ -340,3 +263,45 @@ def test_a_dry_run_counts_what_is_to_be_read(project) -> None:
     home.run(discover.run)
     counts = home.run(discover.run, dry_run=True).details["datasets"][0]
     assert (counts["files"], counts["files_to_read"], counts["to_read_mib"]) == (3, 0, 0)
+
+
+# -- companions ------------------------------------------------------------------------------------------------------
+
+
+def sources(project, *names: str):
+    home = project("kandinsky5-image-i2i")
+    home.settings["datasets"][0]["conditioning_data"] = "sources"
+    for name in names:
+        home.image(f"../sources/{name}", seed=len(name))
+    return home
+
+
+def test_a_folder_of_sources_is_listed_once(project, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = sources(project, "0.png", "1.png", "2.png")
+    for number in range(3):
+        home.image(f"{number}.png", seed=number)
+    listed = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (listed.append(Path(str(path)).name), scandir(path))[1])
+    assert home.run(discover.run, "stages.discover.workers=1").done == 3
+    assert listed.count("sources") == 1
+
+
+@pytest.mark.slow
+def test_both_companions_are_kept_until_they_change(project) -> None:
+    home = sources(project, "one.png")
+    home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
+    home.image("one.png")
+    home.image("../masks/one.png", (20, 10))
+    home.run(discover.run)
+    (before,) = rows_of(home)
+    assert (before["mask"], before["mask_kind"], before["mask_width"]) == ("one.png", "image", 20)
+    assert read(home.run(discover.run)) == 0
+    home.image("../masks/one.png", (30, 10), seed=5)
+    report = home.run(discover.run)
+    (after,) = rows_of(home)
+    assert (read(report), report.done, after["mask_width"]) == (1, 0, 30)
+    assert after["mask_id"] != before["mask_id"]
+    assert {name: after[name] for name in after if "mask" not in name} == {
+        name: before[name] for name in before if "mask" not in name
+    }

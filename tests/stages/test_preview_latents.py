@@ -19,12 +19,12 @@ from schemas.cli.console import Report
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, preview
 from stages.encoding.vae import base
-from stages.media import pixels
+from stages.media import sample_reader
 from stages.media.errors import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
-from stages.pages import clip_comparison, pictures, sheets
-from stages.pages.encoded_plan import EncodedCaption
+from stages.pages import pictures, result_page, sample_preview, sheets
 from stages.pages.html import Section, render_template
+from stages.pages.plan_table import EncodedCaption
 from stages.pages.result_page import SampleResult, result_card
 from stages.pages.sample_preview import PageItem
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
@@ -51,7 +51,7 @@ def again(home, *clips_THWC: np.ndarray) -> list[np.ndarray]:
     autoencoder = base.load_autoencoder(home.config(), torch.device("cpu"))
     found = []
     for clip in clips_THWC:
-        latents = autoencoder.encode(torch.from_numpy(pixels.normalise_pixels(clip))[None], [0], "mode")
+        latents = autoencoder.encode(torch.from_numpy(sample_reader.normalize_pixels(clip))[None], [0], "mode")
         found.append(autoencoder.decode(latents)[0].numpy())
     return found
 
@@ -135,7 +135,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     reconstruction, first = again(home, original, original[:1])
     shown = [page.pictures(f"{what}: ") for what in ("original", "reconstruction")]
     places = [0, 2, 5, 7, 9, 11, 14, 16]
-    assert clip_comparison.frame_indices(17) == places and [len(part) for part in shown] == [9, 9]
+    assert sample_preview.frame_indices(17) == places and [len(part) for part in shown] == [9, 9]
     for i, place in enumerate(places):
         assert alike(shown[0][i], original[place]), place
         np.testing.assert_array_equal(shown[1][i], seen(reconstruction[place], pictures.FRAME_BOX))
@@ -146,7 +146,7 @@ def test_a_clip_keeps_its_frames_in_their_order(project) -> None:
     assert numbers["psnr_db"] == pytest.approx(decibels(original, reconstruction), abs=0.006)
     # The condition is the first frame, which is encoded alone.
     np.testing.assert_array_equal(shown[1][8], seen(first[0], pictures.FRAME_BOX))
-    assert clip_comparison.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
+    assert result_page.psnr(numbers["condition_mse"]) == pytest.approx(decibels(original[:1], first))
 
 
 @pytest.mark.long
@@ -270,8 +270,8 @@ def latents_page(word: str) -> Any:
         PageItem(place, sample, (60, 48), 0.2, 0.0),
         (EncodedCaption(word, 3, 3), EncodedCaption(word, problem=word)),
     )
-    frames = [clip_comparison.ComparedFrame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
-    results = [SampleResult(item, captions, clip_comparison.Comparison((frame,), frame.mse, frame)) for frame in frames]
+    frames = [result_page.ComparedFrame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
+    results = [SampleResult(item, captions, result_page.Comparison((frame,), frame.mse, frame)) for frame in frames]
     results += [
         SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))
     ]
@@ -293,19 +293,17 @@ def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
 
 @given(st.integers(1, 500))
 def test_chosen_frames_are_spread_from_the_first_to_the_last(count: int) -> None:
-    places = clip_comparison.frame_indices(count)
-    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, clip_comparison.MAX_COMPARED_FRAMES))
+    places = sample_preview.frame_indices(count)
+    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, sample_preview.MAX_SHOWN_FRAMES))
     gaps = np.diff(places)
     assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
 
 
 def test_psnr_of_known_differences() -> None:
     black = np.zeros((1, 8, 8, 3), np.uint8)
-    assert clip_comparison.psnr(clip_comparison.frame_errors(black, black + np.uint8(255))[0]) == 0
-    assert clip_comparison.psnr(clip_comparison.frame_errors(black, black + np.uint8(1))[0]) == pytest.approx(
-        48.1308, abs=1e-4
-    )
-    assert clip_comparison.psnr(clip_comparison.frame_errors(black, black)[0]) == math.inf
+    assert result_page.psnr(result_page.frame_errors(black, black + np.uint8(255))[0]) == 0
+    assert result_page.psnr(result_page.frame_errors(black, black + np.uint8(1))[0]) == pytest.approx(48.1308, abs=1e-4)
+    assert result_page.psnr(result_page.frame_errors(black, black)[0]) == math.inf
 
 
 def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:
@@ -335,7 +333,7 @@ def test_letters_beyond_ascii_are_told_apart_on_a_contact_sheet() -> None:
 
 
 def _result(shown: pictures.Picture, number: int, caption: str = "words " * 40) -> SampleResult:
-    frame = clip_comparison.ComparedFrame(shown, shown, shown, 650.0, None)
+    frame = result_page.ComparedFrame(shown, shown, shown, 650.0, None)
     place = {"dataset": "photos", "path": f"{number}.png", "bucket": "64x64@1", "sample_id": f"{number:032x}"}
     item = PageItem(place, {}, None, 0.0, 0.0)
-    return SampleResult(item, (EncodedCaption(caption, 12, 12),), clip_comparison.Comparison((frame,), 650.0))
+    return SampleResult(item, (EncodedCaption(caption, 12, 12),), result_page.Comparison((frame,), 650.0))

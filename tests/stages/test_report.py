@@ -188,14 +188,6 @@ def test_a_step_after_which_the_data_are_others_is_marked(home: Project) -> None
     assert '"location":3' in draw_chart(charts["loss"], 1).item
 
 
-def test_eval_losses_of_other_samples_are_not_compared(home: Project) -> None:
-    made = FakeRun(home)
-    made.metrics(eval_line(0, 0.5) | {"eval_id": "old"}, eval_line(20, 1.5) | {"eval_id": "new"})
-    made.metrics(eval_line(40, 1.75) | {"eval_id": "new"})
-    page = Page(page_of(home)[0]).text
-    assert "1.5 at step 20" in page and "0.5 at step 0" not in page
-
-
 def test_runs_that_were_scored_by_different_models_have_plots_of_their_own(home: Project) -> None:
     for number, run in enumerate(("first", "second", "third")):
         made = FakeRun(home, run)

@@ -8,7 +8,7 @@ import pytest
 
 from stages import bucket, discover, report
 from tests.project import Project
-from tests.stages.browser import browser, until  # noqa: F401 (a fixture)
+from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.html_page import HOSTILE
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
@@ -56,12 +56,9 @@ def test_a_page_in_a_browser(project: Callable[..., Project], browser: Any) -> N
         context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=size == "phone"
         )
-        page, requests, errors = context.new_page(), [], []
+        page, requests = context.new_page(), []
+        errors = note_errors(page)
         page.on("request", lambda request, found=requests: found.append(request.url))
-        page.on(
-            "console", lambda message, found=errors: found.append(message.text) if message.type == "error" else None
-        )
-        page.on("pageerror", lambda error, found=errors: found.append(str(error)))
         page.on("dialog", lambda dialog, found=errors: found.append("a script of a caption ran"))
         page.goto(page_path.as_uri())
         until(page, "document.documentElement.dataset.drawn !== undefined")

@@ -12,7 +12,7 @@ from schemas.config.pipeline import Config
 from stages import report
 from stages.pages import pictures
 from stages.pages.report import page as report_page
-from stages.pages.report import samples, settings
+from stages.pages.report import samples, tables
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, step_line
@@ -136,7 +136,7 @@ def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
     given = {"root": "work", "model": {"family": family}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     given |= {"train": {"set": "abc", "steps": 7, "adapter": {"rank": 3}}, "stages": {"discover": {"workers": 9}}}
     resolved = Config.model_validate(Config.model_validate(given).model_dump(mode="json", by_alias=True))
-    rows = {row["option"]: (row["value"], row["default"]) for row in settings.differing_from_defaults(resolved)}
+    rows = {row["option"]: (row["value"], row["default"]) for row in tables.differing_from_defaults(resolved)}
     required = {"root": "work", "model.family": family, "datasets.a.id": "a", "datasets.a.instance_data_dir": "a"}
     expected = {key: (value, "required") for key, value in required.items()}
     changed = {"train.steps": ("7", "1000"), "train.adapter.rank": ("3", "16"), "stages.discover.workers": ("9", "4")}
@@ -144,9 +144,9 @@ def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
 
 
 def test_long_configurations_are_cut(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "MAX_ROWS", 2)
-    monkeypatch.setattr(settings, "MAX_TEXT", 100)
-    rows = settings.differing_from_defaults(run.config)
+    monkeypatch.setattr(tables, "MAX_ROWS", 2)
+    monkeypatch.setattr(tables, "MAX_TEXT", 100)
+    rows = tables.differing_from_defaults(run.config)
     assert len(rows) == 3 and rows[2]["option"].startswith("and ") and rows[2].keys() == rows[0].keys()
-    text, whole = settings.configuration_text(run.folder / "config.yaml"), (run.folder / "config.yaml").read_text()
+    text, whole = tables.configuration_text(run.folder / "config.yaml"), (run.folder / "config.yaml").read_text()
     assert text.splitlines()[-1].endswith("more characters: config.yaml]") and whole.startswith(text[:100])

@@ -16,8 +16,8 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages import bucket, discover, ui
 from stages.pages.ui import serve
+from stages.pages.ui.app import Site
 from stages.pages.ui.guard import Token
-from stages.pages.ui.site import Site
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
@@ -43,7 +43,7 @@ def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
     ended = server.wait_for_end("discover")
     assert ended.exit_code == 0
     assert "discover: 1 done" in server.get("/logs/discover").text
-    assert '<span class="state done">done</span>' in server.get("/cards").text
+    assert '<span class="state done">done</span>' in server.get("/").text
     assert [note.program for note in server.site.programs.notes("discover")] == ["discover"]
 
 
@@ -57,10 +57,11 @@ def test_a_stage_is_started_once_and_has_a_log(server: UiServer) -> None:
         ("GET", "/", {"Host": "localhost.evil.example:80"}, 403),
         ("GET", "/", {"Host": "localhost@evil.example"}, 403),
         ("GET", "/", {"Host": ""}, 403),
-        ("GET", "/cards", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
         ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
         ("GET", "/", {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
         ("POST", "/jobs/discover/start", {}, 403),
+        ("POST", "/configuration/save", {"Origin": "http://evil.example"}, 403),
         ("POST", "/jobs/discover/start", {"Origin": "null"}, 403),
         ("POST", "/jobs/discover/start", {"Origin": "http://evil.example"}, 403),
         ("POST", "/jobs/discover/start", {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
@@ -93,7 +94,7 @@ def test_the_token(home: Project) -> None:
     with ui_server(home, token, host="192.0.2.1") as server:
         asked = server.get("/")
         assert asked.status == 303 and asked.headers["location"] == "/login"
-        assert server.get("/cards", Cookie=f"latentpress-ui-{server.port}=wrong").status == 303
+        assert server.get("/", Cookie=f"latentpress-ui-{server.port}=wrong").status == 303
         assert server.post("/jobs/discover/start").status == 401
         assert server.get("/login?code=wrong").status == 403
         code = token.code
@@ -104,7 +105,7 @@ def test_the_token(home: Project) -> None:
         assert {"HttpOnly", "SameSite=strict"} <= {part.strip() for part in cookie.split(";")}
         assert "a long enough token" not in cookie
         server.cookie = cookie.partition(";")[0]
-        assert server.get("/").status == 200 and server.get("/cards").status == 200
+        assert server.get("/").status == 200 and server.get("/logs").status == 200
         entered, server.cookie = server.cookie, ""
         for other in ('a="b', "a=b c", "a=b,c", "a=[1]", 'a={"b": 1}', "a b=c", "a", "=", "\xe9=1", "a=\\", "path=/"):
             assert server.get("/", Cookie=f"{other}; {entered}").status == 200, other
@@ -152,7 +153,7 @@ def test_a_record_of_another_age_is_none(server: UiServer, home: Project) -> Non
     for began, found in ((1.0, True), (1e308, False), (-1e308, False)):
         path.write_text(json.dumps(record | {"began": began}))
         assert (server.site.programs.last_start("discover") is not None) == found
-        assert server.post("/jobs/run/start").status == 409 if found else server.get("/cards").status == 200
+        assert server.post("/jobs/run/start").status == 409 if found else server.get("/").status == 200
 
 
 def test_a_time_left_beyond_any_calendar_is_shown(server: UiServer, home: Project) -> None:
@@ -161,7 +162,7 @@ def test_a_time_left_beyond_any_calendar_is_shown(server: UiServer, home: Projec
     run = FakeRun(home)
     run.metrics(step_line(1, seconds_left=1e308))
     with training(run):
-        answer = server.get("/cards")
+        answer = server.get("/")
     assert answer.status == 200 and "days, " in answer.text
 
 
@@ -234,22 +235,12 @@ def test_logs_are_shown_without_what_terminals_obey(server: UiServer, home: Proj
     programs = server.site.programs
     log = programs._new_log("bucket")
     bidi = "\u202e"
-    log.write_bytes(
-        b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
-        + f"{bidi}x\n".encode()
-        + b"\xff\x00\n"
-        + b"y" * 100_000
-        + b"\nlast"
-    )
+    odd = b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
+    odd += f"{bidi}x\n".encode() + b"\xff\x00\n"
+    log.write_bytes(odd + b"y" * 100_000 + b"\nlast")
     text = server.get("/logs/bucket").text
     assert "&lt;script&gt;" not in text and "<script>alert" not in text, "only its end is shown"
-    log.write_bytes(
-        b"\x1b[31mred\x1b[0m <script>alert(1)</script>\n\x1b]0;title\x07named\nold\rnew\n"
-        + f"{bidi}x\n".encode()
-        + b"\xff\x00\n"
-        + b"y" * 9_000
-        + b"\nlast"
-    )
+    log.write_bytes(odd + b"y" * 9_000 + b"\nlast")
     text = server.get("/logs/bucket").text
     assert "red &lt;script&gt;alert(1)&lt;/script&gt;\nnamed\nnew\n\\u202ex\n\ufffd\\x00\nyyy" in text
     assert "y" * 2001 not in text and "last\n" not in text and "last</pre>" in text
@@ -305,7 +296,7 @@ def test_at_an_address_of_its_own_it_asks_for_the_token(home: Project, monkeypat
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            for path in ("/", "/cards", "/documents/key/run/report.html"):
+            for path in ("/", "/logs", "/documents/key/run/report.html"):
                 connection = http.client.HTTPConnection(*listener.getsockname(), timeout=60)
                 connection.request("GET", path)
                 answer = connection.getresponse()
@@ -343,7 +334,7 @@ def test_a_store_is_listed_only_while_somebody_looks_and_not_for_each_look(
         found = page.status()
         assert isinstance(found, Report) and found.done == 1
     assert len(looks) == 1
-    monkeypatch.setattr("stages.pages.ui.site.REMOTE_S", 0.0)
+    monkeypatch.setattr("stages.pages.ui.app.REMOTE_S", 0.0)
     until(lambda: isinstance(page.status(), LatentpressError), "a second look, which fails")
     until(lambda: isinstance(page.status(), Report), "a third one")
 
@@ -367,9 +358,9 @@ def test_a_root_in_a_store(home: Project, s3: S3Server) -> None:
     home.run(bucket.run)
     with ui_server(home) as server:
         s3.reset()
-        until(lambda: "1 samples" in server.get("/cards").text, "the first look")
+        until(lambda: "1 samples" in server.get("/").text, "the first look")
         looked = len(s3.requests)
         assert 0 < looked < 60
-        for path in ("/", "/cards", "/logs", "/plan", "/report") * 5:
+        for path in ("/", "/logs", "/plan", "/report") * 5:
             assert server.get(path).status == 200
         assert len(s3.requests) == looked

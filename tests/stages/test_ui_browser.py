@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from stages.pages.ui.child_programs import ChildPrograms, Start
+from stages.pages.ui.child_programs import JOBS, ChildPrograms, Start
 from stages.pages.ui.guard import Token
-from stages.pages.ui.jobs import JOBS
 from stages.pages.ui.serve import open_socket
 from tests.background import served
 from tests.background import until as wait_until
 from tests.project import Project
-from tests.stages.browser import FOREIGN, browser, until  # noqa: F401 (a fixture)
+from tests.stages.browser import FOREIGN, browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.report_run import FakeRun
 from tests.stages.ui_server import ui_server
 
@@ -88,9 +87,8 @@ def test_a_rehearsal(
     home.config()
     ended.append(home)
     context = browser.new_context(viewport={"width": 1280, "height": 900})
-    page, errors = context.new_page(), []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page = context.new_page()
+    errors = note_errors(page)
     with page_process(home) as (process, url):
         page.goto(url)
         page.locator("#start-run").focus()
@@ -219,19 +217,19 @@ class ForeignSite(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page = f"""<!doctype html><p id=said></p>
         <iframe name=inner></iframe><iframe id=framed src="{self.target}/"></iframe>
-        <img src="{self.target}/cards"><script src="{self.target}/cards"></script>
+        <img src="{self.target}/"><script src="{self.target}/"></script>
         <form method=post action="{self.target}/jobs/discover/start" target=inner></form><script>
         document.forms[0].submit();
         (async () => {{
           const found = [];
           const start = "/jobs/discover/start", headers = {{"Content-Type": "application/json"}};
           const method = "POST";
-          for (const [path, how] of [["/cards", {{}}], [start, {{method}}], [start, {{method, headers}}]]) {{
+          for (const [path, how] of [["/", {{}}], [start, {{method}}], [start, {{method, headers}}]]) {{
             try {{ found.push((await fetch("{self.target}" + path, how)).status); }}
             catch (error) {{ found.push("refused"); }}
           }}
           await fetch("{self.target}/jobs/discover/start", {{method: "POST", mode: "no-cors"}}).catch(() => 0);
-          const socket = new WebSocket("{self.target.replace("http", "ws")}/cards");
+          const socket = new WebSocket("{self.target.replace("http", "ws")}/");
           socket.onerror = socket.onopen = (event) => {{
             document.getElementById("said").textContent = [...found, event.type].join(" ");
           }};

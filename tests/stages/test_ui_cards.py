@@ -10,8 +10,8 @@ import pytest
 from schemas.cli.process_record import ProcessRecord, Task, find_process_start, write_record
 from schemas.cli.report import Report
 from schemas.errors import LatentpressError
-from stages.pages.ui.cards import Card, build_cards, build_run_card
 from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.flow_page import Card, build_cards, build_run_card
 from tests.project import Project
 from tests.stages.follow.notified_run import finish
 from tests.stages.report_run import FakeRun, eval_line, step_line

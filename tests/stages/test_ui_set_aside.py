@@ -43,7 +43,7 @@ def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> Non
     assert "0 of 4 items" in server.get("/set-aside?words=broken+tiny").text
     stage = server.get("/set-aside?stage=bucket").text
     assert "tiny.png" in stage and "broken.png" not in stage
-    assert 'href="/set-aside?stage=bucket">1 set aside</a>' in server.get("/cards").text
+    assert 'href="/set-aside?stage=bucket">1 set aside</a>' in server.get("/").text
     for odd in ("?first=-1", "?first=99999999", "?first=x", "?stage=<b>", "?words=%00"):
         answer = server.get(f"/set-aside{odd}")
         assert answer.status == 200 and "<b><" not in answer.text, odd

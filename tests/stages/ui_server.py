@@ -11,10 +11,10 @@ from urllib.parse import urlencode
 
 from schemas.cli.console import Options
 from stages import status
+from stages.pages.ui.app import Site
 from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
 from stages.pages.ui.serve import guarded_app, make_server, open_socket
-from stages.pages.ui.site import Site
 from tests.background import until
 from tests.project import Project
 

@@ -1,6 +1,6 @@
 """The contract of a source: it lists media, knows their captions and companions, and opens one item by its path.
 
-Each source is a file in this folder. Listing must be cheap: names, sizes and versions come from directories, tables
+Each source is a class in this folder. Listing must be cheap: names, sizes and versions come from directories, tables
 and archive headers, and no item is opened. Listings are Arrow tables of bounded size, so a million items cost no more
 memory than their table.
 """
@@ -73,7 +73,7 @@ class Source(Protocol):
 
 _SOURCE_CLASSES = {
     "folder": "folder.FolderSource",
-    "remote": "remote.RemoteSource",
+    "remote": "folder.RemoteSource",
     "webdataset": "webdataset.WebDatasetSource",
     "huggingface": "huggingface.HuggingFaceSource",
     "manifest": "manifest.ManifestSource",

@@ -111,7 +111,7 @@ class CaptionLookup:
         media = table_reader.find_media_column(table, dataset.media_column, location)
         table_reader.refuse_binary_columns(location, dataset.caption_column)
         require_columns(table.column_names, dataset.caption_column, "caption_column", location)
-        keys = [normalise_paths(chunk, self._root) for chunk in table.column(media).chunks]
+        keys = [normalize_paths(chunk, self._root) for chunk in table.column(media).chunks]
         return table, media, TextLookup(pa.chunked_array(keys, _text))
 
     def _add_from_table(self, columns: dict[str, pa.Array]) -> None:
@@ -152,7 +152,7 @@ def strip_extensions(paths: pa.Array) -> pa.Array:
     return pc.replace_substring_regex(paths, r"(?s)([^/.][^/]*)\.[^/.]*$", r"\1")
 
 
-def normalise_paths(cells: pa.Array, root: str) -> pa.Array:
+def normalize_paths(cells: pa.Array, root: str) -> pa.Array:
     """File names in a table as paths of a listing; null for none.
 
     Below `root` (a folder or URL): relative to it, without "./", "//" and "..". Elsewhere: absolute; URLs by
@@ -175,7 +175,7 @@ def normalise_paths(cells: pa.Array, root: str) -> pa.Array:
 
 
 def resolve_path(root: str, path: str) -> str:
-    """Where a file of a table is: `path` itself if it is absolute or a URL, else below `root`."""
+    """The place of a file of a table: `path` itself if it is absolute or a URL, else below `root`."""
     path = path.removeprefix("file://")
     if "://" in path:
         return path

@@ -106,10 +106,10 @@ def extra_columns(table: pa.Table, used: Sequence[str], ignored: Counter[str] | 
     Other types (lists, records, bytes) are left out, and `ignored` gets their number.
     """
     others = [name for name in table.column_names if name not in used]
-    found = {name: table.column(name) for name in others if is_scalar(table.column(name).type)}
-    if ignored is not None and len(found) < len(others):
-        ignored["column that is neither text nor number"] = len(others) - len(found)
-    return {EXTRA_PREFIX + name: take_rows(column, None) for name, column in found.items()}
+    scalars = {name: table.column(name) for name in others if is_scalar(table.column(name).type)}
+    if ignored is not None and len(scalars) < len(others):
+        ignored["column that is neither text nor number"] = len(others) - len(scalars)
+    return {EXTRA_PREFIX + name: take_rows(column, None) for name, column in scalars.items()}
 
 
 def cast_to_kind(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -163,17 +163,17 @@ class TextLookup:
 
 def hash_texts(texts: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     """(n,) xxh3-64 of texts, null as "". Of a million different ones, two are equal with odds of 1 to 4e7."""
-    found = np.empty(len(texts), np.uint64)
+    hashes = np.empty(len(texts), np.uint64)
     for start in range(0, len(texts), CHUNK_ROWS):
         part = pc.fill_null(texts.slice(start, CHUNK_ROWS).cast(pa.binary()), b"").to_pylist()
-        found[start : start + len(part)] = np.fromiter(map(xxhash.xxh3_64_intdigest, part), np.uint64, len(part))
-    return found
+        hashes[start : start + len(part)] = np.fromiter(map(xxhash.xxh3_64_intdigest, part), np.uint64, len(part))
+    return hashes
 
 
 def take_rows(column: pa.Array | pa.ChunkedArray, rows: NDArray[np.int64] | pa.Array | None) -> pa.Array:
     """`column` at `rows` (None: all) as one array; null rows give null."""
-    found = column if rows is None else column.take(rows if isinstance(rows, pa.Array) else pa.array(rows))
-    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
+    taken = column if rows is None else column.take(rows if isinstance(rows, pa.Array) else pa.array(rows))
+    return taken.combine_chunks() if isinstance(taken, pa.ChunkedArray) else taken
 
 
 def to_mask(values: pa.Array | pa.ChunkedArray) -> NDArray[np.bool_]:

@@ -71,9 +71,9 @@ class CompanionFinder:
         """stem, path, version and kind of all companions, and the rows by stem. A name that is not UTF-8 is left out:
         no item has it."""
         schema = pa.schema([(name, _text) for name in ("stem", "path", "version", "kind")])
-        found = (row for row in self._walk() if row[0].encode(errors="replace").decode() == row[0])
+        entries = (row for row in self._walk() if row[0].encode(errors="replace").decode() == row[0])
         batches = []
-        while rows := list(islice(found, CHUNK_ROWS)):
+        while rows := list(islice(entries, CHUNK_ROWS)):
             path, version, kind = (pa.array(column, _text) for column in zip(*rows, strict=True))
             batches.append(pa.record_batch([strip_extensions(path), path, version, kind], schema))
         table = pa.Table.from_batches(batches, schema)
@@ -103,7 +103,7 @@ def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
 
 
 class CommonSource(Source):
-    """What the sources share: captions beside the media or by path, companions in columns of their own or by name.
+    """The common part of sources: captions beside the media or by path, companions in columns of their own or by name.
 
     root: the folder or URL that the paths of the listing start at; None: the dataset's.
     """

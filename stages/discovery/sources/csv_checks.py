@@ -140,7 +140,7 @@ def check_csv(location: str, delimiter: str) -> None:
 
 
 def _merged_line(row: list[str], delimiter: str) -> int:
-    """Which line of a multi-line cell looks like a row: as many cells, and a file name where this row has one; 0
+    """The line of a multi-line cell that looks like a row: as many cells, and a file name where this row has one; 0
     for none. Two rows that each lack a quote make one row that no reader refuses."""
     for cell in row:
         for number, line in enumerate(cell.split("\n")[1:], 1):
@@ -152,7 +152,7 @@ def _merged_line(row: list[str], delimiter: str) -> int:
 
 
 def _explain_quote(location: str, start: int, line: int, message: str) -> tuple[str, str]:
-    """What is wrong with the quotes of a row from line `start` to `line`, and what to do. message: the reader's."""
+    """The fault in the quotes of a row from line `start` to `line`, and what to do. message: the reader's."""
     close = f"close it; {_DOUBLE_QUOTES}"
     if "end of data" in message:
         return f"a quote is opened and not closed before the end, line {line}", close

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
-from stages.discovery.sources.captions import add_row_captions, normalise_paths
+from stages.discovery.sources.captions import add_row_captions, normalize_paths
 from stages.discovery.sources.columns import (
     TextLookup,
     extra_columns,
@@ -135,11 +135,11 @@ class HuggingFaceSource(CommonSource):
         sizes, versions = self._sizes_and_versions(media)
         columns = {"path": paths, "kind": self._kinds(media), "size": sizes, "version": versions}
         for role, column in self._columns_by_role.items():
-            found = _has_media(chunk.column(column))
-            columns[role] = pc.if_else(found, paths, None)
-            columns[f"{role}_version"] = pc.if_else(found, self._sizes_and_versions(chunk.column(column))[1], None)
+            present = _has_media(chunk.column(column))
+            columns[role] = pc.if_else(present, paths, None)
+            columns[f"{role}_version"] = pc.if_else(present, self._sizes_and_versions(chunk.column(column))[1], None)
             if role == "mask":
-                columns["mask_kind"] = pc.if_else(found, "image", None)
+                columns["mask_kind"] = pc.if_else(present, "image", None)
         problem = f"no-media: has nothing in {self._media!r}"
         add_problems(columns, pc.if_else(_has_media(media), None, problem), "fill it in, or leave the row out")
         captions = dataset.caption_column if self._own_captions else []
@@ -171,18 +171,18 @@ class HuggingFaceSource(CommonSource):
         sizes = pa.nulls(len(column), _long) if data is None else take_rows(pc.binary_length(data).cast(_long), None)
         if files is None or (data is not None and data.null_count == 0):
             return sizes, pa.repeat(fingerprint, len(column))
-        found: list[tuple[int | None, str | None]] = []
+        stats: list[tuple[int | None, str | None]] = []
         for name, length in zip(files.to_pylist(), sizes.to_pylist(), strict=True):
             if length is not None or not name:
-                found.append((length, fingerprint))
+                stats.append((length, fingerprint))
                 continue
             file = _cell_file(self._place, name)
             try:
                 status = None if isinstance(file, Blob) else os.stat(file)
             except OSError:  # opening it fails again, which sets it aside by name
                 status = None
-            found.append((status.st_size, str(status.st_mtime_ns)) if status else (None, None))
-        return pa.array([size for size, _ in found], _long), pa.array([version for _, version in found], _text)
+            stats.append((status.st_size, str(status.st_mtime_ns)) if status else (None, None))
+        return pa.array([size for size, _ in stats], _long), pa.array([version for _, version in stats], _text)
 
 
 class TableCell(Blob):
@@ -216,12 +216,12 @@ def load_rows(place: DatasetLocation) -> Any:
         raise LatentpressError(f"{place.root}: the library `datasets` is missing ({error})", step) from None
     datasets.disable_progress_bars()
     try:
-        found = _load_uncached(datasets, place)
+        rows = _load_uncached(datasets, place)
     except LatentpressError:
         raise
     except Exception as error:  # the library's builders and its HTTP client have exceptions of their own
         raise _loading_error(datasets, place, error) from None
-    return found.with_format("arrow")
+    return rows.with_format("arrow")
 
 
 def _load_uncached(datasets: Any, place: DatasetLocation) -> Any:
@@ -287,8 +287,8 @@ def _bytes_and_files(column: pa.ChunkedArray) -> tuple[pa.ChunkedArray | None, p
 
 def _has_media(column: pa.ChunkedArray) -> pa.Array:
     data, files = _bytes_and_files(column)
-    found = [take_rows(pc.is_valid(part), None) for part in (data, files) if part is not None]
-    return found[0] if len(found) == 1 else pc.or_(*found)
+    masks = [take_rows(pc.is_valid(part), None) for part in (data, files) if part is not None]
+    return masks[0] if len(masks) == 1 else pc.or_(*masks)
 
 
 def _other_columns(chunk: pa.Table, features: Any, used: list[str]) -> pa.Table:
@@ -310,7 +310,7 @@ def _item_names(files: pa.Array, place: DatasetLocation) -> pa.Array:
     """Paths below the folder, else "<split>/<name>" (of a place elsewhere the last part of its path)."""
     below = files
     for root in dict.fromkeys((os.path.abspath(place.root), os.path.realpath(place.root))):
-        below = normalise_paths(below, root)
+        below = normalize_paths(below, root)
     elsewhere = pc.or_(pc.match_substring(below, "://"), pc.match_substring_regex(below, r"^/|^\.\.(/|$)"))
     last = pc.replace_substring_regex(pc.replace_substring_regex(below, r"(?s)\?.*", ""), r"(?s)^.*/", "")
     names = pc.if_else(elsewhere, last, below)

@@ -57,7 +57,7 @@ class ManifestSource(CommonSource):
             require_folder(self._base, f"datasets.{self._dataset.id}.media_root")
         table, media = self._read(None)
         paths = pa.chunked_array(
-            [captions.normalise_paths(chunk, self._base) for chunk in table.column(media).chunks], _text
+            [captions.normalize_paths(chunk, self._base) for chunk in table.column(media).chunks], _text
         )
         lookup = TextLookup(paths)
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
@@ -123,7 +123,7 @@ class ManifestSource(CommonSource):
     def _add_own_captions(
         self, columns: dict[str, pa.Array], rows: pa.Table, table: pa.Table, lookup: TextLookup
     ) -> None:
-        """Those of every row that names the path; most often only of the one in `rows`."""
+        """Add the captions of every row that names the path; most often only of the one in `rows`."""
         names, location = self._dataset.caption_column, display_location(self._dataset.instance_data_dir)
         require_columns(table.column_names, names, "caption_column", location)
         owner, numbers = lookup.pairs(columns["path"])
@@ -148,7 +148,7 @@ class ManifestSource(CommonSource):
         self, columns: dict[str, pa.Array], role: str, cells: pa.ChunkedArray, column: str, pool: ThreadPoolExecutor
     ) -> None:
         texts = take_rows(cells, None).cast(_text)
-        paths = captions.normalise_paths(texts, self._base)
+        paths = captions.normalize_paths(texts, self._base)
         stats = self._stats(paths, texts, pool)
         versions, name, missing = _versions(stats), COMPANION_NAMES[role], pc.is_null(paths)
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
@@ -191,7 +191,7 @@ class ManifestSource(CommonSource):
             table, media = self._read([*named, *self._columns_by_role.values()])
             column = table.column(self._columns_by_role.get(role, media)).cast(_text)
             urls = column.filter(pc.match_substring(column, "://"))
-            paths = [captions.normalise_paths(chunk, self._base) for chunk in urls.chunks]
+            paths = [captions.normalize_paths(chunk, self._base) for chunk in urls.chunks]
             self._secrets[role] = urls, TextLookup(pa.chunked_array(paths, _text))
         return self._secrets[role]
 

@@ -155,9 +155,6 @@ class RemoteFile(Blob):
         self._size: int | None = None
         self._info: dict[str, Any] | None = None
 
-    def __repr__(self) -> str:
-        return f"RemoteFile({self.name!r})"
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_info": None}
 
@@ -311,7 +308,7 @@ def object_errors(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def listing_errors(url: str) -> Iterator[None]:
-    """As `object_errors`, for a place to be listed: raises LatentpressError."""
+    """Does the same for a place to be listed: raises LatentpressError."""
     try:
         with object_errors(url, strip_secrets(url)):
             yield

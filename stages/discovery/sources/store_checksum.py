@@ -1,4 +1,4 @@
-"""What a store says about an object's content, in the words of each fsspec file system."""
+"""The checksums that a store gives of an object's content, in the words of each fsspec file system."""
 
 import base64
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StoreChecksum:
-    """What a store says about an object's content. md5: 32 hex digits if that is, or may be, the content's MD5;
+    """A statement of a store about an object's content. md5: 32 hex digits if that is, or may be, the content's MD5;
     is_certain: whether it is. scoped_to_url: identifies the content only together with the URL."""
 
     kind: str

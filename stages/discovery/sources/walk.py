@@ -27,7 +27,7 @@ _PendingFolder = tuple[str, str, bool, _ParentChain | None]
 
 
 @dataclass
-class Found:
+class FolderFiles:
     """The media files in one folder, row for row: names, kinds, sizes in bytes, modification times in nanoseconds.
 
     prefix: the folder's path below the top, "" or with a "/" at its end. texts: stem -> name and version of the caption
@@ -79,7 +79,7 @@ class _KindByExtension(dict[str, str | None]):
 
 def walk(
     top: str, kinds: Mapping[str, str], follow_links: bool, ignored: Counter[str], texts: bool = False
-) -> Iterator[Found]:
+) -> Iterator[FolderFiles]:
     """Every folder below `top` with its files of `kinds` (extension with dot -> kind), in no order.
 
     texts: look for caption files too (".txt"). `ignored` counts what is left alone, by extension or reason. Raises
@@ -92,8 +92,8 @@ def walk(
     todo: list[_PendingFolder] = [(top, "", False, None)]
     while todo:  # one loop, since another call a file costs 3 %
         path, prefix, linked, above = todo.pop()
-        found, chain = Found(prefix), (path, above)
-        add_name, add_kind, add_size, add_time = found.appenders()
+        files, chain = FolderFiles(prefix), (path, above)
+        add_name, add_kind, add_size, add_time = files.appenders()
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
@@ -121,23 +121,23 @@ def walk(
                         status = entry.stat()
                     except OSError as error:
                         if kind != CAPTION_KIND:  # a broken link is no caption
-                            found.add_problem(name, kind, *_stat_problem(error))
+                            files.add_problem(name, kind, *_stat_problem(error))
                         continue
                     size, time = status.st_size, status.st_mtime_ns
                     if kind == CAPTION_KIND:
-                        if ending == "txt" or stem not in found.texts:  # of "a.txt" and "a.TXT" the former
-                            found.texts[stem] = name, f"{size}:{caption_version(status)}"
+                        if ending == "txt" or stem not in files.texts:  # of "a.txt" and "a.TXT" the former
+                            files.texts[stem] = name, f"{size}:{caption_version(status)}"
                     elif size or stat.S_ISREG(status.st_mode):
                         add_name(name)
                         add_kind(kind)
                         add_size(size)
                         add_time(time)
                     else:
-                        found.add_problem(name, kind, f"unreadable: {NOT_REGULAR}", "point the dataset at files")
+                        files.add_problem(name, kind, f"unreadable: {NOT_REGULAR}", "point the dataset at files")
         except OSError as error:
             step = "give read permission to the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error
-        yield found
+        yield files
 
 
 def _is_ancestor(folder: str, chain: _ParentChain | None) -> bool:

@@ -21,12 +21,12 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.tables import EXTRA_PREFIX
-from stages.discovery.sources import base, tar_members
+from stages.discovery.sources import base, tars
 from stages.discovery.sources.captions import MAX_CAPTION_BYTES, split_caption_lines
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
 from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import file_below
-from stages.discovery.sources.tar_patterns import file_version, find_tars, parse_patterns
+from stages.discovery.sources.tars import file_version, find_tars, parse_patterns
 from stages.discovery.sources.urls import strip_secrets
 from stages.media.errors import RESTORE_ADVICE, MediaError
 from stages.media.files import MediaPath, media_size, open_media
@@ -39,7 +39,7 @@ _text = pa.string()
 class _KeyMembers:
     """The members of one key by extension, and the content of its text and json members."""
 
-    members: dict[str, tar_members.MemberEntry] = field(default_factory=dict)
+    members: dict[str, tars.MemberEntry] = field(default_factory=dict)
     text: bytes | None = None
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class WebDatasetSource(CommonSource):
             place = self._place(tar)
             size = media_size(place)
             with open_media(place) as file:
-                for member in tar_members.iter_members(file, size, os.fspath(place), self.ignored):
+                for member in tars.iter_members(file, size, os.fspath(place), self.ignored):
                     self._add_member(file, member, keys)
         except MediaError as error:
             damage = error
@@ -111,7 +111,7 @@ class WebDatasetSource(CommonSource):
             row |= {"problem": f"{damage.reason}: {damage.problem}", "advice": damage.advice}
             yield base.listing_table({name: pa.array([value], _text) for name, value in row.items()})
 
-    def _add_member(self, file: BinaryIO, member: tar_members.MemberEntry, keys: dict[str, _KeyMembers]) -> None:
+    def _add_member(self, file: BinaryIO, member: tars.MemberEntry, keys: dict[str, _KeyMembers]) -> None:
         """Add a member to its key; read it if it is a text or json member that is used."""
         match = _KEY_PATTERN.fullmatch(member.name)
         if not match:
@@ -206,7 +206,7 @@ class WebDatasetSource(CommonSource):
         """The member at "<tar>/<member>". Raises MediaError."""
         name, place = self._tar(path)
         version = "" if "://" in self._base else file_version(place)
-        return tar_members.find_member(place, version, os.fspath(place), path[len(name) + 1 :])
+        return tars.find_member(place, version, os.fspath(place), path[len(name) + 1 :])
 
     def _tar(self, path: str) -> tuple[str, MediaPath]:
         """The name and the file or object of the tar that holds the member at `path`."""

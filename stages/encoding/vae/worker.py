@@ -84,8 +84,9 @@ class LatentsWorker(UnitWorker):
 
 
 def normalize_on_device(pixels_BTHWC: np.ndarray, device: torch.device) -> torch.Tensor:
-    """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on `device`, equal to stages.media.pixels.normalise_pixels to
-    the last bit. On CUDA, dividing by a Python number multiplies by its rounded inverse; by a tensor, it divides."""
+    """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on `device`, equal to the last bit to
+    stages.media.sample_reader.normalize_pixels. On CUDA, dividing by a Python number multiplies by its
+    rounded inverse; by a tensor, it divides."""
     bytes_BCTHW = torch.from_numpy(pixels_BTHWC).to(device).movedim(-1, 1)
     pixels_BCTHW = bytes_BCTHW.to(torch.float32, memory_format=torch.contiguous_format)
     return pixels_BCTHW.div_(torch.tensor(255.0, device=device)).mul_(2.0).sub_(1.0)

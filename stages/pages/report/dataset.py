@@ -1,11 +1,13 @@
 """The data of a run, in one glance: buckets, captions and what was cut off of them, and what was set aside."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,6 @@ from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.errors import MediaError
 from stages.media.files import MediaPath
 from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
-from stages.pages.report.captions import MAX_COMPARED, length_bins, most_alike
 from stages.pages.report.plots import Plot, draw_bars
 from stages.planning.plan_lookup import current_plan
 
@@ -39,6 +40,51 @@ MAX_OPENED_SHARDS = 256  # of text, for captions that were cut off
 MAX_CUT_SHOWN = 10
 THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
 TableRow = dict[str, Any]
+MAX_COMPARED = 2000  # captions; all pairs of so many take a second
+MAX_PAIRS = 6
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class CaptionPair:
+    """Two different captions, by number. similarity: Jaccard's, the share of their distinct words that both have."""
+
+    first: int
+    second: int
+    similarity: float
+
+
+def most_alike(captions: Sequence[str], count: int = MAX_PAIRS) -> list[CaptionPair]:
+    """The `count` pairs of highest Jaccard similarity of their sets of words (Jaccard 1901, as used for near-duplicates
+    by Broder 1997), exact, highest first. Case and order of words do not count. Captions without words are left out.
+
+    Words of one caption alone are in no intersection, so they have no column; their number counts in the union.
+    """
+    words = [frozenset(_WORD.findall(caption.casefold())) for caption in captions]
+    uses = Counter(chain.from_iterable(words))
+    columns = {word: number for number, word in enumerate(word for word, times in uses.items() if times > 1)}
+    present = np.zeros((len(words), len(columns)), np.float32)
+    for row, distinct in enumerate(words):
+        present[row, [columns[word] for word in distinct if word in columns]] = 1
+    shared = np.triu(present @ present.T, 1)  # each pair once
+    first, second = np.nonzero(shared)
+    sizes = np.array([len(distinct) for distinct in words], np.float32)
+    both = shared[first, second]
+    similarity = both / (sizes[first] + sizes[second] - both)
+    best = np.lexsort((second, first, -similarity))[:count]
+    return [CaptionPair(int(first[i]), int(second[i]), float(similarity[i])) for i in best]
+
+
+def length_bins(lengths: np.ndarray, most: int = 16) -> tuple[list[str], list[int]]:
+    """Labels ("1-5") and counts of equal bins of whole numbers, at most `most`."""
+    if not len(lengths):
+        return [], []
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, -(-(high - low + 1) // most))
+    starts = list(range(low, high + 1, width))
+    counts = np.bincount((lengths.astype(np.int64) - low) // width, minlength=len(starts))
+    labels = [f"{start}" if width == 1 else f"{start}-{start + width - 1}" for start in starts]
+    return labels, counts.tolist()
 
 
 @dataclass
@@ -47,7 +93,7 @@ class DataGlance:
     each, where there is one. missing: what can't be told, and why."""
 
     runs: list[str]
-    place: str
+    source: str
     facts: list[str] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
     alike: list[tuple[float, str, str]] = field(default_factory=list)

@@ -6,57 +6,33 @@ page's own, whose hashes it has.
 
 import base64
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
-from cache.runs.best_step import NOTHING_HELD_OUT, Evaluation, best_evaluation, loss_name, measured_on
-from cache.runs.scores import ScoreCurve, read_curves
-from cache.runs.training_run import METRICS_FILE, RunProgress, read_metrics, read_progress
+from cache.runs.best_step import NOTHING_HELD_OUT, measured_on
+from cache.runs.scores import read_curves
+from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.report import costs, settings
-from stages.pages.report.curves import build_charts
+from stages.pages.report import tables
+from stages.pages.report.curves import build_charts, score_charts
 from stages.pages.report.dataset import DataGlance, glance_at_data
 from stages.pages.report.plots import COLORS, Plot, draw_chart, script_library
 from stages.pages.report.samples import SampleGrid, gather_samples
-from stages.pages.report.scores import best_rows, score_charts
+from stages.pages.report.tables import ReportRun
 
 MAX_PAGE_BYTES = 10_000_000
 #: Of pictures and clips, before base64 makes a third more of them; less where the rest is large.
 SAMPLE_BYTES = 4_800_000
-TableRow = dict[str, Any]
 
 
 class PageTooLarge(LatentpressError):
     """The page is too large even without a picture."""
-
-
-@dataclass(frozen=True)
-class ReportRun:
-    """A run of the report. config: its own, with `folder` as its output. planned: the given configuration where it has
-    the same datasets, as a plan is found by paths relative to the configuration's folder; else the run's own. not_own:
-    whether config.yaml is missing, so that settings are those of the given configuration."""
-
-    name: str
-    folder: Path
-    config: Config
-    planned: Config
-    not_own: bool
-    metrics: list[dict[str, Any]]
-    scores: list[ScoreCurve]
-    progress: RunProgress
-
-    @property
-    def best(self) -> Evaluation | None:
-        """The lowest eval loss, as "Best steps" has it."""
-        return best_evaluation(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -86,35 +62,29 @@ def make_page(
 ) -> tuple[ReportContent, list[bytes]]:
     """Make the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or smaller pictures.
     command: that makes it again. beside: see `gather_samples`."""
-    content = gather_content(runs, beside)
+    charts = build_charts([(run.name, run.metrics) for run in runs])
+    charts += score_charts([(run.name, run.scores) for run in runs])
+    named = [(run.name, run.folder, run.config) for run in runs]
+    content = ReportContent(
+        runs=list(runs),
+        plots=[draw_chart(chart, len(runs)) for chart in charts],
+        grid=gather_samples(named, SAMPLE_BYTES, beside),
+        data=glance_at_data([(run.name, run.config, run.planned) for run in runs]),
+        missing=[f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)],
+    )
     while (size := sum(map(len, pieces := list(render_report(content, command))))) > MAX_PAGE_BYTES:
         limit = f"{MAX_PAGE_BYTES / 1e6:g} MB"
         if not content.grid.rows:
             message = f"the page would have {size / 1e6:.1f} MB without a picture, more than {limit}"
             raise PageTooLarge(message, "name fewer runs" if len(runs) > 1 else "shorten names and messages")
         left = max(0, content.grid.size - (size - MAX_PAGE_BYTES) * 3 // 4 - 1)  # base64 makes 4 bytes of 3
-        grid = _gather_grid(runs, left, beside)
+        grid = gather_samples(named, left, beside)
         grid.notes.append(
             f"Pictures are fewer or smaller, as the page is to stay below {limit}; whole ones are linked by "
             "latentpress report --pictures-beside."
         )
         content = replace(content, grid=grid)
     return content, pieces
-
-
-def _gather_grid(runs: Sequence[ReportRun], max_bytes: int, beside: tuple[Path, Path] | None) -> SampleGrid:
-    return gather_samples([(run.name, run.folder, run.config) for run in runs], max_bytes, beside)
-
-
-def gather_content(runs: Sequence[ReportRun], beside: tuple[Path, Path] | None = None) -> ReportContent:
-    """beside: see `gather_samples`."""
-    charts = build_charts([(run.name, run.metrics) for run in runs])
-    charts += score_charts([(run.name, run.scores) for run in runs])
-    plots = [draw_chart(chart, len(runs)) for chart in charts]
-    grid = _gather_grid(runs, SAMPLE_BYTES, beside)
-    data = glance_at_data([(run.name, run.config, run.planned) for run in runs])
-    missing = [f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)]
-    return ReportContent(list(runs), plots, grid, data, missing)
 
 
 def _missing_of_run(run: ReportRun) -> Iterator[str]:
@@ -126,44 +96,6 @@ def _missing_of_run(run: ReportRun) -> Iterator[str]:
         yield "Training goes on: this page shows what there was when it was made."
     elif run.progress.state == "stopped":
         yield f"Training stopped at step {run.progress.step} of {run.progress.steps}; latentpress run continues it."
-
-
-def run_rows(content: ReportContent) -> list[TableRow]:
-    rows, names = [], {loss_name(run.metrics) for run in content.runs}
-    name = names.pop().replace(" ", "_") if len(names) == 1 else "eval_loss"  # what each was measured on is said below
-    for run in content.runs:
-        row, best = run.progress.row(), run.best
-        model = run.config.model
-        rows.append(
-            {
-                "run": run.name,
-                "state": row["state"],
-                "step": row["step"],
-                "loss": row["loss"],
-                name: _last_eval(run),
-                f"lowest_{name}": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
-                "model": f"{model.family} {model.flavour_spec.name}, {run.config.train.adapter.type}",
-                "folder": str(run.folder),
-            }
-        )
-    return rows
-
-
-def _last_eval(run: ReportRun) -> str:
-    lines = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
-    return f"{lines[-1] if lines[-1] is not None else math.nan:.4g}" if lines else ""
-
-
-def cost_table(content: ReportContent) -> list[TableRow]:
-    """A row for each stage, two columns for each run."""
-    merged: dict[str, TableRow] = {}
-    for run in content.runs:
-        prefix = f"{run.name} " if len(content.runs) > 1 else ""
-        for row in costs.cost_rows(run.config, run.folder, run.metrics):
-            columns = {f"{prefix}time": row["time"], f"{prefix}size": row["size"]}
-            merged.setdefault(row["stage"], {"stage": row["stage"]}).update(columns)
-    keys = dict.fromkeys(key for row in merged.values() for key in row)
-    return [{key: row.get(key, "") for key in keys} for row in merged.values()]
 
 
 def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
@@ -180,17 +112,17 @@ def render_report(content: ReportContent, command: str = "") -> Iterator[bytes]:
         policy=content_policy([library, script]),
         library=library,
         script=script,
-        runs=run_rows(content),
+        runs=tables.run_rows(runs),
         absent=content.missing,
         plots=content.plots,
-        best=best_rows([(run.name, run.folder) for run in runs]),
+        best=tables.best_rows([(run.name, run.folder) for run in runs]),
         colors={run.name: COLORS[number % len(COLORS)] for number, run in enumerate(runs)} if len(runs) > 1 else {},
         grid=content.grid,
         data=content.data,
-        costs=cost_table(content),
-        between=settings.differing_between(configs) if len(runs) > 1 else [],
-        changed=[(run.name, settings.differing_from_defaults(run.config)) for run in runs],
-        texts=[(run.name, settings.configuration_text(run.folder / "config.yaml")) for run in runs],
+        costs=tables.cost_table(runs),
+        between=tables.differing_between(configs) if len(runs) > 1 else [],
+        changed=[(run.name, tables.differing_from_defaults(run.config)) for run in runs],
+        texts=[(run.name, tables.configuration_text(run.folder / "config.yaml")) for run in runs],
     )
 
 

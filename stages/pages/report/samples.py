@@ -15,7 +15,8 @@ from shutil import copyfile
 from typing import Any
 from urllib.parse import quote
 
-from cache.runs.training_run import read_description, spread, step_of
+from cache.runs.training_run import read_description, spread
+from cache.runs.validation_files import SUFFIXES, list_validations
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
 from schemas.config.validation_samples import ValidationSample, validation_samples
@@ -27,9 +28,8 @@ from stages.media.preview_mark import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Figure, Gallery
 from stages.pages.pictures import THUMBNAIL_BOX, Picture, kept_pictures, picture_key, shrink_clip, shrink_file
-from stages.planning.validation_images import describe_image
+from stages.planning.validation_prompts import describe_image
 
-SUFFIXES = (".png", ".mp4")
 MAX_STEPS = 16  # columns
 MAX_CELLS = 480  # of a page, with originals, reconstructions and source images
 MIN_STEPS = 3  # the first, a middle one and the last, before prompts are left out
@@ -142,15 +142,9 @@ def _share(listings: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tupl
 
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
-    files: dict[tuple[str, Step], Path | None] = {}
     samples = {sample.name: sample for sample in validation_samples(config.validation, config.model.family_spec)}
     order = {name: number for number, name in enumerate(samples)}
-    for path in sorted((folder / "validation").glob("step-*/*.safetensors")):
-        if (step := step_of(path.parent)) is not None:
-            files[path.stem, step] = None
-    for path in sorted((folder / "samples").glob("step-*/*")):
-        if path.suffix in SUFFIXES and (step := step_of(path.parent)) is not None and not path.name.startswith("."):
-            files[path.stem, step] = path
+    files = {(file.name, file.step): file.picture for file in list_validations(folder)}
     ordered = sorted(files.items(), key=lambda entry: (order.get(entry[0][0], len(order)), entry[0]))
     return _Files(run, folder, config, samples, dict(ordered))
 

@@ -1,4 +1,4 @@
-// Draws the plots, in the colours of the page, and plays the clips that are in view.
+// Draws the plots, in the colors of the page, and plays the clips that are in view.
 "use strict";
 const TEXTS = ["axis_label_text_color", "major_label_text_color", "label_text_color", "text_color"];
 const LINES = ["axis_line_color", "major_tick_line_color", "minor_tick_line_color", "grid_line_color"];

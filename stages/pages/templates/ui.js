@@ -35,8 +35,7 @@ function repeat(seconds, work) {
 }
 
 // Puts new elements in the place of those that changed; what has the focus keeps it.
-function swap(place, text) {
-  const fresh = new DOMParser().parseFromString(text, "text/html").body;
+function swap(place, fresh) {
   const focused = document.activeElement && place.contains(document.activeElement) ? document.activeElement.id : "";
   const olds = [...place.children], news = [...fresh.children];
   if (olds.length !== news.length || olds.some((old, number) => old.id !== news[number].id)) {
@@ -44,7 +43,7 @@ function swap(place, text) {
   } else {
     olds.forEach((old, number) => {
       if (old.outerHTML === news[number].outerHTML) return;
-      if (old.tagName === "OL") swap(old, news[number].innerHTML);
+      if (old.tagName === "OL") swap(old, news[number]);
       else old.replaceWith(news[number]);
     });
   }
@@ -57,13 +56,28 @@ function nearest(id) {
   return card && card.querySelector("button, a");
 }
 
+// The parts that are live are taken from the same page as it is now.
 let refresh = async () => {};
-for (const place of document.querySelectorAll("[data-live]")) {
+const live = document.querySelector("[data-live]"), shown = document.getElementById("document");
+if (live) {
   refresh = async () => {
-    const answer = await ask(place.dataset.live);
-    if (answer.ok) swap(place, await answer.text());
+    const answer = await ask(location.href);
+    if (!answer.ok) return;
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    swap(live, fresh.querySelector("[data-live]"));
+    if (shown) showAgain(fresh.getElementById("document"));
   };
-  repeat(Number(place.dataset.every), () => refresh());
+  repeat(2, () => refresh());
+}
+
+// A document that was made again is shown again; one that is there for the first time with the whole page.
+function showAgain({ src, dataset: { version } }) {
+  if (!version || version === shown.dataset.version) return;
+  if (!shown.dataset.version) { location.reload(); return; }
+  const [address] = shown.src.split("?");
+  if (address !== src) return; // another one, which is the newest now
+  shown.dataset.version = version;
+  shown.src = `${address}?version=${version}`;
 }
 
 document.addEventListener("submit", async (event) => {
@@ -109,17 +123,5 @@ if (log) {
   });
 }
 
-// A document that was made again is shown again; one that is there for the first time with the whole page.
-const shown = document.getElementById("document");
-if (shown) {
-  document.getElementById(shown.dataset.make)?.click(); // by its button, as nothing may change on GET
-  repeat(2, async () => {
-    const answer = await ask(shown.dataset.check);
-    if (!answer.ok) return;
-    const { version } = await answer.json();
-    if (!version || version === shown.dataset.version) return;
-    if (!shown.dataset.version) { location.reload(); return; }
-    shown.dataset.version = version;
-    shown.src = shown.getAttribute("src").split("?")[0] + `?version=${version}`;
-  });
-}
+// By its button, as nothing may change on GET.
+document.getElementById(shown?.dataset.make)?.click();

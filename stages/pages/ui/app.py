@@ -4,8 +4,12 @@ A page is a module with a `PAGE`: its place in the navigation and its routes. Ha
 threads; those that change something are made by `action`, so that the answer is alike with and without a script.
 """
 
+import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -16,14 +20,108 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from cache.store.store import Store
+from schemas.cli.console import Options, Report
+from schemas.config.loading import ConfigError, load_config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.ui.site import Site
+from stages.pages.ui.child_programs import ChildPrograms
 
 MAX_FORM_BYTES = 4 << 20
-
 Form = Mapping[str, str]
 Handler = Callable[[Request], Response]
+LOCAL_S, REMOTE_S = 2.0, 30.0  # between two listings of the root, of a folder and of an object store
+FIRST_WAIT_S = 3.0  # for which the first page waits for the first status
+MIN_PAUSE_FACTOR = 4  # listing takes a quarter of the time at most
+
+
+class Site:
+    """build_status: makes the report of `latentpress status`."""
+
+    def __init__(self, config: Config, options: Options, build_status: Callable[[Config], Report]) -> None:
+        self.options, self._config, self._stamp = options, config, _stamp(options.config)
+        self.output, self.root = Path(config.output), config.root
+        argv = Options(options.config.absolute(), options.overrides, device=options.device, workers=options.workers)
+        self.programs = ChildPrograms(self.output, argv.argv())
+        self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
+        self.config_error: LatentpressError | None = None
+        self._build_status, self._lock = build_status, threading.Lock()
+        self._status: Report | LatentpressError | None = None
+        self._built, self._took = 0.0, 0.0
+        self._builder: threading.Thread | None = None
+        self._set_aside: tuple[Config, Sequence[SetAside]] | None = None
+        self._listed, self._listing_took, self._listing = 0.0, 0.0, threading.Lock()
+
+    def config(self) -> Config:
+        """Read the file as it is now; where it is not valid, it is as it last was, and `config_error` says why."""
+        with self._lock:
+            stamp = _stamp(self.options.config)
+            if stamp != self._stamp:
+                self._stamp, self.config_error = stamp, None
+                try:
+                    config = load_config(self.options.config, self.options.overrides)
+                    if (Path(config.output), config.root) == (self.output, self.root):
+                        self._config = config
+                    else:
+                        message = f"{self.options.config} names another root or output than this page shows"
+                        self.config_error = ConfigError([message], "start `latentpress ui` again for these")
+                except LatentpressError as error:
+                    self.config_error = error
+            return self._config
+
+    def status(self) -> Report | LatentpressError | None:
+        """The newest status, which is made again in the background only while somebody asks. None before the first."""
+        config = self.config()
+        with self._lock:
+            pause = self._pause(self._took)
+            if self._builder is None and (not self._built or time.monotonic() - self._built > pause):
+                self._builder = threading.Thread(target=self._build, args=(config,), name="status", daemon=True)
+                self._builder.start()
+            builder, first = self._builder, self._status is None
+        if first and builder is not None:
+            builder.join(FIRST_WAIT_S)
+        return self._status
+
+    def set_aside(self) -> Sequence[SetAside]:
+        """List what was set aside, again no more often than `status` is made. LatentpressError as of
+        `list_set_aside`."""
+        config = self.config()
+        with self._listing:
+            pause = self._pause(self._listing_took)
+            known = self._set_aside
+            if known is None or known[0] is not config or time.monotonic() - self._listed > pause:
+                began = time.monotonic()
+                known = self._set_aside = config, list_set_aside(Store(config.root), config)
+                self._listed = time.monotonic()
+                self._listing_took = self._listed - began
+            return known[1]
+
+    def _pause(self, took: float) -> float:
+        """Seconds between two listings of the root, of which one `took` so many."""
+        return max(REMOTE_S if "://" in self.root else LOCAL_S, took * (MIN_PAUSE_FACTOR - 1))
+
+    def _build(self, config: Config) -> None:
+        began = time.monotonic()
+        status: Report | LatentpressError
+        try:
+            status = self._build_status(config)
+        except LatentpressError as error:
+            status = error
+        except Exception as error:  # the page has to say it: nobody sees this thread's traceback
+            status = LatentpressError(f"status failed: {error!r}", "run `latentpress status` to see where")
+        with self._lock:
+            self._status, self._built = status, time.monotonic()
+            self._took, self._builder = self._built - began, None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return about.st_mtime_ns, about.st_size, about.st_ino
 
 
 @dataclass(frozen=True)

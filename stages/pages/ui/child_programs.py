@@ -34,11 +34,35 @@ from schemas.cli.process_record import (
     write_record,
 )
 from schemas.errors import LatentpressError
-from stages.pages.ui.jobs import JOBS, list_conflicts
 
 FOLDER = ".ui"  # a run's name can't begin with a dot
 KEPT_LOGS = 20  # of each job
 POLL_S = 0.2
+#: What each does, in the order in which they follow each other.
+STAGES = {
+    "discover": "finds media and captions",
+    "bucket": "plans samples, texts and units",
+    "encode-text": "captions to embeddings",
+    "encode-latents": "pictures and clips to latents",
+    "encode-vision": "pictures and clips to DINOv2 features",
+    "index": "joins plan and shards",
+    "train": "trains the adapter or model",
+    "decode": "decodes the validation latents",
+    "score": "scores the decoded samples",
+}
+#: Jobs that the page can start, by their names in addresses and files: the module of each, and its words.
+JOBS: dict[str, tuple[str, ...]] = {
+    **{name: (f"stages.{name.replace('-', '_')}",) for name in (*STAGES, "run", "report", "preview")},
+    "train": ("trainer",),
+    "preview-plan": ("stages.preview", "--plan"),
+}
+
+
+def list_conflicts(name: str) -> list[str]:
+    """Jobs beside which this one is not started: `run` and the stages that it runs."""
+    if name == "run":
+        return list(STAGES)
+    return ["run"] if name in STAGES else []
 
 
 class Refused(LatentpressError):
@@ -63,14 +87,14 @@ class ChildPrograms:
 
     def start(self, name: str) -> Start:
         """Start a job. Refused where it, or one that it conflicts with, is at work."""
-        job = JOBS[name]
+        module, *words = JOBS[name]
         with self._locked():
             for other in (name, *list_conflicts(name)):
                 self._refuse_beside(name, other)
             log = self._new_log(name)
             notes = self._folder / "notes" / name
             shutil.rmtree(notes, ignore_errors=True)
-            command = [sys.executable, "-P", "-m", job.module, *self._argv, *job.words]
+            command = [sys.executable, "-P", "-m", module, *self._argv, *words]
             with log.open("wb") as file, explained(str(log)):
                 child = subprocess.Popen(
                     command,

@@ -15,9 +15,8 @@ from cache.store.files import explained, replacing
 from schemas.config.loading import ConfigError, parse_config, read_text
 from schemas.config.yaml_reader import YamlError
 from schemas.errors import LatentpressError
-from stages.pages.ui.app import Page, get, read_form, render, serve_file, site_of
+from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, site_of
 from stages.pages.ui.config_form import FLAVOUR, Group, build_form, changed_text
-from stages.pages.ui.site import Site
 
 PATH = "/configuration"
 FIELD = "field:"  # before the path of each in the form

@@ -15,14 +15,13 @@ from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from cache.runs.training_run import METRICS_FILE
 from schemas.cli.report import Report
-from stages.pages.ui.app import Page, fragment, get, render, site_of
-from stages.pages.ui.cards import AT_WORK, build_cards, build_job_card
+from stages.pages.ui.app import Page, Site, get, render, site_of
+from stages.pages.ui.flow_page import AT_WORK, build_cards, build_job_card
 from stages.pages.ui.guard import DOCUMENTS
-from stages.pages.ui.site import Site
 
 MOST_LISTED = 50
 TITLES = {"preview-plan": "Plan", "preview": "Preview", "report": "Report"}  # by job
@@ -100,19 +99,6 @@ def _is_due(site: Site, job: str) -> bool:
     return done.get("encode-latents", 0) > 0 and not (at_work or config.model.family_spec.video)
 
 
-def _show_card(request: Request, job: str) -> Response:
-    site = site_of(request)
-    card = build_job_card(job, WHAT[job], site.programs)
-    return fragment("job_card.html", card=card, made=bool(list_documents(site, job)))
-
-
-def _show_version(request: Request, job: str) -> Response:
-    """Answer with the version of the shown document, or of the one that there is now."""
-    documents = list_documents(site_of(request), job)
-    wanted = request.query_params.get("page") or next(iter(documents), "")
-    return JSONResponse({"version": _version(documents.get(wanted))})
-
-
 def _version(path: Path | None) -> str:
     """Changes when a document is made again; "" where there is none."""
     try:
@@ -144,11 +130,8 @@ def serve(request: Request) -> Response:
     return FileResponse(path, media_type=TYPES[path.suffix.lower()], headers=headers)
 
 
-def _page(job: str) -> Page:
-    path = f"/{TITLES[job].lower()}"
-    handlers = {"": _show, "/card": _show_card, "/version": _show_version}
-    return Page(TITLES[job], path, tuple(get(path + more, partial(show, job=job)) for more, show in handlers.items()))
-
-
-PAGES = tuple(map(_page, TITLES))
+PAGES = tuple(
+    Page(title, path, (get(path, partial(_show, job=job)),))
+    for job, title, path in ((job, title, f"/{title.lower()}") for job, title in TITLES.items())
+)
 ROUTES = (get(DOCUMENTS + "{key}/{name:path}", serve),)

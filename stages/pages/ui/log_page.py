@@ -11,14 +11,13 @@ from starlette.responses import JSONResponse, Response
 from cache.runs.training_run import is_running
 from schemas.cli.kept_log import LOGS
 from schemas.text_format import escape_unprintable, shorten
-from stages.pages.ui.app import Page, get, render, site_of
-from stages.pages.ui.jobs import JOBS
-from stages.pages.ui.site import Site
+from stages.pages.ui.app import Page, Site, get, render, site_of
+from stages.pages.ui.child_programs import JOBS
 
 BESIDE = "beside-"  # before the name of a watcher
 PIECE_BYTES = 64 << 10  # of a log that one answer has
 MAX_LINE = 2000  # characters
-_TERMINAL = re.compile(  # what terminals take as commands: colours, moves of the cursor, titles
+_TERMINAL = re.compile(  # what terminals take as commands: colors, moves of the cursor, titles
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
 
@@ -72,13 +71,13 @@ def _logs(request: Request) -> list[Path]:
     """The newest first. None that a link leads out of the output's folder."""
     site, name = site_of(request), request.path_params["job"]
     if name.startswith(BESIDE) and (watcher := name.removeprefix(BESIDE)) in _list_watchers(site):
-        found = [site.config().run_folder / LOGS / f"{watcher}.log"]
+        logs = [site.config().run_folder / LOGS / f"{watcher}.log"]
     elif name in JOBS:
-        found = site.programs.logs(name)
+        logs = site.programs.logs(name)
     else:
         raise HTTPException(404, "there is no such program")
     output = site.output.resolve()
-    return [path for path in found if path.resolve().is_relative_to(output)]
+    return [path for path in logs if path.resolve().is_relative_to(output)]
 
 
 def _chosen(request: Request) -> Path:

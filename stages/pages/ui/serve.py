@@ -12,9 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
 from stages.pages.ui import config_page, documents, flow_page, log_page, set_aside_page
-from stages.pages.ui.app import build_app
+from stages.pages.ui.app import Site, build_app
 from stages.pages.ui.guard import Guard, Token, list_names, login_route
-from stages.pages.ui.site import Site
 
 #: In the order of the navigation.
 PAGES = (flow_page.PAGE, config_page.PAGE, set_aside_page.PAGE, log_page.PAGE, *documents.PAGES)

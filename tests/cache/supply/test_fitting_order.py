@@ -24,7 +24,7 @@ from cache.supply.fitting_order import (
 )
 from cache.supply.limited_shards import SupplyError
 from cache.supply.local_cache import Ranks, supply_from_copies
-from cache.supply.shard_needs import needed_shards
+from cache.supply.step_needs import needed_shards
 from schemas.config.training import Train
 from tests.cache.sets.exports import opened
 from tests.cache.sets.test_trainset import entry, publish

@@ -13,7 +13,7 @@ from cache.sets.row_reader import RowReader
 from cache.sets.trainset import TrainSet
 from cache.shards.shard_supply import StoredShards
 from cache.store.store import Store
-from cache.supply.shard_needs import needed_shards
+from cache.supply.step_needs import needed_shards
 from schemas.config.training import Train
 from tests.cache.sets.exports import add_vision, export, make_source, opened
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from cache.store.hub_progress import bar_class
+from cache.models.weights import bar_class
 from schemas.cli.console import Console
 from schemas.cli.progress import DELAY_S, MARGIN, STILL_S, Progress, activity, show_activities
 from tests.background import until

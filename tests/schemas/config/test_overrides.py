@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config.overrides import parse_override, set_value
+from schemas.config.loading import parse_override, set_value
 
 words = st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True)
 scalars = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()

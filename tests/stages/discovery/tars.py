@@ -1,16 +1,30 @@
 """WebDataset tars, and what a source finds in them."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from schemas.config.datasets import Dataset
 from stages.discovery.sources.base import LISTING_SCHEMA
 from stages.discovery.sources.webdataset import WebDatasetSource
+from stages.media import files
 
 wds = pytest.importorskip("webdataset")
+
+
+def picture(number: int, size: tuple[int, int] = (20, 10), kind: str = "JPEG") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, (number * 17 % 256, 40, 90)).save(out, kind)
+    return out.getvalue()
+
+
+def read(media: files.MediaPath) -> bytes:
+    with files.open_media(media) as file:
+        return file.read()
 
 
 def write(path: Path, samples: list[dict]) -> Path:

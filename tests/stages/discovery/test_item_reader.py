@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from cache.store.store import Store
 from stages import discover
 from stages.discovery.media_table import read_media_table
 from stages.discovery.sources import object_store
+from tests.background import answered
 
 
 @pytest.fixture
@@ -38,15 +39,9 @@ def stalling(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stalling)
-    server.daemon_threads, server.block_on_close = True, False
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", tmp_path / "web"
-    over.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answered(Stalling) as url:
+        yield url, tmp_path / "web"
+        over.set()
 
 
 @pytest.mark.slow

@@ -45,6 +45,11 @@ def reason(call, *args) -> str:
     return caught.value.reason
 
 
+def test_an_error_names_the_file_the_problem_and_the_next_step_in_any_process() -> None:
+    error = pickle.loads(pickle.dumps(MediaError("truncated", Path("a/b.mp4"), "ends at 1.0 s", "replace it")))
+    assert (error.reason, error.path, str(error)) == ("truncated", "a/b.mp4", "a/b.mp4: ends at 1.0 s; replace it")
+
+
 def test_a_file_and_a_blob_of_its_bytes_have_one_id(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"content" * 1000)

@@ -1,11 +1,9 @@
 """Images as collections have them: each gives what a person expects, or a MediaError that says why not."""
 
-import io
 import itertools
+import random
 import struct
 import sys
-import unicodedata
-import zlib
 from fractions import Fraction
 
 import av
@@ -13,27 +11,149 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps
 
+from stages.media.errors import MediaError
 from stages.media.files import Blob
 from stages.media.image import load_image, probe_image
-from tests.stages.media_files import refusal
+from tests.stages import media_files
+from tests.stages.media_files import reason, refusal
+
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
-def gradient(width=48, height=32):
-    rows, columns = np.mgrid[0:height, 0:width]
-    return np.stack([columns * 255 // max(1, width - 1), rows * 255 // max(1, height - 1), (rows + columns) % 256], -1)
+def corners(width=48, height=32):
+    """Four quarters: red, green over blue, white."""
+    pixels = np.empty((height, width, 3), np.uint8)
+    pixels[: height // 2, : width // 2], pixels[: height // 2, width // 2 :] = RED, GREEN
+    pixels[height // 2 :, : width // 2], pixels[height // 2 :, width // 2 :] = BLUE, WHITE
+    return Image.fromarray(pixels)
 
 
-def chunk(kind, data):
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def noise(width=64, height=48, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def assert_close(image, expected, tolerance=0):
+    assert image.mode == "RGB"
+    difference = np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int))
+    assert difference.max() <= tolerance, difference.max()
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied_to_size_and_pixels(tmp_path, orientation, suffix):
+    path = tmp_path / f"turned.{suffix}"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = corners()
+    lossless = {"jpg": {"quality": 100, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {})
+    stored.save(path, exif=exif, **lossless)
+    tagged = stored.copy()
+    tagged.getexif()[0x0112] = orientation
+    upright = ImageOps.exif_transpose(tagged)
+    info = probe_image(path)
+    assert (info.width, info.height) == upright.size
+    assert_close(load_image(path), upright, tolerance=3 if suffix == "jpg" else 0)
+
+
+@pytest.mark.parametrize("value", [0, 9, None])
+def test_a_senseless_orientation_is_ignored(tmp_path, value):
+    exif = Image.Exif()
+    exif[0x0112] = value
+    corners().save(tmp_path / "odd.png", exif=b"Exif\0\0not a directory" if value is None else exif)
+    assert probe_image(tmp_path / "odd.png").width == 48
+    assert_close(load_image(tmp_path / "odd.png"), corners())
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "YCbCr", "CMYK"])
+def test_modes_become_rgb(tmp_path, mode):
+    path = tmp_path / ("image.tif" if mode in ("CMYK", "YCbCr") else "image.png")
+    stored = corners().convert(mode)
+    stored.save(path)
+    assert_close(load_image(path), stored.convert("RGB"), tolerance=2)
+
+
+def test_samples_without_a_fixed_white_are_refused(tmp_path):
+    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "float.tif")
+    Image.fromarray(np.full((8, 8), 70000, np.int32)).save(tmp_path / "wide.tif")
+    assert reason(load_image, tmp_path / "float.tif") == "unsupported-samples"
+    assert reason(load_image, tmp_path / "wide.tif") == "unsupported-samples"
+
+
+def test_transparency_is_laid_over_white(tmp_path):
+    Image.new("RGBA", (4, 4), (255, 0, 0, 128)).save(tmp_path / "half.png")
+    assert_close(load_image(tmp_path / "half.png"), Image.new("RGB", (4, 4), (255, 127, 127)), tolerance=1)
+    Image.new("LA", (4, 4), (0, 0)).save(tmp_path / "grey.png")
+    assert_close(load_image(tmp_path / "grey.png"), Image.new("RGB", (4, 4), "white"))
+    Image.new("RGB", (4, 4), RED).save(tmp_path / "key.png", transparency=RED)
+    assert_close(load_image(tmp_path / "key.png"), Image.new("RGB", (4, 4), "white"))
+
+
+def test_srgb_and_broken_profiles_change_nothing(tmp_path):
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for name, profile in (("srgb.png", srgb), ("broken.png", b"no profile at all"), ("cut.png", srgb[:200])):
+        noise().save(tmp_path / name, icc_profile=profile)
+        assert_close(load_image(tmp_path / name), noise())
+
+
+def test_probing_agrees_with_loading_and_does_not_decode(tmp_path, monkeypatch):
+    for suffix in ("jpg", "png", "webp", "gif", "bmp", "tif", "avif"):
+        path = tmp_path / f"image.{suffix}"
+        noise().save(path)
+        info = probe_image(path)
+        assert (info.width, info.height) == load_image(path).size == (64, 48)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    for suffix in ("jpg", "png", "webp", "gif", "bmp", "tif", "avif"):
+        probe_image(tmp_path / f"image.{suffix}")
+
+
+def test_files_that_are_no_images(tmp_path):
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "text.jpg").write_text("this is a text, whatever its name says")
+    (tmp_path / "script.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    for action in (probe_image, load_image):
+        assert reason(action, tmp_path / "empty.jpg") == "empty-file"
+        assert reason(action, tmp_path / "text.jpg") == "not-an-image"
+        assert reason(action, tmp_path / "script.png") == "not-an-image"
+        assert reason(action, tmp_path / "absent.jpg") == "missing"
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])
+@pytest.mark.parametrize("share", [0.4, 0.7, 0.97])
+def test_a_truncated_image_is_never_filled_up(tmp_path, suffix, share):
+    path = tmp_path / f"cut.{suffix}"
+    noise(256, 192).save(path, **({"progressive": True} if suffix == "jpg" else {}))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert reason(load_image, path) in ("truncated", "unreadable", "not-an-image")
+
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path):
+    (tmp_path / "bomb.png").write_bytes(media_files.png(60_000, 60_000, 8, 2, b"\0" * 1000))
+    assert reason(probe_image, tmp_path / "bomb.png") == reason(load_image, tmp_path / "bomb.png") == "too-large"
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "tif", "bmp", "jp2", "avif", "ppm"])
+def test_damage_gives_a_picture_or_a_media_error_and_nothing_else(tmp_path, suffix):
+    path = tmp_path / f"damaged.{suffix}"
+    noise().save(path)
+    whole, draw = path.read_bytes(), random.Random(1)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(3):
+            damaged[draw.randrange(min(400, len(damaged)))] = draw.randrange(256)
+        path.write_bytes(damaged)
+        for action in (probe_image, load_image):
+            try:
+                action(path)
+            except MediaError as error:
+                assert str(path) in str(error)
 
 
 def write_png16(path, samples_HWC, extra=b""):
     """16 bits a sample: grey, grey and alpha, RGB or RGBA by the number of bands."""
     height, width, bands = samples_HWC.shape
-    kind = {1: 0, 2: 4, 3: 2, 4: 6}[bands]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples_HWC)
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    path.write_bytes(media_files.png(width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[bands], rows, extra))
     return path
 
 
@@ -49,14 +169,7 @@ class Failing(Blob):
         return 1000
 
     def open(self):
-        reader, error = io.BytesIO(bytes(1000)), self.error
-
-        class Reader(io.BytesIO):
-            def read(self, *_):
-                raise error
-
-        reader.close()
-        return Reader()
+        raise self.error
 
 
 @pytest.mark.parametrize("bands", [1, 2, 3, 4])
@@ -69,13 +182,6 @@ def test_16_bit_png_keeps_its_range(tmp_path, bands):
     colours = samples[..., :3] if bands > 2 else np.repeat(samples[..., :1], 3, axis=2)
     assert np.abs(picture - colours / 257).max() <= 1
     assert picture.min() == 0 and picture.max() == 255
-
-
-def test_16_bit_png_with_half_transparency(tmp_path):
-    samples = np.full((2, 2, 4), 32768, np.uint16)
-    samples[..., 0] = 65535
-    picture = np.asarray(load_image(write_png16(tmp_path / "half.png", samples)))
-    np.testing.assert_allclose(picture, np.broadcast_to([255, 191, 191], (2, 2, 3)), atol=2)
 
 
 @pytest.mark.parametrize("layout", ["rgb48le", "gray16le", "rgba64le"])
@@ -96,6 +202,13 @@ def test_16_bit_tiff_keeps_its_range(tmp_path, layout):
     picture = np.asarray(load_image(tmp_path / "deep.tif"))
     colours = samples[..., :3] if bands > 2 else np.repeat(samples, 3, axis=2)
     assert np.abs(picture - colours / 257).max() <= 1
+
+
+@pytest.fixture
+def heif():
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.register_heif_opener()
+    return pillow_heif
 
 
 P3 = np.array([[0.51512, 0.29198, 0.15710], [0.24120, 0.69225, 0.06657], [-0.00105, 0.04189, 0.78407]])
@@ -127,16 +240,12 @@ def encode(light):
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif", "avif", "heic"])
-def test_display_p3_is_converted_to_srgb(tmp_path, suffix):
+def test_display_p3_is_converted_to_srgb(tmp_path, suffix, heif):
     colours = np.array([(200, 100, 50), (60, 160, 90), (128, 128, 128), (90, 80, 200)])
     expected = encode(np.clip(decode(colours / 255) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)) * 255
     assert np.abs(expected - colours).max() > 10
     picture = Image.fromarray(colours.astype(np.uint8).reshape(2, 2, 3)).resize((64, 64), Image.Resampling.NEAREST)
     path = tmp_path / f"p3.{suffix}"
-    if suffix == "heic":
-        import pillow_heif
-
-        pillow_heif.register_heif_opener()
     options = {"jpg": {"quality": 100, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {"quality": 100})
     picture.save(path, icc_profile=display_p3(), **options)
     found = np.asarray(load_image(path)).astype(float)
@@ -153,10 +262,8 @@ def test_a_profile_for_other_colours_than_the_image_has_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_avif_and_heic_come_upright(tmp_path, orientation):
-    pillow_heif = pytest.importorskip("pillow_heif")
-    pillow_heif.register_heif_opener()
-    stored = Image.fromarray(gradient(64, 40).astype(np.uint8))
+def test_avif_and_heic_come_upright(tmp_path, orientation, heif):
+    stored = Image.fromarray(media_files.scene(size=(64, 40)))
     tagged = stored.copy()
     tagged.getexif()[0x0112] = orientation
     upright = ImageOps.exif_transpose(tagged)
@@ -165,7 +272,7 @@ def test_avif_and_heic_come_upright(tmp_path, orientation):
     orienting = exif.tobytes()
     stored.save(tmp_path / "turned.avif", exif=orienting, quality=95)
     # So the encoder writes the HEIF properties irot and imir, as phones do.
-    photo = pillow_heif.from_pillow(stored)
+    photo = heif.from_pillow(stored)
     photo.info["exif"] = orienting
     photo.save(tmp_path / "turned.heic", quality=95)
     for path in (tmp_path / "turned.avif", tmp_path / "turned.heic"):
@@ -174,31 +281,25 @@ def test_avif_and_heic_come_upright(tmp_path, orientation):
         assert np.abs(np.asarray(picture).astype(int) - np.asarray(upright)).mean() < 4
 
 
-def test_in_heic_the_properties_turn_the_picture_and_exif_alone_does_not(tmp_path):
-    pillow_heif = pytest.importorskip("pillow_heif")
-    pillow_heif.register_heif_opener()
+def test_in_heic_the_properties_turn_the_picture_and_exif_alone_does_not(tmp_path, heif):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (64, 40)).save(tmp_path / "exif.heic", exif=exif)
     assert (probe_image(tmp_path / "exif.heic").width, load_image(tmp_path / "exif.heic").width) == (64, 64)
 
 
-def test_heic_transparency_is_laid_over_white_and_a_cut_file_is_refused(tmp_path):
-    pillow_heif = pytest.importorskip("pillow_heif")
-    pillow_heif.register_heif_opener()
+def test_heic_transparency_is_laid_over_white_and_a_cut_file_is_refused(tmp_path, heif):
     Image.new("RGBA", (64, 64), (255, 0, 0, 0)).save(tmp_path / "clear.heic")
     assert probe_image(tmp_path / "clear.heic").format == "HEIF"
     assert np.asarray(load_image(tmp_path / "clear.heic")).min() >= 250
-    noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(tmp_path / "whole.heic")
+    noise(96, 96).save(tmp_path / "whole.heic")
     whole = (tmp_path / "whole.heic").read_bytes()
     (tmp_path / "cut.heic").write_bytes(whole[: len(whole) // 2])
     assert refusal(load_image, tmp_path / "cut.heic").reason in ("truncated", "unreadable", "not-an-image")
 
 
-def test_without_the_plugin_heic_names_the_extra_and_nothing_else_needs_it(tmp_path, monkeypatch):
-    pillow_heif = pytest.importorskip("pillow_heif")
-    pillow_heif.from_pillow(Image.new("RGB", (16, 16), "red")).save(tmp_path / "photo.heic")
+def test_without_the_plugin_heic_names_the_extra_and_nothing_else_needs_it(tmp_path, monkeypatch, heif):
+    heif.from_pillow(Image.new("RGB", (16, 16), "red")).save(tmp_path / "photo.heic")
     Image.new("RGB", (16, 16), "red").save(tmp_path / "photo.avif")
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     assert load_image(tmp_path / "photo.avif").size == (16, 16)
@@ -208,9 +309,11 @@ def test_without_the_plugin_heic_names_the_extra_and_nothing_else_needs_it(tmp_p
 
 @pytest.mark.parametrize("transfer", [16, 18])
 def test_high_dynamic_range_is_refused(tmp_path, transfer):
-    cicp = chunk(b"cICP", bytes([9, transfer, 0, 1]))
+    cicp = media_files.chunk(b"cICP", bytes([9, transfer, 0, 1]))
     write_png16(tmp_path / "hdr.png", np.zeros((4, 4, 3), np.uint16), extra=cicp)
-    write_png16(tmp_path / "sdr.png", np.zeros((4, 4, 3), np.uint16), extra=chunk(b"cICP", bytes([1, 13, 0, 1])))
+    write_png16(
+        tmp_path / "sdr.png", np.zeros((4, 4, 3), np.uint16), extra=media_files.chunk(b"cICP", bytes([1, 13, 0, 1]))
+    )
     assert load_image(tmp_path / "sdr.png").size == (4, 4)
     Image.new("RGB", (16, 16)).save(tmp_path / "sdr.avif")
     content = bytearray((tmp_path / "sdr.avif").read_bytes())
@@ -222,47 +325,23 @@ def test_high_dynamic_range_is_refused(tmp_path, transfer):
         assert error.reason == "hdr" and "tone-map" in error.advice
 
 
-@pytest.mark.parametrize("progressive", [False, True])
-@pytest.mark.parametrize("quality", [30, 95])
+@pytest.mark.parametrize(("progressive", "quality"), [(False, 30), (True, 95)])
 def test_a_progressive_jpeg_is_a_jpeg_and_a_truncated_one_is_refused(tmp_path, progressive, quality):
     path = tmp_path / "photo.jpg"
-    Image.fromarray(gradient(160, 120).astype(np.uint8)).save(path, progressive=progressive, quality=quality)
-    assert np.abs(np.asarray(load_image(path)).astype(int) - gradient(160, 120)).mean() < 8
+    whole = media_files.scene(size=(160, 120))
+    Image.fromarray(whole).save(path, progressive=progressive, quality=quality)
+    assert np.abs(np.asarray(load_image(path)).astype(int) - whole).mean() < 8
     path.write_bytes(path.read_bytes()[:-300])
     assert refusal(load_image, path).reason == "truncated"
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 20_000), (20_000, 1), (20_000, 3)])
-@pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
+@pytest.mark.parametrize(
+    ("suffix", "size"), [("png", (1, 1)), ("jpg", (1, 20_000)), ("tif", (20_000, 1)), ("jpg", (20_000, 3))]
+)
 def test_extreme_sides_are_read(tmp_path, size, suffix):
     Image.new("RGB", size, (10, 200, 30)).save(tmp_path / f"long.{suffix}")
     info = probe_image(tmp_path / f"long.{suffix}")
     assert (info.width, info.height) == load_image(tmp_path / f"long.{suffix}").size == size
-
-
-def test_20_000_pixels_squared_are_too_many(tmp_path):
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 0, 0, 0, 0))
-    (tmp_path / "wall.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 999)))
-    assert refusal(probe_image, tmp_path / "wall.png").reason == "too-large"
-
-
-NAMES = ["-dash", "two words", "new\nline", "quote'\"", "100%d", "a:b", "ü" * 100, "x" * 251]
-
-
-@pytest.mark.parametrize("name", [*NAMES, *(unicodedata.normalize(form, "Éclair ü") for form in ("NFC", "NFD"))])
-def test_names_are_names(tmp_path, name, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (6, 4), "red").save(io_file := io.BytesIO(), "PNG")
-    with open(f"{name}.png", "wb") as file:
-        file.write(io_file.getvalue())
-    assert probe_image(f"{name}.png").width == 6
-    assert load_image(f"{name}.png").size == (6, 4)
-
-
-def test_what_the_content_is_decides_not_the_extension(tmp_path):
-    Image.new("RGB", (6, 4), "red").save(tmp_path / "really.png")
-    (tmp_path / "says.jpg").write_bytes((tmp_path / "really.png").read_bytes())
-    assert probe_image(tmp_path / "says.jpg").format == "PNG"
 
 
 @pytest.mark.parametrize("action", [probe_image, load_image])

@@ -2,7 +2,6 @@
 
 import io
 
-import av
 import numpy as np
 import pytest
 
@@ -10,7 +9,8 @@ from schemas.clips import clip_times
 from stages.media import decord_backend
 from stages.media.files import Blob
 from stages.media.video import probe_video, read_frames
-from tests.stages.media.test_video_formats import FAST, WIDTH, first_frame, marked, number_of, reason
+from tests.stages.media.test_video_formats import FAST, first_frame
+from tests.stages.media_files import number_of, numbered, reason, video
 
 
 class Bytes(Blob):
@@ -35,27 +35,17 @@ class Bytes(Blob):
 
 
 @pytest.fixture(scope="module")
-def heavy():
+def heavy(tmp_path_factory):
     """4 MB: noise under the numbers, a keyframe every ten frames, the index at the end."""
     draw = np.random.default_rng(0)
 
     def frames():
-        for number in range(150):
-            frame = marked(number, 128).copy()
-            frame[64:] = draw.integers(0, 256, (64, WIDTH, 3))
+        for frame in numbered(range(150), 128):
+            frame[64:] = draw.integers(0, 256, (64, 256, 3))
             yield frame
 
-    with io.BytesIO() as file:
-        file.name = "heavy.mp4"
-        with av.open(file, "w", format="mp4") as output:
-            stream = output.add_stream("libx264", rate=25, options={**FAST, "qp": "12"})
-            stream.width, stream.height, stream.pix_fmt = WIDTH, 128, "yuv420p"
-            for number, picture in enumerate(frames()):
-                frame = av.VideoFrame.from_ndarray(picture)
-                frame.pts = number
-                output.mux(stream.encode(frame))
-            output.mux(stream.encode(None))
-        return file.getvalue()
+    path = tmp_path_factory.mktemp("heavy") / "heavy.mp4"
+    return video(path, frames(), ("libx264", "yuv420p", {**FAST, "qp": "12"}), rate=25).read_bytes()
 
 
 def test_a_video_that_is_no_file_is_read_by_ranges(heavy):
@@ -66,14 +56,14 @@ def test_a_video_that_is_no_file_is_read_by_ranges(heavy):
     for first in (140, 117):  # on a keyframe, and behind one
         blob.read = 0
         frames = read_frames(blob, clip_times(first / 25, 25, 5))
-        assert [number_of(frame[:64]) for frame in frames] == list(range(first, first + 5))
+        assert [number_of(frame) for frame in frames] == list(range(first, first + 5))
         assert blob.read < 0.25 * len(heavy)
 
 
 def test_decord_reads_what_is_no_file(heavy):
     pytest.importorskip("decord")
     frames = decord_backend.read_frames(Bytes(heavy), clip_times(5.6, 25, 5))
-    assert [number_of(frame[:64]) for frame in frames] == list(range(140, 145))
+    assert [number_of(frame) for frame in frames] == list(range(140, 145))
 
 
 @pytest.mark.parametrize("action", [probe_video, first_frame])

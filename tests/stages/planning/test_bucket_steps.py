@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +11,10 @@ from benchmarks.buckets import photograph_sizes
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.recipe import plan_key
-from schemas.tables import MEDIA_SCHEMA
-from stages.planning.bucket_steps import LARGE_LOSS
-from stages.planning.plan_builder import DraftPlan, build_plan
+from stages.planning.crop_selection import LARGE_LOSS
+from stages.planning.plan_builder import DraftPlan
 from stages.planning.summary import dataset_table, scale_warning, step_warning
+from tests.stages.planning import draft_plans
 
 WIDTHS, HEIGHTS = photograph_sizes()
 
@@ -27,12 +26,8 @@ def config(family: str = "kandinsky5-image", **dataset: Any) -> Config:
 
 def planned(made: Config, sizes: list[tuple[int, int]] | None = None, multiple: int | None = None) -> DraftPlan:
     sizes = sizes or list(zip(WIDTHS.tolist(), HEIGHTS.tolist(), strict=True))
-    rows = [
-        {"path": f"{n:05}.jpg", "media_id": f"{n:032x}", "kind": "image", "width": w, "height": h, "captions": ["x"]}
-        for n, (w, h) in enumerate(sizes)
-    ]
-    media = pa.Table.from_pylist([dict.fromkeys(MEDIA_SCHEMA.names) | row for row in rows], schema=MEDIA_SCHEMA)
-    return build_plan(made, {"a": media}, multiple or made.model.family_spec.side_multiple)
+    rows = [draft_plans.row(number, *size) for number, size in enumerate(sizes)]
+    return draft_plans.planned(made, rows, multiple or made.model.family_spec.side_multiple)
 
 
 def buckets(plan: DraftPlan) -> dict[str, Bucket]:

@@ -3,7 +3,6 @@
 from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 
@@ -11,23 +10,20 @@ from cache.store.store import Store
 from stages import bucket, discover
 from stages.media.sample_reader import read_sample_frames
 from stages.planning.plan_lookup import current_plan
+from tests.stages.media_files import video
 
 BITS = 8
 
 
 def film(path: Path, rate: Fraction, frames: int, stamps: list[int] | None = None) -> None:
     """Frames that carry their numbers as eight black or white bars. stamps: milliseconds, where the rate varies."""
-    base = Fraction(1, 1000) if stamps else 1 / rate
-    with av.open(str(path), "w") as output:
-        stream = output.add_stream("libx264", rate=rate, options={"preset": "ultrafast", "g": "24"})
-        stream.width, stream.height, stream.pix_fmt = 128, 64, "yuv420p"
-        stream.codec_context.time_base = base
-        for number in range(frames):
-            bars = np.array([255 * (number >> bit & 1) for bit in range(BITS)], np.uint8).repeat(16)
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.broadcast_to(bars[None, :, None], (64, 128, 3))))
-            frame.pts, frame.time_base = stamps[number] if stamps else number, base
-            output.mux(stream.encode(frame))
-        output.mux(stream.encode(None))
+
+    def barred(number: int) -> np.ndarray:
+        bars = np.array([255 * (number >> bit & 1) for bit in range(BITS)], np.uint8).repeat(16)
+        return np.ascontiguousarray(np.broadcast_to(bars[None, :, None], (64, 128, 3)))
+
+    codec = "libx264", "yuv420p", {"preset": "ultrafast", "g": "24"}
+    video(path, map(barred, range(frames)), codec, rate=rate, stamps=stamps)
     path.with_suffix(".txt").write_text("film")
 
 

@@ -3,20 +3,14 @@
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from cache.store.store import Store
-from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
-from schemas.tables import MEDIA_SCHEMA
 from stages import bucket, discover
-from stages.media.sample_reader import read_cropped_image
-from stages.planning.plan_builder import DraftPlan, build_plan
-from stages.planning.plan_lookup import current_plan
+from stages.planning.plan_builder import DraftPlan
+from tests.stages.planning import draft_plans
 
 IMAGE = "kandinsky5-image-i2i"
 MASK = {"mask": "m.png", "mask_id": "e" * 32, "mask_kind": "image"}
@@ -24,16 +18,11 @@ DOWNSAMPLED = {"maximum_image_size": 300, "target_downsample_size": 263}
 
 
 def planned(target: tuple[int, int], source: tuple[int, int], **dataset: Any) -> DraftPlan:
-    given = {"id": "a", "instance_data_dir": "a", "conditioning_data": "b", "mask_data": "c", "resolution": 256}
-    row = {"path": "0.jpg", "media_id": "0" * 32, "kind": "image", "captions": ["an edit"]}
-    row |= {"width": target[0], "height": target[1], "source": "0.png", "source_id": "f" * 32}
-    row |= {"source_width": source[0], "source_height": source[1]}
-    masked = dataset.get("mask_data", "c") is not None
-    row |= MASK | {"mask_width": source[0], "mask_height": source[1]} if masked else {}
-    model = {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"}
-    whole = {"root": "work", "model": model, "datasets": [{**given, "allow_upscale": True, **dataset}]}
-    table = pa.Table.from_pylist([{name: row.get(name) for name in MEDIA_SCHEMA.names}], schema=MEDIA_SCHEMA)
-    return build_plan(Config.model_validate(whole), {"a": table}, 16)
+    options = {"mask_data": "c", "resolution": 256, **dataset}
+    row = draft_plans.row(0, *target, **draft_plans.source(0, *source))
+    if options["mask_data"] is not None:
+        row |= MASK | {"mask_width": source[0], "mask_height": source[1]}
+    return draft_plans.planned(draft_plans.edits(**options), [row])
 
 
 def window(geometry: dict[str, Any]) -> np.ndarray:
@@ -76,7 +65,7 @@ def test_a_source_of_another_aspect_is_cut_for_itself_and_named(target, aspect, 
     assert abs(its["resize_w"] * source[1] / (its["resize_h"] * source[0]) - 1) < 0.02, "it is not distorted"
     assert its["resize_w"] >= its["x"] + size.width and its["resize_h"] >= its["y"] + size.height
     assert plan.notes["a"].aspect_differs.to_pylist() == [
-        f"0.jpg ({target[0]}x{target[1]}, its source {source[0]}x{source[1]})"
+        f"000.jpg ({target[0]}x{target[1]}, its source {source[0]}x{source[1]})"
     ]
 
 
@@ -85,44 +74,6 @@ def test_sides_rounded_to_whole_pixels_are_no_other_aspect() -> None:
     for source in ((33, 25), (32, 24), (64, 50)):
         assert not len(planned((641, 491), source).notes["a"].aspect_differs), source
     assert len(planned((641, 491), (40, 24), mask_data=None).notes["a"].aspect_differs) == 1
-
-
-def marked(path, size: tuple[int, int], across: float, down: float) -> None:
-    """A white square, a tenth of the width, around a place given as shares of a dark picture."""
-    pixels = np.full((size[1], size[0], 3), 20, np.uint8)
-    half = size[0] / 20
-    x, y = across * size[0], down * size[1]
-    pixels[round(y - half) : round(y + half), round(x - half) : round(x + half)] = 255
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-
-
-def place(pixels: np.ndarray) -> np.ndarray:
-    """Where the square is in an encoder's pixels: its centre, (x, y)."""
-    light = (pixels.astype(float).mean(axis=2) - 20).clip(0)
-    rows, columns = np.mgrid[: light.shape[0], : light.shape[1]]
-    return np.array([(light * columns).sum(), (light * rows).sum()]) / light.sum()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("style", "sizes"), [("center", {}), ("random", DOWNSAMPLED), ("corner", {})])
-def test_a_mark_is_at_the_same_place_in_the_pixels_of_both(project, style: str, sizes: dict) -> None:
-    home = project(IMAGE)
-    home.settings["datasets"][0] |= {"conditioning_data": "sources", "resolution": 256, "crop_style": style, **sizes}
-    sources = {"same": (640, 400), "twice": (1280, 800), "half": (320, 200), "wider": (648, 400), "odd": (427, 267)}
-    for seed, (name, size) in enumerate(sources.items()):
-        across, down = 0.4 + 0.04 * seed, 0.55 - 0.03 * seed
-        marked(home.media / f"{name}.png", (640, 400), across, down)
-        (home.media / f"{name}.txt").write_text("an edit")
-        marked(home.folder / "sources" / f"{name}.png", size, across, down)
-    home.run(discover.run)
-    home.run(bucket.run)
-    rows = current_plan(Store(home.root), home.config()).samples.values()
-    assert len(rows) == len(sources)
-    for row in rows:
-        target = place(read_cropped_image(home.media / row["path"], row["geometry"]))
-        source = place(read_cropped_image(home.folder / "sources" / row["path"], row["source_geometry"]))
-        assert np.abs(target - source).max() <= 1, f"{row['path']}: {target} and {source}"
 
 
 def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> None:

@@ -2,24 +2,20 @@
 
 import random
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import identity
 from schemas.config.pipeline import Config
 from schemas.config.validation import Prompt, Validation
 from schemas.errors import LatentpressError
-from schemas.geometry import Bucket
 from schemas.recipe import plan_key
 from schemas.tables import MEDIA_SCHEMA
 from stages.planning.plan_builder import build_plan
 from stages.planning.units import sample_units, text_units
 from tests.stages.planning.draft_plans import (
     captions,
-    clip,
     config,
     edits,
     ids,
@@ -28,7 +24,6 @@ from tests.stages.planning.draft_plans import (
     row,
     sizes,
     source,
-    videos,
 )
 
 
@@ -124,18 +119,6 @@ def test_texts_with_their_image_are_planned_for_each_resolution():
     assert plan.texts.num_rows == 6 * 3  # two captions and the null prompt of each sample
 
 
-def test_an_identity_is_the_hash_of_the_record_that_is_documented():
-    plan = planned(videos(), [clip(3, 2.0)])
-    (sample,) = plan.samples.to_pylist()
-    cut = sample["geometry"]
-    bucket = Bucket.parse(cut["bucket"])
-    record = np.zeros(1, identity.SAMPLE_DTYPE)
-    record["media"] = np.frombuffer(bytes.fromhex(sample["media_id"]), "V16")
-    record["geometry"] = [bucket.width, bucket.height, 9, cut["resize_w"], cut["resize_h"], cut["x"], cut["y"]]
-    record["rate"] = 10.0
-    assert sample["sample_id"] == identity.xxhash.xxh3_128_hexdigest(record.tobytes())
-
-
 # -- captions ------------------------------------------------------------------------------------------------
 
 
@@ -159,10 +142,6 @@ def test_a_filter_that_is_no_regular_expression_is_an_error_that_names_it():
         planned(config(caption_filter=["/(/"]), [row(0)])
 
 
-def test_alternatives_that_become_equal_are_one():
-    assert captions(planned(config(), [row(0, captions=["a  cat", "a cat", "", "dog"])])) == [["a cat", "dog"]]
-
-
 def test_tags_are_shuffled_into_a_fixed_number_of_variants():
     options = config(tag_shuffle={"variants": 5, "keep": 1}, prepend="x, ")
     tags = "sks,red, blue ,green,tall,old,far,wet"
@@ -178,7 +157,7 @@ def test_tags_are_shuffled_into_a_fixed_number_of_variants():
 
 
 def test_a_caption_of_which_cleaning_leaves_nothing_is_none():
-    rows = [row(0, captions=["&nbsp;", "a cat"]), row(1, captions=["a cat"]), row(2, captions=["&nbsp;"])]
+    rows = [row(0, captions=["&nbsp;", "a  cat", "a cat"]), row(1, captions=["a cat"]), row(2, captions=["&nbsp;"])]
     plan = planned(config(), rows)
     assert captions(plan) == [["a cat"], ["a cat"]]
     assert reasons(plan) == {"002.jpg": "empty-caption"}

@@ -4,10 +4,10 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages.discovery.sources import huggingface
 from stages.engines import sandbox
-from tests.background import served
+from tests.background import answered
 from tests.processes import forget_forkserver
 
 SECRETS = {
@@ -155,20 +155,13 @@ class Ranged(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving(handler) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    with served(server):
-        yield f"127.0.0.1:{server.server_port}"
-
-
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Ranged]]]:
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("NO_PROXY", NO_PROXY)
     handler = type("Handler", (Ranged,), {})
-    with serving(handler) as place:
-        yield place, handler
+    with answered(handler) as url:
+        yield url.removeprefix("http://"), handler
 
 
 @pytest.fixture
@@ -176,7 +169,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
     """serve(folder) -> host and port of a web server that shows it, without ranges."""
     monkeypatch.setenv("NO_PROXY", NO_PROXY)
     with ExitStack() as stack:
-        yield lambda folder: stack.enter_context(serving(partial(Quiet, directory=str(folder))))
+        yield lambda folder: stack.enter_context(answered(partial(Quiet, directory=str(folder)))).removeprefix(
+            "http://"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +207,8 @@ def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_address: str) -> It
 
 @pytest.fixture(scope="module")
 def web(top: Path) -> Iterator[str]:
-    with serving(partial(Quiet, directory=str(top))) as place:
-        yield f"user:{PASSWORD}@{place}"
+    with answered(partial(Quiet, directory=str(top))) as url:
+        yield url.replace("http://", f"user:{PASSWORD}@")
 
 
 @dataclass

@@ -13,11 +13,12 @@ from stages.discovery.sources.captions import (
     CaptionLookup,
     captions_from_names,
     make_caption_lookup,
-    normalise_paths,
+    normalize_paths,
     public_path,
     read_caption_file,
     strip_extensions,
 )
+from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
 from stages.media.errors import MediaError
 
 
@@ -101,14 +102,7 @@ def test_stems_are_those_of_the_operating_system(paths: list[str]) -> None:
     ],
 )
 def test_names_in_a_table_become_paths_of_a_listing(cell: str | None, path: str | None) -> None:
-    assert normalise_paths(pa.array([cell], pa.string()), "/data/set").to_pylist() == [path]
-
-
-def test_urls_lose_their_secrets_and_stay_different() -> None:
-    plain, one, two = "https://h/a.png", "https://u:secret@h/a.png", "https://h/a.png?X-Signature=secret"
-    paths = [public_path(url) for url in (plain, one, two)]
-    assert paths[0] == plain and len(set(paths)) == 3
-    assert all(path.startswith("https://h/a.png") and "secret" not in path for path in paths)
+    assert normalize_paths(pa.array([cell], pa.string()), "/data/set").to_pylist() == [path]
 
 
 def dataset(folder: Path, **settings) -> Dataset:
@@ -170,3 +164,53 @@ def test_one_prompt_for_all_and_what_sources_do_themselves(tmp_path: Path) -> No
     assert columns["captions"].to_pylist() == [["sks dog"], ["sks dog"]] and "problem" not in columns
     assert make_caption_lookup(dataset(tmp_path), str(tmp_path)) is None
     assert make_caption_lookup(dataset(tmp_path / "m.csv"), str(tmp_path)) is None
+
+
+# -- URLs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/a@b/c.jpg", "s3://bucket/a@b/c.jpg"),
+        ("ftp://me:pass@host:21/a.jpg", "ftp://host:21/a.jpg"),
+        ("ftp://me:pa/ss@host/a.jpg", "ftp://host/a.jpg"),
+        ("https://host/a.jpg?X-Amz-Signature=abc#t", "https://host/a.jpg"),
+        ("https://host:8080/a@b.jpg", "https://host:8080/a@b.jpg"),
+        ("zip://in.jpg::https://u:p@host/a.zip?sig=1", "zip://in.jpg::https://host/a.zip"),
+        ("simplecache::s3://bucket/a#1.jpg", "simplecache::s3://bucket/a#1.jpg"),
+    ],
+)
+def test_public_shows_no_secret(url: str, shown: str) -> None:
+    assert strip_secrets(url) == shown
+    assert strip_secrets(shown) == shown
+
+
+def test_scrub_removes_what_libraries_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-of-somebody")
+    url = "https://me:p%40ssword@host/a.jpg?X-Amz-Signature=0123456789abcdef&X-Amz-Date=today"
+    said = (
+        f"404 for url={url!r}, again {url}, /a.jpg?X-Amz-Signature=0123456789abcdef, password p@ssword, "
+        "other https://you:secret@else/b?token=t, session-token-of-somebody, 0123456789abcdef"
+    )
+    text = scrub_secrets(said, url)
+    for secret in ("p%40ssword", "p@ssword", "0123456789abcdef", "you:secret", "token=t", "session-token-of"):
+        assert secret not in text
+    assert "https://host/a.jpg" in text and "https://else/b" in text
+
+
+def test_a_url_with_another_signature_is_the_same_item() -> None:
+    url = "https://bucket.s3.amazonaws.com/a.jpg"
+    one, other = (public_path(f"{url}?X-Amz-Date={day}&X-Amz-Signature={day * 9}&v=1") for day in "ab")
+    assert one == other and one.startswith(f"{url}#") and one != public_path(f"{url}?v=2&X-Amz-Date=a")
+    assert public_path(f"{url}?Signature=1&Expires=2") == public_path(f"{url}?Signature=3&Expires=4")
+    assert public_path(f"{url}?sig=1&se=2&id=1") == public_path(f"{url}?sig=3&se=4&id=1")
+    assert public_path(f"{url}?se=2") != public_path(f"{url}?se=4"), "what no signature goes with names the item"
+    assert public_path("https://me:one@host/a.jpg") == public_path("https://me:other@host/a.jpg")
+    assert public_path(url) == url
+
+
+def test_join() -> None:
+    assert join_url("s3://bucket/x/", "a b?.jpg") == "s3://bucket/x/a b?.jpg"
+    assert join_url("https://h/x?sig=1", "a.jpg") == "https://h/x/a.jpg?sig=1"
+    assert join_url("zip://x::s3://bucket/a.zip", "b/c.jpg") == "zip://x/b/c.jpg::s3://bucket/a.zip"

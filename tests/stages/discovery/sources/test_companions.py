@@ -7,7 +7,7 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import listing_table
 from stages.discovery.sources.companions import CompanionFinder, companion_finders
-from stages.media.files import hash_file
+from tests.stages.discovery.tars import read
 
 
 def place(folder: Path, *names: str) -> str:
@@ -61,19 +61,6 @@ def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
         found_by(CompanionFinder("memory://nowhere-at-all", "mask"), "a.png")
 
 
-def test_a_url_is_a_place(tmp_path: Path) -> None:
-    import fsspec
-
-    for name in ("a.png", "deep/b.jpg", "deep/c.txt"):
-        with fsspec.open(f"memory://companions/{name}", "wb") as file:
-            file.write(name.encode())
-    companions = CompanionFinder("memory://companions", "source")
-    found = found_by(companions, "a.png", "deep/b.png", "deep/c.png")
-    assert found["source"] == ["a.png", "deep/b.jpg", None]
-    (tmp_path / "same").write_bytes(b"deep/b.jpg")
-    assert hash_file(companions.open("deep/b.jpg")) == hash_file(tmp_path / "same")
-
-
 def test_links_are_followed_as_in_the_folder_of_the_media(tmp_path: Path) -> None:
     place(tmp_path / "outside", "a.png")
     (tmp_path / "in").mkdir()
@@ -95,18 +82,11 @@ def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
     for finder in companion_finders(dataset).values():
         finder.add(columns)
     rows = listing_table(columns).to_pylist()
-    assert [row["problem"] for row in rows] == [
-        None,
-        "no-caption: has no caption",
-        "no-source: has no source image",
-    ]
+    problems = [None, "no-caption: has no caption", "no-source: has no source image"]
+    assert [row["problem"] for row in rows] == problems
     assert [row["advice"] for row in rows] == [None, "write one", f"put one at {where}/c.png"]
-    assert (rows[0]["source"], rows[0]["mask"], rows[0]["mask_kind"], rows[0]["extra.score"]) == (
-        "a.png",
-        "a.png",
-        "image",
-        1,
-    )
+    known = {"source": "a.png", "mask": "a.png", "mask_kind": "image", "extra.score": 1}
+    assert known.items() <= rows[0].items()
 
 
 def test_media_elsewhere_have_no_name_that_a_companion_could_share(tmp_path: Path) -> None:
@@ -124,5 +104,7 @@ def test_a_place_in_a_store_is_listed_level_by_level(monkeypatch: pytest.MonkeyP
         fs.pipe_file(f"/levels/{name}", b"x")
     monkeypatch.setattr(type(fs), "find", lambda *_, **__: pytest.fail("the whole place was listed at once"))
     monkeypatch.setattr("stages.discovery.sources.companions.CHUNK_ROWS", 1)
-    found = found_by(CompanionFinder("memory://levels", "source"), "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
+    companions = CompanionFinder("memory://levels", "source")
+    found = found_by(companions, "a.jpg", "deep/b.jpg", ".hidden/c.jpg", "d.jpg")
     assert found["source"] == ["a.png", "deep/b.png", None, None]
+    assert read(companions.open("deep/b.png")) == b"x"

@@ -1,9 +1,7 @@
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,15 +12,8 @@ from stages.discovery.sources import base
 from stages.discovery.sources.base import LISTING_SCHEMA, open_source
 from stages.discovery.sources.folder import FolderSource
 from stages.discovery.sources.walk import BACK, OUTSIDE
-
-Row = dict[str, Any]
-
-
-def put(folder: Path, *names: str, text: str = "") -> None:
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text or name)
+from tests.stages.discovery import listings
+from tests.stages.discovery.listings import Row, put, reason
 
 
 def source(folder: Path, **settings: Any) -> FolderSource:
@@ -32,14 +23,7 @@ def source(folder: Path, **settings: Any) -> FolderSource:
 
 
 def listed(folder: Path | FolderSource, **settings: Any) -> dict[str, Row]:
-    where = folder if isinstance(folder, FolderSource) else source(folder, **settings)
-    rows = pa.concat_tables(where.scan(None)).to_pylist()
-    assert len({row["path"] for row in rows}) == len(rows)
-    return {row["path"]: row for row in rows}
-
-
-def reason(row: Row) -> str | None:
-    return row["problem"] and row["problem"].partition(":")[0]
+    return listings.listed(folder if isinstance(folder, FolderSource) else source(folder, **settings))
 
 
 def test_media_at_any_depth_with_their_caption_files(tmp_path: Path) -> None:
@@ -62,14 +46,6 @@ def test_media_at_any_depth_with_their_caption_files(tmp_path: Path) -> None:
     assert Path(where.open("deep/er/b.JPG")).read_text() == "deep/er/b.JPG"
 
 
-def test_videos_belong_to_video_datasets(tmp_path: Path) -> None:
-    put(tmp_path, "a.png", "b.MP4", "b.txt", "a.txt")
-    assert {path: row["kind"] for path, row in listed(tmp_path, dataset_type="video").items()} == {
-        "a.png": "image",
-        "b.MP4": "video",
-    }
-
-
 def test_two_files_of_one_name_share_a_caption_and_the_exact_extension_comes_first(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "a.jpg", "a.txt", "b.png", "b.TXT", "c.png", "c.TXT", "c.txt")
     rows = listed(tmp_path)
@@ -88,7 +64,7 @@ def test_a_missing_caption_says_where_to_write_it(tmp_path: Path) -> None:
     assert row["captions_at"] is None and row["captions_version"] is None
 
 
-UNUSUAL_NAMES = [
+UNUSUAL_NAMES = (
     "a b.png",
     "new\nline.png",
     "quo'te\".png",
@@ -96,16 +72,15 @@ UNUSUAL_NAMES = [
     "\u00e9.png",
     "e\u0301.png",
     "x" * 251 + ".png",
-]
+)
 
 
-@pytest.mark.parametrize("name", UNUSUAL_NAMES)
-def test_unusual_names_are_kept(tmp_path: Path, name: str) -> None:
-    put(tmp_path, name, name.removesuffix(".png") + ".txt", "\u00e9.txt", "e\u0301.txt")
+def test_unusual_names_are_kept(tmp_path: Path) -> None:
+    put(tmp_path, *UNUSUAL_NAMES, *(name.removesuffix(".png") + ".txt" for name in UNUSUAL_NAMES))
     where = source(tmp_path)
-    row = listed(where)[name]
-    assert row["captions_at"] == name.removesuffix(".png") + ".txt" and row["problem"] is None
-    assert Path(where.open(name)).read_text() == name
+    for name, row in listed(where).items():
+        assert row["captions_at"] == name.removesuffix(".png") + ".txt" and row["problem"] is None
+        assert name in UNUSUAL_NAMES and Path(where.open(name)).read_text() == name
 
 
 def test_a_name_that_is_not_utf8_is_set_aside_as_it_can_be_printed(tmp_path: Path) -> None:
@@ -179,17 +154,6 @@ def test_a_folder_whose_name_begins_like_the_root_is_outside(tmp_path: Path) -> 
     assert listed(tmp_path / "in") == {}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path, "closed/a.png")
-    (tmp_path / "closed").chmod(0)
-    try:
-        with pytest.raises(LatentpressError, match=r"closed: Permission denied"):
-            listed(tmp_path)
-    finally:
-        (tmp_path / "closed").chmod(0o700)
-
-
 def test_a_folder_that_is_gone_while_walking_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "closed/a.png")
     original = os.scandir
@@ -231,32 +195,6 @@ def test_captions_by_name_and_one_prompt_for_all(tmp_path: Path) -> None:
     assert where.ignored == {".txt": 1}
     rows = listed(tmp_path, caption_strategy="instanceprompt", instance_prompt="sks")
     assert [row["captions"] for row in rows.values()] == [["sks"], ["sks"]]
-
-
-def test_captions_from_a_table_with_its_other_columns(tmp_path: Path) -> None:
-    put(tmp_path, "a.png", "deep/b.png", "c.png")
-    table = tmp_path / "meta.jsonl"
-    table.write_text(
-        '{"file_name": "a.png", "caption": ["x", "y"], "score": 5.5}\n'
-        f'{{"file_name": "{tmp_path}/deep/b.png", "caption": ["z"], "score": 1}}\n'
-    )
-    rows = listed(tmp_path, caption_strategy="jsonl", caption_file=str(table))
-    assert {path: (row["captions"], row["extra.score"], reason(row)) for path, row in rows.items()} == {
-        "a.png": (["x", "y"], 5.5, None),
-        "deep/b.png": (["z"], 1.0, None),
-        "c.png": (None, None, "no-caption"),
-    }
-
-
-def test_companions_by_name(tmp_path: Path) -> None:
-    put(tmp_path / "in", "a.png", "a.txt", "x/b.png", "x/b.txt")
-    put(tmp_path / "sources", "a.webp")
-    put(tmp_path / "masks", "a.png", "x/b.mp4")
-    where = source(tmp_path / "in", conditioning_data=str(tmp_path / "sources"), mask_data=str(tmp_path / "masks"))
-    rows = listed(pickle.loads(pickle.dumps(where)))
-    assert (rows["a.png"]["source"], rows["a.png"]["mask"], rows["a.png"]["mask_kind"]) == ("a.webp", "a.png", "image")
-    assert (reason(rows["x/b.png"]), rows["x/b.png"]["mask_kind"]) == ("no-source", "video")
-    assert Path(where.open_companion("mask", "x/b.mp4")).read_text() == "x/b.mp4"
 
 
 def test_chunks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

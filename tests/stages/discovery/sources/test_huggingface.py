@@ -1,6 +1,5 @@
 """Datasets of the Hugging Face library from local files, without a network."""
 
-import io
 import os
 import pickle
 import time
@@ -19,6 +18,7 @@ from stages.discovery.sources.base import LISTING_SCHEMA, open_source
 from stages.discovery.sources.huggingface import HuggingFaceSource
 from stages.media import files
 from stages.media.errors import MediaError
+from tests.stages.discovery.tars import picture, read
 
 hf = pytest.importorskip("datasets")
 
@@ -34,12 +34,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     huggingface.load_rows.cache_clear()
 
 
-def picture(number: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (20, 10), (number * 17 % 256, 40, 90)).save(out, "PNG")
-    return out.getvalue()
-
-
 def dataset(place: Path | str, **options: Any) -> Dataset:
     return Dataset(id="set", source="huggingface", instance_data_dir=str(place), **options)
 
@@ -48,11 +42,6 @@ def scan(source: HuggingFaceSource) -> list[dict]:
     table = pa.concat_tables(source.scan(None), promote_options="permissive")
     assert table.schema.names[: len(LISTING_SCHEMA.names)] == LISTING_SCHEMA.names
     return table.to_pylist()
-
-
-def read(media: files.MediaPath) -> bytes:
-    with files.open_media(media) as file:
-        return file.read()
 
 
 def embedded(count: int = 4, names: list[str | None] | None = None, **columns: list) -> Any:
@@ -266,19 +255,6 @@ def test_a_broken_table_is_named_with_its_line(tmp_path: Path, metadata: str, te
         image_folder(place, metadata, text)
     with pytest.raises(LatentpressError, match=says):
         scan(open_source(dataset(place)))
-
-
-def test_an_image_that_is_added_changes_no_other(tmp_path: Path) -> None:
-    folder = image_folder(tmp_path / "set", "metadata.csv", CSV)
-    before = {row["path"]: row for row in scan(open_source(dataset(folder)))}
-    (folder / "aa.png").write_bytes(picture(9))
-    (folder / "metadata.csv").write_text(CSV + "aa.png,added,0\n")
-    later = time.time() + 10
-    os.utime(folder / "metadata.csv", (later, later))
-    huggingface.load_rows.cache_clear()
-    after = {row["path"]: row for row in scan(open_source(dataset(folder)))}
-    assert after.pop("aa.png")["captions"] == ["added"]
-    assert after == before
 
 
 def test_class_labels_are_names(tmp_path: Path) -> None:

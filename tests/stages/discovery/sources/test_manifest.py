@@ -1,16 +1,9 @@
-import csv
-import json
 import os
 import pickle
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from schemas.config.datasets import Dataset
@@ -18,30 +11,8 @@ from schemas.errors import LatentpressError
 from stages.discovery.sources.base import LISTING_SCHEMA, open_source
 from stages.discovery.sources.manifest import ManifestSource
 from stages.media.errors import MediaError
-from stages.media.files import open_media
-
-Row = dict[str, Any]
-
-
-def put(folder: Path, *names: str) -> None:
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-
-
-def write(folder: Path, rows: list[Row], kind: str = "csv") -> Path:
-    path = folder / f"table.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    return path
+from tests.stages.discovery.listings import listed, put, reason, write_table
+from tests.stages.discovery.tars import read
 
 
 def source(table: Path, **settings: Any) -> ManifestSource:
@@ -50,37 +21,11 @@ def source(table: Path, **settings: Any) -> ManifestSource:
     return found
 
 
-def listed(where: ManifestSource) -> dict[str, Row]:
-    rows = pa.concat_tables(where.scan(None)).to_pylist()
-    assert len({row["path"] for row in rows}) == len(rows)
-    return {row["path"]: row for row in rows}
-
-
-def reason(row: Row) -> str | None:
-    return row["problem"] and row["problem"].partition(":")[0]
-
-
-def content(media: Any) -> str:
-    with open_media(media) as file:
-        return file.read().decode()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+def server(tmp_path: Path, serve) -> tuple[str, Path]:
     """A web server over a folder; it takes any query. (its URL, the folder)"""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    root = tmp_path / "web"
-    root.mkdir()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root))) as http:
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_address[1]}", root
-        http.shutdown()
-        thread.join()
+    (tmp_path / "web").mkdir()
+    return f"http://{serve(tmp_path / 'web')}", tmp_path / "web"
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -90,7 +35,7 @@ def test_files_with_captions_and_further_columns(tmp_path: Path, kind: str) -> N
         {"file_name": "a.png", "caption": "one", "score": 5.5, "licence": "cc0"},
         {"file_name": "./deep//b.jpg", "caption": 'two, "zwei"', "score": 1.0, "licence": "none"},
     ]
-    where = pickle.loads(pickle.dumps(source(write(tmp_path, rows, kind))))
+    where = pickle.loads(pickle.dumps(source(write_table(tmp_path, rows, kind))))
     found = listed(where)
     status = (tmp_path / "a.png").stat()
     assert list(found) == ["a.png", "deep/b.jpg"]
@@ -98,7 +43,7 @@ def test_files_with_captions_and_further_columns(tmp_path: Path, kind: str) -> N
     assert [row["captions"] for row in found.values()] == [["one"], ['two, "zwei"']]
     assert [row["extra.score"] for row in found.values()] == [5.5, 1.0]
     assert {name for name in found["a.png"] if name.startswith("extra.")} == {"extra.score", "extra.licence"}
-    assert content(where.open("deep/b.jpg")) == "deep/b.jpg"
+    assert read(where.open("deep/b.jpg")) == b"deep/b.jpg"
 
 
 def test_unusual_names_missing_files_and_what_is_no_file(tmp_path: Path) -> None:
@@ -106,7 +51,7 @@ def test_unusual_names_missing_files_and_what_is_no_file(tmp_path: Path) -> None
     put(tmp_path, *odd)
     (tmp_path / "folder.png").mkdir()
     names = [*odd, "folder.png", "none.png", "a b.png/x.png", "y" * 300 + ".png", ""]
-    where = source(write(tmp_path, [{"file_name": name, "caption": "x"} for name in names]))
+    where = source(write_table(tmp_path, [{"file_name": name, "caption": "x"} for name in names]))
     found = listed(where)
     assert {path: reason(row) for path, row in found.items()} == dict.fromkeys(odd) | {
         "folder.png": "unreadable",
@@ -122,12 +67,12 @@ def test_paths_beside_the_base_are_whole_and_the_base_can_be_moved(tmp_path: Pat
     put(tmp_path, "media/a.png", "b.png", "c.png")
     names = ["a.png", "../b.png", str(tmp_path / "c.png"), str(tmp_path / "media/x/../a.png")]
     (tmp_path / "tables").mkdir()
-    table = write(tmp_path / "tables", [{"path": name, "caption": name} for name in names])
+    table = write_table(tmp_path / "tables", [{"path": name, "caption": name} for name in names])
     where = source(table, media_root=str(tmp_path / "media"))
     found = listed(where)
     assert list(found) == ["a.png", str(tmp_path / "b.png"), str(tmp_path / "c.png")]
     assert found["a.png"]["captions"] == ["a.png", str(tmp_path / "media/x/../a.png")]
-    assert [content(where.open(path)) for path in found] == ["media/a.png", "b.png", "c.png"]
+    assert [read(where.open(path)) for path in found] == [b"media/a.png", b"b.png", b"c.png"]
     assert all(row["problem"] is None for row in found.values())
 
 
@@ -135,7 +80,7 @@ def test_a_path_in_several_rows_is_one_item_with_all_captions(tmp_path: Path, mo
     monkeypatch.setattr("stages.discovery.sources.manifest.CHUNK_ROWS", 3)
     put(tmp_path, *(f"{i}.png" for i in range(5)))
     rows = [{"file_name": f"{i % 5}.png", "caption": f"c{i // 4}", "score": i} for i in range(12)]
-    found = listed(source(write(tmp_path, rows)))
+    found = listed(source(write_table(tmp_path, rows)))
     assert {path: row["captions"] for path, row in found.items()} == {
         "0.png": ["c0", "c1", "c2"],
         "1.png": ["c0", "c1", "c2"],
@@ -148,7 +93,7 @@ def test_a_path_in_several_rows_is_one_item_with_all_captions(tmp_path: Path, mo
 
 def test_kinds_by_extension_and_otherwise_by_the_dataset(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "b.MP4", "c.bin", "d")
-    table = write(tmp_path, [{"file": name, "caption": "x"} for name in ("a.png", "b.MP4", "c.bin", "d")])
+    table = write_table(tmp_path, [{"file": name, "caption": "x"} for name in ("a.png", "b.MP4", "c.bin", "d")])
     videos = listed(source(table, dataset_type="video"))
     assert [row["kind"] for row in videos.values()] == ["image", "video", "video", "video"]
     where = source(table)
@@ -159,17 +104,17 @@ def test_kinds_by_extension_and_otherwise_by_the_dataset(tmp_path: Path) -> None
 def test_rows_without_a_caption_are_set_aside(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "b.png")
     rows = [{"image": "a.png", "one": "", "two": " "}, {"image": "b.png", "one": "", "two": "x"}]
-    found = listed(source(write(tmp_path, rows), caption_column=["one", "two"]))
+    found = listed(source(write_table(tmp_path, rows), caption_column=["one", "two"]))
     assert [(reason(row), row["captions"]) for row in found.values()] == [("empty-caption", None), (None, ["x"])]
     with pytest.raises(LatentpressError, match=r"no column 'caption'; there are: image, one, two"):
-        listed(source(write(tmp_path, rows)))
+        listed(source(write_table(tmp_path, rows)))
     with pytest.raises(LatentpressError, match=r"no column 'x'; there are"):
-        listed(source(write(tmp_path, rows), media_column="x", caption_column=["one"]))
+        listed(source(write_table(tmp_path, rows), media_column="x", caption_column=["one"]))
 
 
-def test_captions_from_elsewhere(tmp_path: Path) -> None:
+def test_captions_in_text_files(tmp_path: Path) -> None:
     put(tmp_path, "a.png", "a.txt", "red_fox-2.png")
-    table = write(tmp_path, [{"path": "a.png"}, {"path": "red_fox-2.png"}])
+    table = write_table(tmp_path, [{"path": "a.png"}, {"path": "red_fox-2.png"}])
     where = source(table, caption_strategy="textfile")
     found = listed(where)
     status = (tmp_path / "a.txt").stat()
@@ -178,17 +123,6 @@ def test_captions_from_elsewhere(tmp_path: Path) -> None:
     assert where.read_captions("a.txt") == ["a.txt"]
     assert found["red_fox-2.png"]["problem"] == "no-caption: has no caption"
     assert found["red_fox-2.png"]["advice"] == "write one into red_fox-2.txt"
-    named = listed(source(table, caption_strategy="filename"))
-    assert named["red_fox-2.png"]["captions"] == ["red fox"]
-    one = listed(source(table, caption_strategy="instanceprompt", instance_prompt="sks"))
-    assert [row["captions"] for row in one.values()] == [["sks"], ["sks"]]
-    (tmp_path / "captions").mkdir()
-    other = write(
-        tmp_path / "captions", [{"file_name": str(tmp_path / "a.png"), "caption": "other", "score": 3}], "jsonl"
-    )
-    found = listed(source(table, caption_strategy="jsonl", caption_file=str(other)))
-    assert (found["a.png"]["captions"], found["a.png"]["extra.score"]) == (["other"], 3)
-    assert reason(found["red_fox-2.png"]) == "no-caption"
 
 
 def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
@@ -197,7 +131,7 @@ def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
         {"path": "a.png", "caption": "x", "before": "s/1.png", "where": "m/1.mp4"},
         {"path": "b.png", "caption": "x", "before": "s/2.png", "where": ""},
     ]
-    table = write(tmp_path, rows)
+    table = write_table(tmp_path, rows)
     where = source(table, conditioning_column="before", mask_column="where")
     found = listed(where)
     assert (found["a.png"]["source"], found["a.png"]["mask"], found["a.png"]["mask_kind"]) == (
@@ -206,7 +140,7 @@ def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
         "video",
     )
     assert (found["b.png"]["problem"], found["b.png"]["source"]) == ("no-source: its source image is not there", None)
-    assert content(where.open_companion("source", "s/1.png")) == "s/1.png"
+    assert read(where.open_companion("source", "s/1.png")) == b"s/1.png"
     only = listed(source(table, mask_column="where"))
     assert (only["b.png"]["problem"], only["b.png"]["advice"]) == (
         "no-mask: has no mask",
@@ -215,7 +149,7 @@ def test_companions_by_column_and_by_name(tmp_path: Path) -> None:
     assert only["a.png"]["extra.before"] == "s/1.png"
     where = source(table, mask_data=str(tmp_path / "masks"))
     assert {path: reason(row) for path, row in listed(where).items()} == {"a.png": None, "b.png": "no-mask"}
-    assert content(where.open_companion("mask", "a.png")) == "masks/a.png"
+    assert read(where.open_companion("mask", "a.png")) == b"masks/a.png"
     with pytest.raises(LatentpressError, match="no column 'nothing'"):
         listed(source(table, mask_column="nothing"))
 
@@ -228,7 +162,7 @@ def test_urls_with_secrets_are_opened_and_never_shown(tmp_path: Path, server: tu
     signed = [f"{url}/a.png?X-Signature={secret}", f"{url}/b.png?X-Signature={secret}", f"{url}/b.png?v={secret}"]
     names = [*signed, f"{url}/b.png", f"{url}/none.png?X-Signature={secret}", "http://127.0.0.1:9/x?k=" + secret]
     put(tmp_path, "local.png")
-    table = write(tmp_path, [{"url": name, "caption": "x"} for name in [*names, "local.png"]], "jsonl")
+    table = write_table(tmp_path, [{"url": name, "caption": "x"} for name in [*names, "local.png"]], "jsonl")
     where = source(table)
     found = listed(where)
     assert len(found) == 7 and secret not in repr(found)
@@ -237,10 +171,10 @@ def test_urls_with_secrets_are_opened_and_never_shown(tmp_path: Path, server: tu
     assert paths[0].startswith(f"{url}/a.png#") and paths[3] == f"{url}/b.png"
     assert found[paths[0]]["size"] == 5 and found[paths[0]]["version"]
     again = pickle.loads(pickle.dumps(where))
-    assert [content(again.open(path)) for path in paths[:4]] == ["a.png", "b.png", "b.png", "b.png"]
+    assert [read(again.open(path)) for path in paths[:4]] == [b"a.png", b"b.png", b"b.png", b"b.png"]
     assert secret not in os.fspath(again.open(paths[0]))
     with pytest.raises(MediaError) as caught:
-        content(again.open(paths[4]))
+        read(again.open(paths[4]))
     assert caught.value.reason == "missing" and secret not in str(caught.value)
 
 
@@ -249,7 +183,7 @@ def test_text_files_beside_urls_but_not_beside_signed_ones(tmp_path: Path, serve
     url, web = server
     put(web, "a.png", "a.txt", "b.png")
     names = [f"{url}/a.png", f"{url}/a.png?k=1", f"{url}/b.png"]
-    where = source(write(tmp_path, [{"url": name} for name in names]), caption_strategy="textfile")
+    where = source(write_table(tmp_path, [{"url": name} for name in names]), caption_strategy="textfile")
     rows = list(listed(where).values())
     assert [row["captions_at"] for row in rows] == [f"{url}/a.txt", None, None]
     assert [reason(row) for row in rows] == [None, "no-caption", "no-caption"]
@@ -265,15 +199,15 @@ def test_a_table_at_a_url_is_the_base_of_its_paths(tmp_path: Path, server: tuple
         {"path": "a.png", "caption": "x", "before": "s/a.png"},
         {"path": f"{url}/b.png", "caption": "y", "before": "s/a.png"},
     ]
-    write(web / "set", rows)
+    write_table(web / "set", rows)
     dataset = Dataset(id="d", instance_data_dir=f"{url}/set/table.csv", source="manifest", conditioning_column="before")
     where = open_source(dataset)
     assert isinstance(where, ManifestSource)
     found = listed(where)
     assert list(found) == ["a.png", f"{url}/b.png"]
     assert [row["source"] for row in found.values()] == ["s/a.png", "s/a.png"]
-    assert content(where.open("a.png")) == "set/a.png"
-    assert content(where.open_companion("source", "s/a.png")) == "set/s/a.png"
+    assert read(where.open("a.png")) == b"set/a.png"
+    assert read(where.open_companion("source", "s/a.png")) == b"set/s/a.png"
 
 
 def test_a_table_without_rows_has_an_empty_listing(tmp_path: Path) -> None:
@@ -283,14 +217,14 @@ def test_a_table_without_rows_has_an_empty_listing(tmp_path: Path) -> None:
 
 
 def test_an_absent_place_of_the_media_is_no_million_missing_files(tmp_path: Path) -> None:
-    table = write(tmp_path, [{"path": "a.png", "caption": "x"}])
+    table = write_table(tmp_path, [{"path": "a.png", "caption": "x"}])
     with pytest.raises(LatentpressError, match=r"datasets\.d\.media_root: there is no folder .*none"):
         listed(source(table, media_root=str(tmp_path / "none")))
 
 
 def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path: Path) -> None:
     put(tmp_path, "a.png")
-    table = write(tmp_path, [{"path": "a.png", "caption": "x"}], "jsonl").rename(tmp_path / "table.txt")
+    table = write_table(tmp_path, [{"path": "a.png", "caption": "x"}], "jsonl").rename(tmp_path / "table.txt")
     where = open_source(Dataset(id="d", instance_data_dir=str(table), source="manifest", caption_strategy="jsonl"))
     assert isinstance(where, ManifestSource)
     assert listed(where)["a.png"]["captions"] == ["x"]
@@ -322,7 +256,7 @@ def test_a_row_of_a_scheme_that_can_not_be_opened_is_set_aside(tmp_path: Path, p
     """And the other rows are listed; as the place of a dataset it is an error in words."""
     put(tmp_path, "a.png")
     rows = listed(
-        source(write(tmp_path, [{"path": "a.png", "caption": "x"}, {"path": f"{place}/b.png", "caption": "y"}]))
+        source(write_table(tmp_path, [{"path": "a.png", "caption": "x"}, {"path": f"{place}/b.png", "caption": "y"}]))
     )
     assert rows["a.png"]["problem"] is None
     assert (

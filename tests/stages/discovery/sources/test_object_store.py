@@ -1,31 +1,22 @@
 """Objects behind fsspec URLs: an S3 server and an HTTP server on loopback, and memory://."""
 
+import hashlib
 import io
 import multiprocessing
 import pickle
-from pathlib import Path
 
 import fsspec
 import pytest
-from PIL import Image
 
 from schemas.errors import LatentpressError
 from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, open_filesystem
+from stages.discovery.sources.store_checksum import best_checksum
 from stages.media import files
 from stages.media.errors import MediaError
+from tests.stages.discovery.tars import picture, read
+from tests.stages.media_files import reason, refusal
 
 SECRET = "wJalrXUtnFEMI-not-a-real-key"
-
-
-def picture() -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (20, 10), "red").save(out, "PNG")
-    return out.getvalue()
-
-
-def read_all(blob: RemoteFile) -> bytes:
-    with blob.open() as file:
-        return file.read()
 
 
 def test_a_protocol_nobody_knows() -> None:
@@ -63,30 +54,15 @@ def test_s3_is_read_in_ranges_and_survives_pickling(s3) -> None:
 
 
 @pytest.mark.slow
-def test_identity_of_the_store(s3) -> None:
-    s3.pipe_file("media/a.jpg", b"one")
-    s3.pipe_file("media/b.jpg", b"one")
-    s3.pipe_file("media/c.jpg", b"two")
-    ids = [RemoteFile(f"s3://media/{name}.jpg", identity="store").media_id() for name in "abc"]
-    assert all(len(name or "") == 32 for name in ids)
-    assert ids[0] == ids[1] != ids[2]
-    assert RemoteFile("s3://media/a.jpg").media_id() is None
-
-
-@pytest.mark.slow
 def test_a_check_asks_the_store_again(s3) -> None:
     s3.pipe_file("media/a.jpg", b"one")
     blob = RemoteFile("s3://media/a.jpg", identity="store")
     planned = files.compute_media_id(blob)
     files.require_unchanged(blob, planned)
     s3.pipe_file("media/a.jpg", b"two")
-    with pytest.raises(MediaError) as caught:
-        files.require_unchanged(blob, planned)
-    assert caught.value.reason == "changed"
+    assert reason(lambda blob: files.require_unchanged(blob, planned), blob) == "changed"
     s3.rm_file("media/a.jpg")
-    with pytest.raises(MediaError) as caught:
-        files.require_unchanged(blob, planned)
-    assert caught.value.reason == "missing"
+    assert reason(lambda blob: files.require_unchanged(blob, planned), blob) == "missing"
 
 
 @pytest.mark.slow
@@ -124,7 +100,7 @@ def test_an_etag_that_is_no_md5_is_not_taken_for_damage() -> None:
 
 
 def _size_in_child(blob: RemoteFile) -> int:
-    return len(read_all(blob))
+    return len(read(blob))
 
 
 @pytest.mark.slow
@@ -132,25 +108,20 @@ def test_a_forked_process_opens_it_too(s3) -> None:
     """test_pipeline.py reads from S3 in processes that are no forks."""
     s3.pipe_file("media/a.jpg", b"12345")
     blob = RemoteFile("s3://media/a.jpg")
-    assert len(read_all(blob)) == 5  # the loop of this process is running when the child is made
+    assert len(read(blob)) == 5  # the loop of this process is running when the child is made
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply_async(_size_in_child, (blob,)).get() == 5
 
 
 @pytest.mark.slow
 def test_s3_that_refuses_or_is_not_there(s3, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MediaError) as caught:
-        RemoteFile("s3://media/none.jpg").size()
-    assert caught.value.reason == "missing"
-    with pytest.raises(MediaError):
-        RemoteFile("s3://media/none.jpg").open()
+    for action in (RemoteFile.size, RemoteFile.open):
+        assert reason(action, RemoteFile("s3://media/none.jpg")) == "missing"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(type(s3), "retries", 1)
     type(s3).clear_instance_cache()
-    with pytest.raises(MediaError) as caught:
-        RemoteFile("s3://media/a.jpg").open()
-    assert caught.value.reason == "unreadable"
-    assert SECRET not in str(caught.value)
+    error = refusal(RemoteFile.open, RemoteFile("s3://media/a.jpg"))
+    assert error.reason == "unreadable" and SECRET not in str(error)
 
 
 # -- HTTP and memory ------------------------------------------------------------------------------------------------
@@ -166,7 +137,7 @@ def test_http_with_ranges(http) -> None:
         file.seek(-3, io.SEEK_END)
         assert file.read() == handler.content[-3:]
     assert handler.served < 2 * READ_AHEAD_BYTES
-    assert read_all(blob) == handler.content
+    assert read(blob) == handler.content
 
 
 @pytest.mark.slow
@@ -196,7 +167,7 @@ def test_http_etags_name_content_at_one_place_only(http) -> None:
 def test_credentials_stay_out_of_http_errors(http) -> None:
     place, handler = http
     handler.content, handler.authorization = b"abc", "Basic bWU6c2VjcmV0d29yZA=="  # me:secretword
-    assert read_all(RemoteFile(f"http://me:secretword@{place}/a.jpg")) == b"abc"
+    assert read(RemoteFile(f"http://me:secretword@{place}/a.jpg")) == b"abc"
     for url in (f"http://me:wrongword@{place}/a.jpg", f"http://{place}/a.jpg?X-Amz-Signature=wrongword"):
         with pytest.raises(MediaError) as caught:
             RemoteFile(url).open()
@@ -213,32 +184,44 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__suppress_context__
 
 
-@pytest.mark.slow
-def test_a_stdlib_http_server(tmp_path: Path, serve) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
-
-    place = serve(tmp_path)
-    with RemoteFile(f"http://{place}/a.png").open() as file, Image.open(file) as image:
-        assert image.size == (20, 10)
-    with pytest.raises(MediaError) as caught:
-        RemoteFile(f"http://{place}/b.png").open()
-    assert caught.value.reason == "missing"
-
-
 def test_memory_has_no_checksum(memory) -> None:
-    memory.pipe_file("/media/a.png", picture())
+    memory.pipe_file("/media/a.png", picture(0))
     blob = RemoteFile("memory://media/a.png", identity="store")
-    assert read_all(blob) == picture()
-    with pytest.raises(MediaError) as caught:
-        blob.media_id()
-    assert caught.value.reason == "no-checksum" and "identity: content" in caught.value.advice
+    assert read(blob) == picture(0)
+    error = refusal(RemoteFile.media_id, blob)
+    assert error.reason == "no-checksum" and "identity: content" in error.advice
     content = RemoteFile("memory://media/a.png")
     files.require_unchanged(content, files.compute_media_id(content))
 
 
 def test_an_empty_object(memory) -> None:
     memory.pipe_file("/media/a.png", b"")
-    with pytest.raises(MediaError) as caught:
-        files.media_size(RemoteFile("memory://media/a.png"))
-    assert caught.value.reason == "empty-file"
-    assert read_all(RemoteFile("memory://media/a.png")) == b""
+    assert reason(files.media_size, RemoteFile("memory://media/a.png")) == "empty-file"
+    assert read(RemoteFile("memory://media/a.png")) == b""
+
+
+# -- checksums -------------------------------------------------------------------------------------------------------
+
+MD5 = hashlib.md5(b"x").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("info", "s3", "kind", "md5", "sure", "local"),
+    [
+        ({"ETag": f'"{MD5}"'}, True, "etag", MD5, False, False),
+        ({"ETag": f'"{MD5}-3"'}, True, "etag", None, False, False),
+        ({"ETag": f'"{MD5}"'}, False, "etag", None, False, True),
+        ({"md5Hash": "nd3i5Zz0wqM3yBdNvA0oFA==", "etag": "CJ"}, False, "md5", "9ddde2e59cf4c2a337c8174dbc0d2814", 1, 0),
+        ({"content_settings": {"content_md5": bytes.fromhex(MD5)}, "etag": "0x8D"}, False, "md5", MD5, True, False),
+        ({"generation": "17"}, False, "generation", None, False, True),
+    ],
+)
+def test_checksum(info: dict, s3: bool, kind: str, md5: str | None, sure: bool, local: bool) -> None:
+    found = best_checksum(info, s3)
+    assert found is not None
+    assert (found.kind, found.md5, found.is_certain, found.scoped_to_url) == (kind, md5, sure, local)
+
+
+@pytest.mark.parametrize("info", [{}, {"size": 3}, {"ETag": 'W/"abc"'}, {"ETag": ""}])
+def test_what_vouches_for_nothing(info: dict) -> None:
+    assert best_checksum(info, True) is None

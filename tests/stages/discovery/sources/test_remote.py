@@ -12,32 +12,17 @@ import pytest
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import CHUNK_ROWS, LISTING_SCHEMA, open_source
+from stages.discovery.sources.base import open_source
 from stages.discovery.sources.object_store import RemoteFile
-from stages.discovery.sources.remote import RemoteSource
 from stages.media import files
 from stages.media.errors import MediaError
+from tests.stages.discovery.tars import read, scan
 
 SECRET = "wJalrXUtnFEMI-not-a-real-key"
 
 
-def read_all(blob: RemoteFile) -> bytes:
-    with blob.open() as file:
-        return file.read()
-
-
 def dataset(place: str, **options) -> Dataset:
     return Dataset(id="set", instance_data_dir=place, **options)
-
-
-def scan(source: RemoteSource, known: pa.Table | None = None) -> list[dict]:
-    chunks = list(source.scan(known))
-    assert all(
-        len(chunk) <= CHUNK_ROWS and chunk.schema.names[: len(LISTING_SCHEMA.names)] == LISTING_SCHEMA.names
-        for chunk in chunks
-    )
-    rows = pa.concat_tables(chunks, promote_options="permissive").to_pylist()
-    return sorted(rows, key=lambda row: row["path"])
 
 
 NAMES = ("a b.png", "a b.txt", "a?#1.JPG", "sub/deep/c.png", "sub/deep/c.txt", ".hidden.png", ".git/x.png", "x.md")
@@ -59,7 +44,7 @@ def test_a_prefix_in_s3(s3) -> None:
     assert source.ignored == {".md": 1}
     assert source.read_captions("sub/deep/c.txt") == ["sub/deep/c.txt"]
     for row in rows:
-        assert read_all(source.open(row["path"])) == row["path"].encode()
+        assert read(source.open(row["path"])) == row["path"].encode()
     assert str(source.open("a?#1.JPG").name) == "s3://media/set/a?#1.JPG"
     s3.pipe_file("media/set/a b.txt", b"corrected")
     again = scan(source)
@@ -89,14 +74,6 @@ def test_a_long_listing_of_s3_comes_in_pages(s3, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_the_identity_of_a_store_is_asked_of_items(s3) -> None:
-    s3.pipe_file("media/set/a.png", b"one")
-    given = open_source(dataset("s3://media/set", identity="store")).open("a.png").media_id()
-    assert given and given != files.hash_file(RemoteFile("s3://media/set/a.png"))
-    assert open_source(dataset("s3://media/set")).open("a.png").media_id() is None
-
-
-@pytest.mark.slow
 def test_tars_in_s3(s3, tmp_path: Path) -> None:
     """Members are read in ranges of their tar, and named by the store's word for it."""
     data = io.BytesIO()
@@ -115,7 +92,7 @@ def test_tars_in_s3(s3, tmp_path: Path) -> None:
     ]
     assert rows[0]["version"] == f'{len(data.getvalue())}:"{hashlib.md5(data.getvalue()).hexdigest()}"'
     first, second = (pickle.loads(pickle.dumps(source.open(row["path"]))) for row in rows)
-    assert read_all(second) == b"k" and files.media_size(first) == 3_000_000
+    assert read(second) == b"k" and files.media_size(first) == 3_000_000
     assert files.compute_media_id(first) != files.compute_media_id(second)
     files.require_unchanged(second, files.compute_media_id(second))
     s3.pipe_file("media/wds/00000.tar", data.getvalue() + bytes(512))
@@ -139,7 +116,7 @@ def test_media_root_takes_the_place_of_the_url(memory) -> None:
     memory.pipe_file("/here/a.png", b"x")
     source = open_source(dataset("s3://elsewhere/set", media_root="memory://here", source="remote"))
     assert [row["path"] for row in scan(source)] == ["a.png"]
-    assert read_all(source.open("a.png")) == b"x"
+    assert read(source.open("a.png")) == b"x"
 
 
 def test_versions_change_with_what_a_store_says(memory) -> None:
@@ -158,7 +135,7 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
     rows = scan(source)
     assert [(row["kind"], row["captions"]) for row in rows] == [("video", ["blue dog"]), ("image", ["red cat"])]
     assert [row["source"] for row in rows] == [None, "red_cat.jpg"] and rows[0]["problem"].startswith("no-source")
-    assert read_all(source.open_companion("source", "red_cat.jpg")) == b"sources/red_cat.jpg"
+    assert read(source.open_companion("source", "red_cat.jpg")) == b"sources/red_cat.jpg"
     assert source.ignored == {".txt": 1}
     (tmp_path / "t.csv").write_text("path,caption,score\nred_cat.png,a cat,3\nmemory://m/blue-dog.mp4,a dog,4\n")
     table = {"caption_strategy": "csv", "caption_file": str(tmp_path / "t.csv")}
@@ -171,7 +148,7 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
 
 
 def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.discovery.sources.remote.CHUNK_ROWS", 7)
+    monkeypatch.setattr("stages.discovery.sources.folder.CHUNK_ROWS", 7)
     for number in range(20):
         memory.pipe_file(f"/m/{number % 2}/{number}.png", b"x")
     chunks = list(open_source(dataset("memory://m")).scan(None))

@@ -15,6 +15,7 @@ from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.columns import TextLookup, caption_lists, extra_columns
 from stages.discovery.sources.table_reader import find_media_column, read_table, refuse_binary_columns
+from tests.stages.discovery.listings import write_table
 
 ROWS = [
     {"file_name": "0001", "caption": 'a "quoted", text', "score": 5, "rate": 0.5, "good": True},
@@ -22,23 +23,9 @@ ROWS = [
 ]
 
 
-def write(folder: Path, kind: str, rows: list[dict]) -> str:
-    path = folder / f"table.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    return str(path)
-
-
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_the_three_kinds_give_the_same_table(tmp_path: Path, kind: str) -> None:
-    table = read_table(write(tmp_path, kind, ROWS), text=["file_name"])
+    table = read_table(str(write_table(tmp_path, ROWS, kind)), text=["file_name"])
     assert table.to_pylist() == ROWS
     kinds = {name: str(table.schema.field(name).type) for name in table.column_names}
     assert kinds == {"file_name": "string", "caption": "string", "score": "int64", "rate": "double", "good": "bool"}
@@ -46,9 +33,9 @@ def test_the_three_kinds_give_the_same_table(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_only_some_columns_are_read_and_absent_ones_are_no_error(tmp_path: Path, kind: str) -> None:
-    table = read_table(write(tmp_path, kind, ROWS), ["score", "nothing"])
+    table = read_table(str(write_table(tmp_path, ROWS, kind)), ["score", "nothing"])
     assert table.to_pylist() == [{"score": 5}, {"score": None}]
-    assert read_table(write(tmp_path, kind, ROWS), ["nothing"]).num_columns == 0
+    assert read_table(str(write_table(tmp_path, ROWS, kind)), ["nothing"]).num_columns == 0
 
 
 def test_a_column_whose_later_cells_are_of_another_kind_is_text(tmp_path: Path) -> None:
@@ -59,7 +46,7 @@ def test_a_column_whose_later_cells_are_of_another_kind_is_text(tmp_path: Path) 
 
 
 def test_text_that_looks_like_a_date_keeps_its_spelling(tmp_path: Path) -> None:
-    path = write(tmp_path, "jsonl", [{"day": "2024-01-01", "days": ["2024-01-01"]}])
+    path = str(write_table(tmp_path, [{"day": "2024-01-01", "days": ["2024-01-01"]}], "jsonl"))
     assert read_table(path).to_pylist() == [{"day": "2024-01-01", "days": ["2024-01-01"]}]
 
 
@@ -154,7 +141,7 @@ def test_a_comma_in_the_header_decides(tmp_path: Path) -> None:
 
 def test_captions_of_several_lines_are_kept(tmp_path: Path) -> None:
     caption = 'a "big" cat,\nsitting, as in b.png, twice\n\n5" tall\\'
-    path = write(tmp_path, "csv", [{"file_name": "a.png", "caption": caption}])
+    path = str(write_table(tmp_path, [{"file_name": "a.png", "caption": caption}], "csv"))
     assert read_table(path).to_pylist() == [{"file_name": "a.png", "caption": caption}]
 
 

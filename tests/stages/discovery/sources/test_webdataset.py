@@ -1,6 +1,5 @@
 """Tars as img2dataset and video2dataset write them, made with webdataset's own writer, and tars that are damaged."""
 
-import io
 import json
 import os
 import pickle
@@ -13,20 +12,14 @@ import pytest
 from PIL import Image
 
 from schemas.errors import LatentpressError
-from stages.discovery.sources import tar_patterns
+from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.webdataset import WebDatasetSource
 from stages.media import files
 from stages.media.errors import MediaError
-from tests.stages.discovery.tars import dataset, scan, write
+from tests.stages.discovery.tars import dataset, picture, read, scan, write
 
 wds = pytest.importorskip("webdataset")
-
-
-def picture(number: int, size: tuple[int, int] = (20, 10), kind: str = "JPEG") -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", size, (number * 17 % 256, 40, 90)).save(out, kind)
-    return out.getvalue()
 
 
 def record(number: int, **more: Any) -> dict:
@@ -66,11 +59,6 @@ def as_known(source: WebDatasetSource) -> pa.Table:
     return table.append_column("media_id", pa.repeat("0" * 32, len(table)))
 
 
-def read(media: files.MediaPath) -> bytes:
-    with files.open_media(media) as file:
-        return file.read()
-
-
 # -- what img2dataset and video2dataset write ------------------------------------------------------------------------
 
 
@@ -101,14 +89,6 @@ def test_members_are_read_where_they_are(tmp_path: Path) -> None:
             assert image.size == (20, 10)
         assert os.fspath(blob) == str(tmp_path / "shards" / row["path"])
         files.require_unchanged(blob, files.compute_media_id(blob))
-
-
-def test_what_a_member_reader_gives_is_what_webdataset_gives(tmp_path: Path) -> None:
-    folder = img2dataset(tmp_path / "shards", shards=1)
-    theirs = {sample["__key__"]: sample["jpg"] for sample in wds.WebDataset(str(folder / "00000.tar"), shardshuffle=False) if "jpg" in sample}  # fmt: skip  # noqa: E501
-    source = open_source(dataset(folder))
-    ours = {row["path"].split("/")[1][:-4]: read(source.open(row["path"])) for row in scan(source)}
-    assert ours == theirs
 
 
 def test_video2dataset(tmp_path: Path) -> None:
@@ -160,19 +140,6 @@ def test_captions_of_text_and_of_records(tmp_path: Path) -> None:
     assert "extra.long" not in rows[0]
     with pytest.raises(LatentpressError, match="nowhere"):
         scan(open_source(dataset(tmp_path, caption_column=["nowhere"])))
-
-
-def test_other_strategies(tmp_path: Path) -> None:
-    write(tmp_path / "s.tar", [{"__key__": "a/red_cat", "jpg": b"1"}, {"__key__": "a/blue_dog", "jpg": b"2"}])
-    rows = scan(open_source(dataset(tmp_path, caption_strategy="filename")))
-    assert captions(rows) == [(["blue dog"], ""), (["red cat"], "")]
-    rows = scan(open_source(dataset(tmp_path, caption_strategy="instanceprompt", instance_prompt="a pet")))
-    assert captions(rows) == [(["a pet"], "")] * 2
-    (tmp_path / "captions.csv").write_text("path,caption,score\ns.tar/a/red_cat.jpg,of a cat,5\n")
-    table = str(tmp_path / "captions.csv")
-    rows = scan(open_source(dataset(tmp_path, caption_strategy="csv", caption_file=table)))
-    assert captions(rows) == [(None, "no-caption"), (["of a cat"], "")]
-    assert rows[1]["extra.score"] == 5
 
 
 def test_records_of_several_kinds(tmp_path: Path) -> None:
@@ -256,15 +223,9 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str,
 
 
 def test_names_that_repeat_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_patterns, "MAX_TARS", 1000)
+    monkeypatch.setattr(tars, "MAX_TARS", 1000)
     with pytest.raises(LatentpressError, match="stands for more than 1,000 names"):
         open_source(dataset(str(tmp_path / ("{1,2}" + "{a,a}" * 10 + ".tar"))))
-
-
-def test_media_root_takes_the_place_of_the_pattern(tmp_path: Path) -> None:
-    img2dataset(tmp_path / "here", shards=3, each=1)
-    here = dataset("/elsewhere/{00000..00001}.tar", media_root=str(tmp_path / "here"))
-    assert [row["path"][:9] for row in scan(open_source(here))] == ["00000.tar", "00001.tar"]
 
 
 @pytest.mark.parametrize(
@@ -309,19 +270,6 @@ def test_tars_at_a_url(tmp_path: Path) -> None:
 
 
 # -- tars that have not changed --------------------------------------------------------------------------------------
-
-
-def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "stages.discovery.sources.webdataset.open_media", lambda path: pytest.fail(f"{path} was opened")
-    )
-
-
-def test_an_unchanged_tar_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = dataset(img2dataset(tmp_path / "shards"))
-    before, known = scan(open_source(place)), as_known(open_source(place))
-    forbid_reading(monkeypatch)
-    assert scan(open_source(place), known) == before
 
 
 def test_only_the_changed_tar_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

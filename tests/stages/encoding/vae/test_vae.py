@@ -16,7 +16,7 @@ from PIL import Image
 
 from cache.models.weights import WeightsError
 from schemas.catalogue import FAMILIES
-from stages.media.pixels import normalise_pixels
+from stages.media.sample_reader import normalize_pixels
 
 CPU = torch.device("cpu")
 # name -> (kind of checkpoint, diffusers' class, stride in space, frames to try)
@@ -51,7 +51,7 @@ def frames(count: int = 1, seed: int = 0, width: int = 96, height: int = 64) -> 
 
 
 def pixels(*clips: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.stack([normalise_pixels(clip) for clip in clips]))
+    return torch.from_numpy(np.stack([normalize_pixels(clip) for clip in clips]))
 
 
 def generator(seed: int) -> torch.Generator:

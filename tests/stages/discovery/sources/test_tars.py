@@ -11,24 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from stages.discovery.sources import tar_members
+from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
-from stages.media import files
 from stages.media.errors import MediaError
-from tests.stages.discovery.tars import dataset, scan, write
-
-
-def picture(number: int, size: tuple[int, int] = (20, 10), kind: str = "JPEG") -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", size, (number * 17 % 256, 40, 90)).save(out, kind)
-    return out.getvalue()
-
-
-def read(media: files.MediaPath) -> bytes:
-    with files.open_media(media) as file:
-        return file.read()
+from tests.stages.discovery.tars import dataset, picture, read, scan, write
 
 
 def problems(rows: list[dict]) -> list[tuple[str, str]]:
@@ -168,6 +155,6 @@ def test_members_are_where_tarfile_finds_them(named: list[tuple[str, int]], styl
     with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as tar:
         theirs = [(member.name, member.offset_data, member.size) for member in tar]
     ignored: Counter[str] = Counter()
-    ours = list(tar_members.iter_members(io.BytesIO(out.getvalue()), len(out.getvalue()), "x", ignored))
+    ours = list(tars.iter_members(io.BytesIO(out.getvalue()), len(out.getvalue()), "x", ignored))
     assert [tuple(member) for member in ours] == [row for row in theirs if ".." not in row[0].split("/")]
     assert sum(ignored.values()) == len(theirs) - len(ours)

@@ -45,12 +45,12 @@ WIDE_PRIMARIES = {
     int(ColorPrimaries.SMPTE432): ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),
 }
 _WHITE_POINT = (0.3127, 0.3290)
-# Points on each axis of the colour table that converts primaries; interpolation errors are below one level.
+# Points on each axis of the color table that converts primaries; interpolation errors are below one level.
 _LUT_SIZE = 49
 
 
-class ColourTags(NamedTuple):
-    """The declared colours of a stream or frame, in FFmpeg's numbers (those of ITU-T H.273). Undeclared: 2, range 0."""
+class ColorTags(NamedTuple):
+    """The declared colors of a stream or frame, in FFmpeg's numbers (those of ITU-T H.273). Undeclared: 2, range 0."""
 
     matrix: int
     primaries: int
@@ -58,13 +58,13 @@ class ColourTags(NamedTuple):
     range: int
 
     @classmethod
-    def of(cls, header: VideoCodecContext | VideoFrame) -> "ColourTags":
+    def of(cls, header: VideoCodecContext | VideoFrame) -> "ColorTags":
         return cls(header.colorspace, header.color_primaries, header.color_trc, header.color_range)
 
-    def fill_from(self, other: "ColourTags") -> "ColourTags":
+    def fill_from(self, other: "ColorTags") -> "ColorTags":
         """These tags, the undeclared ones from `other`: ProRes has some in the container alone, not in frames."""
         tags = zip(self, other, (2, 2, 2, 0), strict=True)
-        return ColourTags(*(theirs if own == undeclared else own for own, theirs, undeclared in tags))
+        return ColorTags(*(theirs if own == undeclared else own for own, theirs, undeclared in tags))
 
 
 def is_assumed_bt709(header: VideoCodecContext) -> bool:
@@ -78,18 +78,18 @@ def default_matrix(width: int, height: int) -> int:
     return _BT709 if height > 576 or width >= 1280 else _SMPTE170M
 
 
-def require_convertible(tags: ColourTags, path: MediaPath, codec_tag: str = "") -> None:
-    """Raise MediaError ("hdr", "unsupported-colour") for colours that can't be converted to sRGB."""
+def require_convertible(tags: ColorTags, path: MediaPath, codec_tag: str = "") -> None:
+    """Raise MediaError ("hdr", "unsupported-colour") for colors that can't be converted to sRGB."""
     if tags.transfer in _HDR_TRANSFERS or codec_tag in _DOLBY_TAGS:
         advice = "tone-map it to standard range (BT.709), for example with zscale and tonemap of FFmpeg"
         raise MediaError("hdr", path, "has high dynamic range (PQ, HLG or Dolby Vision)", advice)
     if tags.matrix not in (*_MATRICES, _RGB_MATRIX, *_UNSPECIFIED):
-        problem = f"has a colour matrix that is not converted here (number {tags.matrix} of ITU-T H.273)"
+        problem = f"has a color matrix that is not converted here (number {tags.matrix} of ITU-T H.273)"
         raise MediaError("unsupported-colour", path, problem, "convert it to BT.709")
 
 
 def to_rgb(
-    converter: VideoReformatter, frame: VideoFrame, tags: ColourTags, size: tuple[int, int] | None = None
+    converter: VideoReformatter, frame: VideoFrame, tags: ColorTags, size: tuple[int, int] | None = None
 ) -> np.ndarray:
     """uint8 (height, width, 3), not rotated; with `size` (width, height) scaled to it in low quality."""
     full = tags.range == ColorRange.JPEG or frame.format.name.startswith("yuvj")
@@ -111,13 +111,13 @@ def to_rgb(
     return pixels
 
 
-def output_tags(width: int, height: int) -> ColourTags:
-    """Colours of a video to write: the matrix that players assume without tags, limited range, and BT.709's primaries,
+def output_tags(width: int, height: int) -> ColorTags:
+    """Colors of a video to write: the matrix that players assume without tags, limited range, and BT.709's primaries,
     which are sRGB's, and transfer, with which players display sRGB values."""
-    return ColourTags(default_matrix(width, height), _BT709, _BT709, int(ColorRange.MPEG))
+    return ColorTags(default_matrix(width, height), _BT709, _BT709, int(ColorRange.MPEG))
 
 
-def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: ColourTags) -> VideoFrame:
+def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: ColorTags) -> VideoFrame:
     """A frame to encode, from uint8 sRGB with even sides, in the matrix and (limited) range of `tags`."""
     return converter.reformat(
         VideoFrame.from_ndarray(np.ascontiguousarray(pixels_HWC), format="rgb24"),
@@ -132,7 +132,7 @@ def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: Colour
 
 @cache
 def _wide_to_srgb_lut(primaries: int) -> ImageFilter.Color3DLUT:
-    """A table from colours with wide primaries to those with sRGB's, both with BT.709's transfer."""
+    """A table from colors with wide primaries to those with sRGB's, both with BT.709's transfer."""
     matrix = np.linalg.inv(_to_xyz(_SRGB_PRIMARIES)) @ _to_xyz(WIDE_PRIMARIES[primaries])
     axis = np.linspace(0.0, 1.0, _LUT_SIZE)
     blue, green, red = np.meshgrid(axis, axis, axis, indexing="ij")  # red varies fastest

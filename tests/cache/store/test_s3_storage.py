@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cache.store import s3_listing
-from cache.store.s3_listing import AT_ONCE, list_s3
+from cache.store import s3_storage
+from cache.store.s3_storage import AT_ONCE, list_s3
 from cache.store.store import Store
 from tests.s3_server import BUCKET, S3Server
 
@@ -40,7 +40,7 @@ class Objects:
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_listing, "PAGE", PAGE)
+    monkeypatch.setattr(s3_storage, "PAGE", PAGE)
 
 
 def names(count: int) -> list[str]:

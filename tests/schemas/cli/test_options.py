@@ -5,8 +5,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.cli.job_array import find_task
-from schemas.cli.options import Partition, parse_partition
+from schemas.cli.options import Partition, find_task, parse_partition
 
 
 def slurm_array(task: int, first: int, last: int, step: int = 1, **more: object) -> dict[str, str]:

@@ -9,9 +9,9 @@ import pytest
 
 from cache.sets import rejects
 from cache.shards import shard_io
-from cache.store import bad_answers, retry_notes
-from cache.store.bad_answers import ANSWERS
+from cache.store import retries
 from cache.store.damage import DamageError
+from cache.store.retries import ANSWERS
 from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
@@ -91,8 +91,8 @@ def test_what_stays_damaged_is_damage(store: Store, s3: S3Server) -> None:
 
 def test_wrong_answers_are_said_and_counted(store: Store, s3: S3Server, monkeypatch, capsys) -> None:
     now = [0.0]
-    notes = retry_notes.RetryNotes("s3", lambda: now[0])
-    monkeypatch.setattr(bad_answers, "notes_of", {"s3": notes}.__getitem__)
+    notes = retries.RetryNotes("s3", lambda: now[0])
+    monkeypatch.setattr(retries, "notes_of", {"s3": notes}.__getitem__)
     show_activities(Console())
     try:
         for wrong in WRONG:
