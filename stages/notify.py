@@ -101,13 +101,13 @@ def _watch(config: Config, folder: Path, outbox: Outbox) -> bool:
     watch, pending = Watch([folder], WATCH_S), 0
     for last in watch:
         waiting = not (last and watch.told and read_progress(config).state == "finished")
-        found, pending = find_events(config, outbox.events, watching=waiting)
-        outbox.add(found)
+        events, pending = find_events(config, outbox.events, watching=waiting)
+        outbox.add(events)
     with activity("waiting for pictures and scores of the last validation, which decode and score make"):
         while pending and not watch.told:
             time.sleep(WATCH_S)
-            found, pending = find_events(config, outbox.events, watching=True)
-            outbox.add(found)
+            events, pending = find_events(config, outbox.events, watching=True)
+            outbox.add(events)
     return watch.told
 
 

@@ -103,10 +103,10 @@ def _finished_step(folder: Path) -> int:
 
 def _read_pushed(folder: Path) -> dict:
     try:
-        found = parse_json((folder / PUSHED_FILE).read_bytes())
+        record = parse_json((folder / PUSHED_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 app = make_app(

@@ -106,17 +106,17 @@ class _Scorer:
         for step in steps:
             if step.waiting:
                 continue
-            found = known.get(step.step, {})
+            known_scores = known.get(step.step, {})
             contents = {sample.name: sample.content() for sample in step.samples}
             missing = [
                 (name, measure)
                 for name, content in contents.items()
                 for measure in self._measured
-                if (name, content) not in found.get(measure, {})
+                if (name, content) not in known_scores.get(measure, {})
             ]
-            gone = any(scores.keys() - set(contents.items()) for scores in found.values())
+            gone = any(scores.keys() - set(contents.items()) for scores in known_scores.values())
             if missing or gone:
-                yield _Work(step, contents, found, missing)
+                yield _Work(step, contents, known_scores, missing)
 
     def score(self, steps: Iterable[StepSamples], report: Report) -> None:
         work = list(self.find_work(steps))
@@ -230,8 +230,8 @@ class _Watched:
                 return
             lines = read_last_metrics(self._folder / METRICS_FILE)
             newest = lines[-1]["step"] if lines else 0
-            found = [step for step in find_samples(self._folder) if step.step < newest and not step.waiting]
-            if new := [step for step in found if self._is_new(step)]:
+            decoded = [step for step in find_samples(self._folder) if step.step < newest and not step.waiting]
+            if new := [step for step in decoded if self._is_new(step)]:
                 self._watch.hide_wait()
                 yield new
 

@@ -71,8 +71,8 @@ def run(
         _repair_tables(config, options, console, damaged_tables, "sets")
         report.details["damaged_tables"] = sorted(damaged_tables)
         _, damaged_tables = checks.find_damaged_tables(store)
-    for rel, found in sorted((damaged_shards | damaged_tables).items()):
-        for damage in found:
+    for rel, damages in sorted((damaged_shards | damaged_tables).items()):
+        for damage in damages:
             message = damage.reason if damage.row is None else f"row {damage.row} ({damage.id}): {damage.reason}"
             row = {"path": rel, "row": damage.row, "item": damage.id, "reason": "damaged", "message": message}
             report.damage.append(row)
@@ -114,13 +114,13 @@ def check_shards(
 
     Returns the damage, and rows about shards that the disk or its permissions kept from being read.
     """
-    expected, found, unread = ExpectedShards(store), DamageByPath(), list[dict[str, Any]]()
+    expected, damaged, unread = ExpectedShards(store), DamageByPath(), list[dict[str, Any]]()
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def check(rel: str) -> list[DamageError]:
-        found = checks.check_shard(store, rel, expected)
-        if not found or store.remote_url:  # a store was asked several times
-            return found
+        damages = checks.check_shard(store, rel, expected)
+        if not damages or store.remote_url:  # a store was asked several times
+            return damages
         return checks.check_shard(store, rel, expected)  # a stage may just have replaced a tar and its sidecar
 
     with (
@@ -134,7 +134,7 @@ def check_shards(
                 rel = shards[future]
                 try:
                     if damage := future.result():
-                        found[rel] = damage
+                        damaged[rel] = damage
                 except StoreError as error:
                     unread.append({"path": rel, "reason": "unread", "message": str(error)})
                 progress.advance(ceil((read_bytes + present[rel]) / MIB) - ceil(read_bytes / MIB))
@@ -142,7 +142,7 @@ def check_shards(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return found, unread
+    return damaged, unread
 
 
 def _repair_shards(
@@ -202,7 +202,7 @@ def _remove_damaged(
         {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"} for rel in own
     ]
     report.next_steps += ["latentpress run"] if own else []
-    return {rel: found for rel, found in damaged.items() if rel not in own}
+    return {rel: damages for rel, damages in damaged.items() if rel not in own}
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:

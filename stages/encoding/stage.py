@@ -83,11 +83,11 @@ class EncodingStage:
 
     def load_elsewhere(self, job: Job) -> Worker:
         """The worker, on another machine: its checkpoint must be the one by which the shards are named."""
-        found = self.fingerprint(job.config)
-        if found != job.fingerprint:
+        fingerprint = self.fingerprint(job.config)
+        if fingerprint != job.fingerprint:
             raise LatentpressError(
                 f"on {socket.gethostname()} weights or settings of {job.config.model.source} are not those where the "
-                f"stage was started: they make {self.kind}/{found} in place of {self.kind}/{job.fingerprint}",
+                f"stage was started: they make {self.kind}/{fingerprint} in place of {self.kind}/{job.fingerprint}",
                 "put the same checkpoint there, at the same path",
             )
         return self.load_worker(job)

@@ -108,10 +108,10 @@ def describe_room(options: dict[str, Any]) -> str:
     needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     needs |= {"memory in GiB": options["memory"] / 2**30} if options["memory"] else {}
     free = ray.available_resources()
-    found = {"CPU": free.get("CPU", 0.0), "GPU": free.get("GPU", 0.0), "memory in GiB": free.get("memory", 0) / 2**30}
+    room = {"CPU": free.get("CPU", 0.0), "GPU": free.get("GPU", 0.0), "memory in GiB": free.get("memory", 0) / 2**30}
     return (
         f"A worker needs {', '.join(f'{value:g} {key}' for key, value in needs.items() if value)}; free, on all "
-        f"nodes together: {', '.join(f'{found[key]:g} {key}' for key in needs)}"
+        f"nodes together: {', '.join(f'{room[key]:g} {key}' for key in needs)}"
     )
 
 

@@ -49,7 +49,7 @@ class Body:
         document = json.loads(json.dumps(self.document))
         for picture in document.get("pictures", ()):
             picture["data"] = f"{len(picture['data'])} characters of base64"
-        files = [{"name": each.name, "media_type": each.media_type, "bytes": len(each.data)} for each in self.files]
+        files = [{"name": file.name, "media_type": file.media_type, "bytes": len(file.data)} for file in self.files]
         return document | ({"files": files} if files else {})
 
 
@@ -140,23 +140,23 @@ def _discord(about: Notification, loss: str, pictures: list[SmallPicture]) -> Bo
 def _headline(about: Notification, loss: str, show: Callable[[str, int], str], bold: str) -> str:
     """A sentence about the event. loss: the name of the eval loss. show: makes a text of at most so many units of one
     that may have marks."""
-    run, place = f"{bold}{show(about.run, MAX_NAME)}{bold}", f"step {about.step} of {about.steps}"
+    run, progress = f"{bold}{show(about.run, MAX_NAME)}{bold}", f"step {about.step} of {about.steps}"
     model = show(f"{about.model.family}, {about.model.flavour}", MAX_NAME)
     if about.event == "started":
-        return f"{run} started ({model}), {f'going on from {place}' if about.step else f'{about.steps} steps'}"
+        return f"{run} started ({model}), {f'going on from {progress}' if about.step else f'{about.steps} steps'}"
     if about.event == "checkpoint":
-        return f"{run}: checkpoint at {place}"
+        return f"{run}: checkpoint at {progress}"
     if about.event == "finished":
-        return f"{run} finished: {place}{_number(', loss', about.loss)}"
+        return f"{run} finished: {progress}{_number(', loss', about.loss)}"
     if about.event == "failed" and about.failure is not None:
         failure = about.failure
         advice = f"\n{show(failure.advice, MAX_REASON // 2)}" if failure.advice else ""
-        return f"{run} failed in {failure.stage}, {place}: {show(failure.reason, MAX_REASON)}{advice}"
+        return f"{run} failed in {failure.stage}, {progress}: {show(failure.reason, MAX_REASON)}{advice}"
     left = "" if about.seconds_left is None else f", {format_duration(about.seconds_left)} left"
     scores = "".join(_number(f", {show(name, MAX_NAME)}", value) for name, value in about.scores.items())
     more = f" ({about.pictures_left_out} more pictures are not shown)" if about.pictures_left_out else ""
     numbers = f"{_number(f', {loss}', about.eval_loss)}{_number(', loss', about.loss)}"
-    return f"{run}: validation at {place}{numbers}{scores}{left}{more}"
+    return f"{run}: validation at {progress}{numbers}{scores}{left}{more}"
 
 
 def _number(name: str, value: float | None) -> str:

@@ -62,8 +62,8 @@ def gather_facts(config: Config, folder: Path, step: int) -> Facts:
     for latent, _ in describe_latents(config, folder, max(steps)) if steps else ():
         if picture := find_picture(latent):
             check_inside(picture, folder)
-    found = read_pictures(config, folder, max(steps), LIMITS) if steps else iter(())
-    pictures = tuple(islice(found, MOST_PICTURES))
+    newest = read_pictures(config, folder, max(steps), LIMITS) if steps else iter(())
+    pictures = tuple(islice(newest, MOST_PICTURES))
     return Facts(step, pictures, _read_counts(config), read_metrics(folder / METRICS_FILE), read_curves(folder))
 
 
@@ -97,6 +97,8 @@ def make_card(config: Config, hub: Hub, repo: str, facts: Facts) -> str:
 
     adapter, task = config.train.adapter.type, config.model.task
     tags = ["diffusers", "latentpress", "diffusers-training", *([adapter] if adapter != "full" else []), *hub.tags]
+    shown = [(_one_line(picture.prompt), picture_name(picture)) for picture in facts.pictures]
+    widget = [{"text": prompt, "output": {"url": name}} for prompt, name in shown]
     data = ModelCardData(
         base_model=base_model(config),
         base_model_relation="finetune" if adapter == "full" else "adapter",
@@ -104,7 +106,7 @@ def make_card(config: Config, hub: Hub, repo: str, facts: Facts) -> str:
         license=hub.license,
         pipeline_tag=PIPELINE_TAGS[task],
         tags=[*tags, *(["template:diffusion-lora"] if adapter != "full" else [])],
-        widget=[{"text": _one_line(it.prompt), "output": {"url": picture_name(it)}} for it in facts.pictures] or None,
+        widget=widget or None,
     )
     parts = [_title(config, repo, facts), _pictures(facts), _loading(config, repo, facts), _training(config, facts)]
     parts.append(_license(hub, base_model(config)))

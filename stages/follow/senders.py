@@ -104,7 +104,7 @@ def _notify(url: str, body: Body) -> Answer:
         return Answer("useless", "has a URL that apprise does not know")
 
     def notify() -> None:
-        files = [AttachMemory(each.data, name=each.name, mimetype=each.media_type) for each in body.files]
+        files = [AttachMemory(file.data, name=file.name, mimetype=file.media_type) for file in body.files]
         sent.append(bool(service.notify(**body.document, body_format=NotifyFormat.TEXT, attach=files or None)))
 
     # A daemon: its time limit is for the silence between two bytes, so a request could last for ever.
@@ -217,7 +217,9 @@ class Senders:
     def working(self) -> Iterator[None]:
         """Threads send while the body lasts, and after it the events that are left, unless `stopped` is set."""
         # Daemon threads: a server that sends a byte now and then could keep one alive for ever.
-        self._threads = [threading.Thread(target=self._work, args=(each,), daemon=True) for each in self.deliveries]
+        self._threads = [
+            threading.Thread(target=self._work, args=(delivery,), daemon=True) for delivery in self.deliveries
+        ]
         for thread in self._threads:
             thread.start()
         try:
@@ -277,8 +279,8 @@ class Senders:
             wait_s = max(pause * random.uniform(0.5, 1.0), answer.wait_s or 0.0)
             again = answer.outcome == "later" and number < TRIES
             if answer.outcome != "sent" and not self.stopped.is_set():  # the program may have ended
-                said = f"the webhook of {hook.url_env} {answer.problem}: {event.key}, try {number} of {TRIES}"
-                self._log(f"{said}, the next in {wait_s:.0f} s" if again and wait_s >= 1 else said)
+                message = f"the webhook of {hook.url_env} {answer.problem}: {event.key}, try {number} of {TRIES}"
+                self._log(f"{message}, the next in {wait_s:.0f} s" if again and wait_s >= 1 else message)
             if not again or self.stopped.wait(wait_s):
                 return answer
             pause = min(2 * pause, LONGEST_PAUSE_S)

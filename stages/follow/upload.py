@@ -32,23 +32,23 @@ Files = Mapping[str, Path | bytes]
 def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Path | bytes]:
     """The weights of a run's result, as its configuration names them. HubError where one is not there, or is a link to
     a place outside of the run's folder."""
-    found: dict[str, Path | bytes] = {}
+    files: dict[str, Path | bytes] = {}
     if config.train.adapter.type != "full":
-        found |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
+        files |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
     else:
         for part in config.model.family_spec.components:
             listed = sorted(path for name in MODEL_FILES for path in (folder / "model" / part).glob(name))
-            found |= {f"{part}/{path.name}": path for path in listed}
-    if missing := [str(path) for path in found.values() if isinstance(path, Path) and not path.is_file()]:
+            files |= {f"{part}/{path.name}": path for path in listed}
+    if missing := [str(path) for path in files.values() if isinstance(path, Path) and not path.is_file()]:
         raise HubError(f"{', '.join(missing)}: not there", AGAIN_SAVED)
-    if not any(name.endswith(".safetensors") for name in found):
+    if not any(name.endswith(".safetensors") for name in files):
         raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
-    for name, path in found.items():
+    for name, path in files.items():
         if isinstance(path, Path):
             check_inside(path, folder)
         if isinstance(path, Path) and path.suffix == ".json":
-            found[name] = _without_path(path, base_model)
-    return found
+            files[name] = _without_path(path, base_model)
+    return files
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -84,8 +84,8 @@ def digest_files(repo: str, files: Files) -> str:
     parts = [repo.encode()]
     for name, content in sorted(files.items()):
         if isinstance(content, Path) and content.suffix == ".safetensors":
-            found = content.stat()
-            content = f"{found.st_size} {found.st_mtime_ns}".encode()
+            status = content.stat()
+            content = f"{status.st_size} {status.st_mtime_ns}".encode()
         parts += [name.encode(), content if isinstance(content, bytes) else content.read_bytes()]
     return hash_bytes(*parts)
 
@@ -135,8 +135,8 @@ def _explained(repo: str) -> Iterator[None]:
 
 def _explain_status(repo: str, error: Any) -> HubError:
     status = error.response.status_code if error.response is not None else None
-    said = _scrub(error.server_message or "")
-    suffix = f": {said}" if said else ""
+    message = _scrub(error.server_message or "")
+    suffix = f": {message}" if message else ""
     if status == 401:
         return HubError(f"the Hugging Face Hub refuses the token, or there is none ({repo}){suffix}", LOGIN)
     if status == 403:

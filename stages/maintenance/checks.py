@@ -132,8 +132,8 @@ def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[Damage
         if extra := present - members:
             yield f"it has {len(extra)} members that its unit has not, such as {min(extra)}"
 
-    found = shard_io.verify(store, rel, check_meta, tensors.check)
-    return found if not found or store.exists(rel) else []
+    damages = shard_io.verify(store, rel, check_meta, tensors.check)
+    return damages if not damages or store.exists(rel) else []
 
 
 class TensorChecker:
@@ -180,13 +180,13 @@ class TensorChecker:
 
 def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:
     """Path -> bytes of every shard under the root; a tar's bytes include its sidecar's."""
-    found: dict[str, int] = {}
+    shards: dict[str, int] = {}
     for kind in kinds:
         sizes = {f"{kind}/{entry.name}": entry.size for entry in store.list_files(kind)}
         for rel, size in sizes.items():
             if is_shard(rel):  # a folder called text/ may also hold a user's files
-                found[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
-    return found
+                shards[rel] = size + sizes.get(rel.removesuffix(shard.TAR_SUFFIX) + shard.SIDECAR_SUFFIX, 0)
+    return shards
 
 
 def find_missing_shards(store: Store, present: dict[str, int]) -> dict[str, str]:
@@ -238,7 +238,7 @@ DamageByPath = dict[str, list[DamageError]]
 
 def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
     """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
-    found = DamageByPath()
+    damaged = DamageByPath()
     names = [name for top in ("media", "plans", "sets", "rejects") for name in _table_paths(store, top)]
     for name in names:
         try:
@@ -246,8 +246,8 @@ def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
         except FileNotFoundError:
             continue
         except DamageError as damage:
-            found.setdefault(store.relative(damage.path), []).append(damage)
-    return len(names), found
+            damaged.setdefault(store.relative(damage.path), []).append(damage)
+    return len(names), damaged
 
 
 def _table_paths(store: Store, top: str) -> list[str]:

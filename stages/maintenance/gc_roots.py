@@ -95,7 +95,7 @@ def _sets_of_runs(output: Path, since: float) -> set[str]:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
-    found = set()
+    sets = set()
     for settings in output.glob("*/config.yaml"):
         paths = [settings.parent, *settings.parent.rglob("*")]
         if max(path.stat().st_mtime for path in paths if path.exists()) < since:
@@ -111,8 +111,8 @@ def _sets_of_runs(output: Path, since: float) -> set[str]:
             ) from error
         train = record.get("train") if isinstance(record, dict) else None
         name = train.get("set") if isinstance(train, dict) else None
-        found.add(_set_id(name if isinstance(name, str) else ""))
-    return found
+        sets.add(_set_id(name if isinstance(name, str) else ""))
+    return sets
 
 
 def _set_id(name: str) -> str:

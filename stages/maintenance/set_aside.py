@@ -44,12 +44,12 @@ class SetAside:
 def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> list[SetAside]:
     """In the order of the stages. plan: by default the current one; without one nothing was encoded. DamageError for a
     damaged list, WeightsError where the encoding stages' checkpoints are not here."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    pairs: list[tuple[str, dict[str, Any]]] = []
     for dataset in config.datasets:
         if not dataset.disabled:
-            found += [(dataset.id, row) for row in rejects.read_list(store, "discover", dataset.id).to_pylist()]
+            pairs += [(dataset.id, row) for row in rejects.read_list(store, "discover", dataset.id).to_pylist()]
     bucket = rejects.read_list(store, "bucket", f"{config.model.family}-{config.model.task}")
-    found += [(row["item"].removesuffix(f"/{row['path']}"), row) for row in bucket.to_pylist()]
+    pairs += [(row["item"].removesuffix(f"/{row['path']}"), row) for row in bucket.to_pylist()]
     try:
         plan = plan or current_plan(store, config)
     except LatentpressError:
@@ -58,8 +58,8 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
         for stage in stage_registry.required_stages(config):
             for row in stage.state(store, config, plan).set_aside:
                 active = plan.active_rows.get(row["item"])
-                found.append((active["dataset"] if active else "", row))
-    return [_parse(dataset, row) for dataset, row in found]
+                pairs.append((active["dataset"] if active else "", row))
+    return [_parse(dataset, row) for dataset, row in pairs]
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class RejectGroup:
     remedies: dict[str, int]
 
 
-def group_by_reason(found: Iterable[SetAside]) -> list[RejectGroup]:
+def group_by_reason(items: Iterable[SetAside]) -> list[RejectGroup]:
     """In the order of the stages, of a stage the most frequent reason first."""
     groups: dict[tuple[str, str], list[SetAside]] = {}
-    for item in found:
+    for item in items:
         groups.setdefault((item.stage, item.reason), []).append(item)
     stages = list(dict.fromkeys(stage for stage, _ in groups))
     ordered = sorted(groups.items(), key=lambda each: (stages.index(each[0][0]), -len(each[1]), each[0][1]))
@@ -96,19 +96,19 @@ def _general_remedy(item: SetAside) -> str:
     return item.remedy
 
 
-def write_csv(found: Iterable[SetAside], file: TextIO) -> None:
+def write_csv(items: Iterable[SetAside], file: TextIO) -> None:
     """A line for each item, below a line with the names of the columns. Line breaks and invisible characters are
     escaped, and a cell that a spreadsheet would compute begins with an apostrophe."""
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(CSV_COLUMNS)
-    for item in found:
+    for item in items:
         cells = (escape_unprintable(getattr(item, column)) for column in CSV_COLUMNS)
         rows.writerow(f"'{cell}" if cell.startswith(FORMULA_STARTS) else cell for cell in cells)
 
 
 def _parse(dataset: str, row: dict[str, Any]) -> SetAside:
-    folder, named, said = row["message"].partition(f"{row['path']}: ")
-    message = said if named and (not folder or folder.endswith("/")) else row["message"]
+    folder, named, text = row["message"].partition(f"{row['path']}: ")
+    message = text if named and (not folder or folder.endswith("/")) else row["message"]
     problem, _, advice = message.partition("; ")
     remedy = advice or UNKNOWN_ADVICE
     return SetAside(row["stage"], dataset, row["item"], row["path"], row["reason"], problem, remedy)
@@ -126,12 +126,12 @@ class RejectsReport(Report):
     shown: int | None = EXAMPLES
 
     def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
-        found = [SetAside(**row) for row in self.details["rejects"]]
-        groups = group_by_reason(found)
+        items = [SetAside(**row) for row in self.details["rejects"]]
+        groups = group_by_reason(items)
         if not groups:
             return "status: nothing was set aside"
         reasons = f"{len(groups)} reason{'s' if len(groups) > 1 else ''}"
-        lines = [f"status: {len(found):,} items set aside, for {reasons}"]
+        lines = [f"status: {len(items):,} items set aside, for {reasons}"]
         for group in groups:
             lines += ["", *_describe_group(group, self.shown, width)]
         if "csv" in self.details:
@@ -147,13 +147,13 @@ class RejectsReport(Report):
 def report_rejects(config: Config, dry_run: bool, every: bool, csv_file: Path | None) -> Report:
     """What discover, bucket and, for the current plan, the encoding stages set aside. every: show all items."""
     with activity("reading what was set aside"):
-        found = list_set_aside(Store(config.root), config)
+        items = list_set_aside(Store(config.root), config)
     report = RejectsReport(program="status", dry_run=dry_run, shown=None if every else EXAMPLES)
     groups = [
-        {"stage": each.stage, "reason": each.reason, "items": len(each.items), "remedies": list(each.remedies)}
-        for each in group_by_reason(found)
+        {"stage": group.stage, "reason": group.reason, "items": len(group.items), "remedies": list(group.remedies)}
+        for group in group_by_reason(items)
     ]
-    rows = [{column: getattr(item, column) for column in CSV_COLUMNS} for item in found]
+    rows = [{column: getattr(item, column) for column in CSV_COLUMNS} for item in items]
     report.details = {"reasons": groups, "rejects": rows}
     if csv_file is not None and not dry_run:
         check_folder(csv_file.parent)
@@ -162,9 +162,9 @@ def report_rejects(config: Config, dry_run: bool, every: bool, csv_file: Path | 
             replacing(csv_file) as temporary,
             temporary.open("w", encoding="utf-8", newline="") as file,
         ):
-            write_csv(found, file)
+            write_csv(items, file)
         report.details["csv"] = str(csv_file)
-    for name in dict.fromkeys(item.stage for item in found):
+    for name in dict.fromkeys(item.stage for item in items):
         option = "" if name in ("discover", "bucket") else " --retry-set-aside"
         report.next_steps.append(f"latentpress {name}{option}   # once the cause is corrected")
     return report
@@ -179,8 +179,8 @@ def _describe_group(group: RejectGroup, shown: int | None, width: int) -> Iterat
         yield from _indent(f"{escape_unprintable(remedy)}{of}", "  -> ", "     ", width)
     for item in group.items[:shown]:
         name = escape_unprintable(item.path or item.item)
-        place = f"{item.dataset}/" if item.dataset and not name.startswith("/") else ""
-        yield from _indent(f"{place}{name}: {escape_unprintable(item.message)}", "  ", "    ", width)
+        folder = f"{item.dataset}/" if item.dataset and not name.startswith("/") else ""
+        yield from _indent(f"{folder}{name}: {escape_unprintable(item.message)}", "  ", "    ", width)
     if more := len(group.items) - len(group.items[:shown]):
         yield f"  ... and {more:,} more: --all shows them, --csv FILE writes them"
 

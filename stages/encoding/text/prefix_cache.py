@@ -155,14 +155,14 @@ class PrefixCachedModel:
 
         Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
         """
-        found: dict[int, torch.Tensor] = {}
+        hidden_by_row: dict[int, torch.Tensor] = {}
         for shared in sorted({text.shared for text in texts}):
             group = [row for row, text in enumerate(texts) if text.shared == shared]
             for numbers in split_by_length([texts[row].cost for row in group], PASS_OVERHEAD_TOKENS[self.device.type]):
                 rows = [group[number] for number in numbers]
                 hidden_BLD = self._pass([texts[row] for row in rows], shared)
-                found |= {row: hidden_BLD[number, : texts[row].cost] for number, row in enumerate(rows)}
-        return [found[row] for row in range(len(texts))]
+                hidden_by_row |= {row: hidden_BLD[number, : texts[row].cost] for number, row in enumerate(rows)}
+        return [hidden_by_row[row] for row in range(len(texts))]
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         """(B, L, D): the input of the first layer."""

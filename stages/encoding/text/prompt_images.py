@@ -102,14 +102,14 @@ class CachedImageProcessor:
         half = image.resize((image.width // 2, image.height // 2))
         key = xxhash.xxh3_128(half.tobytes(), seed=half.width).digest()
         with self._lock:
-            found = self._kept.pop(key, None)
-            if found is None:
+            processed = self._kept.pop(key, None)
+            if processed is None:
                 made = self._images(images=[half], return_tensors="pt")
-                found = ProcessedImage(key, made["pixel_values"], made["image_grid_thw"][0])
-            self._kept[key] = found
+                processed = ProcessedImage(key, made["pixel_values"], made["image_grid_thw"][0])
+            self._kept[key] = processed
             while len(self._kept) > MAX_CACHED_IMAGES:
                 self._kept.popitem(last=False)
-        return found
+        return processed
 
 
 class ImagePromptModel(PrefixCachedModel):

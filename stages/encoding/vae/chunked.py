@@ -69,14 +69,14 @@ def chunked_conv(conv: Any, x_BCTHW: torch.Tensor, frames: int, over: bool = Fal
 
 def chunked_group_norm(norm: Any, nonlinearity: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The nonlinearity of the group norm of x, into `out`, which may be x."""
-    each = norm.num_channels // norm.num_groups
+    group_channels = norm.num_channels // norm.num_groups
     bounds = [norm.num_groups * number // NORM_CHUNKS for number in range(NORM_CHUNKS + 1)]
     for first, last in pairwise(bounds):
         if first == last:  # fewer groups than chunks
             continue
-        mine = slice(first * each, last * each)
-        piece = F.group_norm(x[:, mine], last - first, norm.weight[mine], norm.bias[mine], norm.eps)
-        out[:, mine] = nonlinearity(piece)
+        channels = slice(first * group_channels, last * group_channels)
+        piece = F.group_norm(x[:, channels], last - first, norm.weight[channels], norm.bias[channels], norm.eps)
+        out[:, channels] = nonlinearity(piece)
     return out
 
 
@@ -105,15 +105,15 @@ def mid_block(block: Any, x_BCTHW: torch.Tensor) -> torch.Tensor:
 
 def frame_causal_attention(attention: Attention, x_BLC: torch.Tensor, frames: int) -> torch.Tensor:
     """Attention of each token to its own frame and to earlier ones; L is frames x tokens of a frame."""
-    each = x_BLC.shape[1] // frames
+    frame_tokens = x_BLC.shape[1] // frames
     normed = attention.group_norm(x_BLC.transpose(1, 2)).transpose(1, 2)
     query, key, value = (
         project(normed).unflatten(2, (attention.heads, -1)).transpose(1, 2)
         for project in (attention.to_q, attention.to_k, attention.to_v)
     )
     out = torch.empty_like(query)
-    for end in range(each, frames * each + 1, each):
-        own = slice(end - each, end)
-        out[:, :, own] = F.scaled_dot_product_attention(query[:, :, own], key[:, :, :end], value[:, :, :end])
+    for end in range(frame_tokens, frames * frame_tokens + 1, frame_tokens):
+        tokens = slice(end - frame_tokens, end)
+        out[:, :, tokens] = F.scaled_dot_product_attention(query[:, :, tokens], key[:, :, :end], value[:, :, :end])
     projected = attention.to_out[0](out.transpose(1, 2).flatten(2))
     return (projected + x_BLC) / attention.rescale_output_factor

@@ -71,5 +71,5 @@ class Encoder:
         frames_BHWC = clips[0] if len(clips) == 1 else np.concatenate(clips)
         starts = range(0, len(frames_BHWC), limit)
         pooled = [pool_space(self.patches(frames_BHWC[start : start + limit]), grid) for start in starts]
-        each = torch.cat(pooled).split([len(clip) for clip in clips])
-        return [pool_time(features_FHWC, stride).to(torch.bfloat16).cpu() for features_FHWC in each]
+        pooled_clips = torch.cat(pooled).split([len(clip) for clip in clips])
+        return [pool_time(features_FHWC, stride).to(torch.bfloat16).cpu() for features_FHWC in pooled_clips]
