@@ -35,12 +35,12 @@ class DeviceUsage:
 def time_call(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds of a call, with everything that it starts on the device."""
 
-    def synchronise() -> None:
+    def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    synchronise()
-    return common.time_call(lambda: (work(), synchronise()))[0]
+    synchronize()
+    return common.time_call(lambda: (work(), synchronize()))[0]
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, repeat: int = 5) -> float:

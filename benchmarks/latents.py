@@ -4,7 +4,7 @@
     python -m benchmarks.latents --device cuda --true-size [--kind kandinsky5-video-t2v] [--images 200]
 
 Without --device both sides read the same JPEGs and encode them with the same autoencoder, Flux's architecture with
-fewer channels and random weights, in batches of the same shapes. Bare: one process that decodes, resizes, normalises
+fewer channels and random weights, in batches of the same shapes. Bare: one process that decodes, resizes, normalizes
 and calls `vae.encode`. Each side runs once with one image and once with all, in processes of its own; the time of the
 first (imports, loading) is subtracted. Processor time is that of all processes of a side. Linux only.
 

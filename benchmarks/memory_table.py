@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.common import make_parser
 from examples.tiny_shapes import KINDS, SHAPES
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import make_parser, measure_by_turns, print_header, print_row, time_call
 from examples.tiny_models import make_model
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.methods import Methods
 from schemas.config.training import Offload, Train
 from schemas.family import Task

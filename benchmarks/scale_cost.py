@@ -26,7 +26,7 @@ from benchmarks.memory_table import Case as Flavour
 from benchmarks.vae_memory import MODEL_NAMES, Case
 from examples.tiny_models import make_untrained
 from examples.tiny_shapes import SHAPES
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 from stages.encoding.vae.base import MemoryOptions
 from trainer import flow

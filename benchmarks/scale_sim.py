@@ -56,7 +56,7 @@ def make_units(
     return seconds * (mib * seconds_per_mib / seconds.sum()), size
 
 
-def summarise(settings: Settings, result: Result) -> dict[str, Any]:
+def summarize(settings: Settings, result: Result) -> dict[str, Any]:
     """What the table has, as numbers."""
     work = result.useful + result.lost + result.twice
     speed = 1 - settings.slow + settings.slow / settings.slow_factor  # of a node, on average
@@ -110,7 +110,7 @@ def main() -> None:
         for way in make_ways(options.workers):
             given = {key: getattr(options, key) for key in keys}
             settings = Settings(costs, sizes, **given, leave=way.node_workers)
-            found = summarise(settings, Simulation(settings, way).run())
+            found = summarize(settings, Simulation(settings, way).run())
             if options.json:
                 print(json.dumps({"unit_mib": unit_mib, **asdict(way), **found}))
                 continue

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.common import MIB, measure_by_turns, print_header, print_row, time_call
 from benchmarks.methods import FAMILY_TASKS, make_shape_parser, make_step, make_transformer, run_step
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.training import Optimizer, Train
 from trainer.families.base import FamilyModule, module_of
 from trainer.memory.meter import MemoryMeter

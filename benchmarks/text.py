@@ -6,7 +6,7 @@
 
 Captions of 10 to 250 tokens in random order. The pipeline takes them in batches of 8, padded to the longest; the
 encoder sorts them by length and fills batches to a budget of tokens, with the template's prefix computed once. Both
-tokenise and run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also shown:
+tokenize and run CLIP, in the same precision, by turns in one process; tokens are those after the template. Also shown:
 the encoder without the shared prefix, and the pipeline on captions sorted by length. The models are of middle size with
 random weights; --true-size has the true shapes of Qwen2.5-VL-7B and CLIP-L. On one CPU thread processor seconds are
 measured, so that other programs do not count. Loading is not included. On a GPU a second table shows how
@@ -123,7 +123,7 @@ def encode_with_encoder(encoder: Any, texts: list[str], budget: int) -> int:
 def compare(folder: Path, options: argparse.Namespace) -> None:
     import torch
 
-    from schemas.catalogue import FAMILIES
+    from schemas.catalog import FAMILIES
     from stages.encoding.text.kandinsky5 import Encoder
 
     device, dtype = torch.device(options.device), getattr(torch, options.precision)

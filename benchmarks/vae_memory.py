@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks import device_usage
 from benchmarks.common import make_parser, print_header, print_row, time_call
 from examples.tiny_models import make_model, make_untrained
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from stages.encoding.vae.base import MemoryOptions
 from trainer.memory.meter import MemoryMeter
 

@@ -4,7 +4,7 @@ transformer that learns fast.
     python -m examples.demo_models --autoencoder dc_ae --media demo/media --out demo/models sana
 
 A random autoencoder shows texture whatever the transformer has learned; one minute on one core makes photographs that
-are blurred and can be recognised. Its matrices are trained with Muon (Keller Jordan 2024): eight photographs were back
+are blurred and can be recognized. Its matrices are trained with Muon (Keller Jordan 2024): eight photographs were back
 at 20.3 dB after 200 steps, with Adam at 17.0 dB. The text encoders stay random: other captions, other embeddings.
 """
 
@@ -259,7 +259,7 @@ def make_transformer(part: str, **overrides: Any) -> Any:
     A transformer of the classes' own weights must first learn to carry the noise through. And Kandinsky 5 knows
     positions by rotary embeddings alone, which are relative: in pure noise, all that tells a token its place is how
     many others it attends to. So self-attention begins with windows of random width and direction, from biases of
-    queries and keys. 300 steps then gave six captions their photographs; without, their colours in the wrong places.
+    queries and keys. 300 steps then gave six captions their photographs; without, their colors in the wrong places.
     """
     torch.manual_seed(0)
     model = make_untrained(part, **TRANSFORMERS[part], **overrides)

@@ -9,11 +9,11 @@ from torch.overrides import TorchFunctionMode
 from examples.tiny_models import weight_scale
 from trainer.families.base import FamilyModule
 
-#: What initialises a tensor in place, of torch.nn.init and of tensors.
+#: What initializes a tensor in place, of torch.nn.init and of tensors.
 IN_PLACE = frozenset({"kaiming_uniform_", "uniform_", "normal_", "constant_", "zero_", "fill_"})
 
 
-class UninitialisedMatrices(TorchFunctionMode):
+class UninitializedMatrices(TorchFunctionMode):
     """Matrices stay as they are allocated: pages of the host that nobody writes take neither memory nor time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,7 +40,7 @@ def make_transformer(
     drawn_on = drawn_on or device
     with torch.device("meta"):
         dtypes = {name: weight.dtype for name, weight in family.untrained(config, dtype).named_parameters()}
-    with UninitialisedMatrices():
+    with UninitializedMatrices():
         model = family.untrained(config)
     generator = torch.Generator(drawn_on).manual_seed(seed)
     for name, weight in model.named_parameters():

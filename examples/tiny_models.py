@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-# The neighbouring files, whether this one runs as a script or as a module of `examples`.
+# The neighboring files, whether this one runs as a script or as a module of `examples`.
 _PACKAGE = f"{__package__}." if __package__ else ""
 _SHAPES = importlib.import_module(f"{_PACKAGE}tiny_shapes")
 SHAPES, CLASSES, KINDS = _SHAPES.SHAPES, _SHAPES.CLASSES, _SHAPES.KINDS
@@ -47,7 +47,7 @@ def model_config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, A
 
 
 def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
-    """A part's model with its class's own initialisation, on torch's current default device and dtype."""
+    """A part's model with its class's own initialization, on torch's current default device and dtype."""
     library, model_class, config_class = CLASSES[part]
     classes, config = importlib.import_module(library), model_config(part, size, overrides)
     model_type = getattr(classes, model_class)
@@ -57,7 +57,7 @@ def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
 def weight_scale(name: str, shape: Sequence[int]) -> float | None:
     """Deviation of a random weight: a matrix keeps the scale of its input, a bias is small. None: a norm's weight.
 
-    The classes' own initialisation sets Kandinsky's modulations to zero (then no block has an effect and the output
+    The classes' own initialization sets Kandinsky's modulations to zero (then no block has an effect and the output
     ignores the text) and makes the text encoders' matrices so small that tokens hardly influence each other.
     """
     if len(shape) >= 2:
@@ -66,7 +66,7 @@ def weight_scale(name: str, shape: Sequence[int]) -> float | None:
     return 0.1 if name.endswith("bias") else None
 
 
-def _randomise(model: Any, seed: int) -> None:
+def _randomize(model: Any, seed: int) -> None:
     """Draw every weight again; norms keep their values."""
     import torch
 
@@ -152,7 +152,7 @@ def make_model(
     wanted = getattr(torch, dtype)
     with _reproducible(seed, torch.float32 if size == "tiny" else wanted), torch.device(device):
         model = make_untrained(part, size, **(overrides or {})).eval()
-        _randomise(model, seed)
+        _randomize(model, seed)
         if size == "tiny" and part in ("flux_vae", "hunyuan_vae", "dc_ae"):
             _calibrate(model, part)
     return model if model.dtype == wanted else model.to(wanted)

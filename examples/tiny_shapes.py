@@ -6,7 +6,7 @@ A model's configuration holds only the keys that differ from the defaults of its
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.families.kandinsky5 import NABLA, PRO
 
 _KANDINSKY = {"in_visual_dim": 16, "out_visual_dim": 16, "patch_size": (1, 2, 2), "attention_type": "regular"}

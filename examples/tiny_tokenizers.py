@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.family import Task
 
 SENTENCES = (

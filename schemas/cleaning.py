@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # `--help` imports the catalogue, and need not load pyarrow
+if TYPE_CHECKING:  # `--help` imports the catalog, and need not load pyarrow
     import pyarrow as pa
 
 # ftfy takes 65 to 220 us a caption. It leaves printable ASCII words with single spaces between them alone, if there is

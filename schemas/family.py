@@ -1,6 +1,6 @@
 """Types of model families: everything the stages and the trainer need to know without loading a model.
 
-The rows are in `schemas/families/`; `schemas/catalogue.py` joins them. No other code depends on a family's name.
+The rows are in `schemas/families/`; `schemas/catalog.py` joins them. No other code depends on a family's name.
 """
 
 from collections.abc import Mapping

@@ -36,8 +36,8 @@ class Project:
     def image(self, name: str, size: tuple[int, int] = (64, 48), caption: str = "a picture", seed: int = 0) -> Path:
         path = self.media / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        colours = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(path)
+        colors = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(colors).resize(size, Image.Resampling.BICUBIC).save(path)
         if caption is not None:
             path.with_suffix(".txt").write_text(caption, encoding="utf-8")
         return path

@@ -47,5 +47,5 @@ def run_in_terminal(
 
 
 def screen_lines(written: str) -> list[str]:
-    """Every line that stood on the screen at some time, without colours and movements of the cursor."""
+    """Every line that stood on the screen at some time, without colors and movements of the cursor."""
     return [line for line in re.split(r"[\r\n]+", _ESCAPE.sub("", written)) if line.strip()]

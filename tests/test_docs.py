@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.datasets import Dataset, TagShuffle, Video
 from schemas.config.error_messages import section_fields
 from schemas.config.pipeline import Config

@@ -62,7 +62,7 @@ class Place:
             "cache": {"unit_mib": 0.02},
             "model": {"family": "kandinsky5-image", "path": str(checkpoint), "precision": "float32"},
             "text": {"max_length": 3},
-            "datasets": [{"id": "colours", "instance_data_dir": str(self.media), "resolution": 64}],
+            "datasets": [{"id": "colors", "instance_data_dir": str(self.media), "resolution": 64}],
             "stages": {
                 "encode-text": {"threads": 1, "workers": 2},
                 "encode-latents": {"threads": 1},

@@ -1,6 +1,6 @@
 """CONTRIBUTING's "Add a family" followed to the letter: from files to a trained adapter by own files and rows alone.
 
-The packages are copied, the files of tests/family/ are added to the copy, its rows are joined in the catalogue, and
+The packages are copied, the files of tests/family/ are added to the copy, its rows are joined in the catalog, and
 the programs run from there, so whatever another file would have to know of the family is missing here. Their processes
 are forks of this one, which share its libraries and none of its own modules.
 """
@@ -30,7 +30,7 @@ MEANS, DEVIATIONS = [0.5, -0.25, 0.0, 1.0], [0.5, 2.0, 1.0, 4.0]
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages with the family's files, and its line in the catalogue."""
+    """The packages with the family's files, and its line in the catalog."""
     tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__")
     for package in PACKAGES:
@@ -39,11 +39,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = tree / path.relative_to(OWN)
         assert not place.exists(), f"{place} is a file of the product"
         shutil.copy(path, place)
-    catalogue = tree / "schemas" / "catalogue.py"
-    text = catalogue.read_text()
+    catalog = tree / "schemas" / "catalog.py"
+    text = catalog.read_text()
     text = text.replace("from schemas.families import ", "from schemas.families import example, ", 1)
     text = text.replace("FAMILIES: dict[str, Family] = {", "FAMILIES: dict[str, Family] = {**example.FAMILIES, ", 1)
-    catalogue.write_text(text)
+    catalog.write_text(text)
     return tree
 
 
@@ -193,7 +193,7 @@ def check_normalization(tree: Path, checkpoint: Path) -> None:
     import torch
     from diffusers import AutoencoderKL
 
-    from schemas.catalogue import FAMILIES
+    from schemas.catalog import FAMILIES
 
     cpu, normalization = torch.device("cpu"), FAMILIES["example"].normalization
     module = importlib.import_module("stages.encoding.vae.example")

@@ -25,7 +25,7 @@ def made(tmp_path: Path, tiny) -> Callable[..., dict]:
         (tmp_path / "media" / f"picture-{number}.txt").write_text(f"colour number {number}")
 
     def make(captions: str = "textfile", **validation) -> dict:
-        dataset = {"id": "colours", "instance_data_dir": "media", "resolution": 64, "caption_strategy": captions}
+        dataset = {"id": "colors", "instance_data_dir": "media", "resolution": 64, "caption_strategy": captions}
         model = {"family": "kandinsky5-image", "path": str(tiny("kandinsky5-image-t2i")), "precision": "float32"}
         settings = {"root": "work", "model": model, "datasets": [dataset], "validation": {"size": "64x64"} | validation}
         path = tmp_path / "pipeline.yaml"

@@ -17,7 +17,7 @@ import torch
 from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
 from cache.sets.trainset import SetError, TrainSet
 from cache.supply.step_needs import needed_shards
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
 from trainer.batch import Batch

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cache.sets.trainset import TrainSet, ValidationPrompt
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import Validation

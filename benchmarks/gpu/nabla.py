@@ -36,9 +36,9 @@ def make_inputs(
     frames, rows, columns = grid
     generator = torch.Generator(device).manual_seed(0)
     blocks = frames * rows * columns // BLOCK_TOKENS
-    centres = torch.randn(1, blocks, 1, heads, HEAD_DIM, generator=generator, device=device)
+    centers = torch.randn(1, blocks, 1, heads, HEAD_DIM, generator=generator, device=device)
     noise = torch.randn(3, 1, blocks, BLOCK_TOKENS, heads, HEAD_DIM, generator=generator, device=device)
-    tensors = [(part + (0 if number == 2 else centres)).flatten(1, 2).to(dtype) for number, part in enumerate(noise)]
+    tensors = [(part + (0 if number == 2 else centers)).flatten(1, 2).to(dtype) for number, part in enumerate(noise)]
     window = window_mask((frames, rows // 8, columns // 8), WINDOW, device)[None, None]
     return [tensor.requires_grad_() for tensor in tensors], {"sta_mask": window, "P": share}
 

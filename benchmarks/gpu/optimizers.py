@@ -10,7 +10,7 @@ from benchmarks.common import print_header, print_row
 from benchmarks.gpu import sana, video_lite
 from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import GIB, Model, describe, forget_models
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
 from schemas.config.training import Optimizer
 from schemas.errors import LatentpressError

@@ -1,4 +1,4 @@
-"""Video Pro, whose 19 billion weights take 38 GB in bfloat16: a LoRA with offload, and with a quantised base.
+"""Video Pro, whose 19 billion weights take 38 GB in bfloat16: a LoRA with offload, and with a quantized base.
 
 Most cases have 13 frames, as a step with 61 takes ten seconds and more.
 """

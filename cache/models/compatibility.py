@@ -6,7 +6,7 @@ from cache.models import weights
 from cache.models.single_model import SingleModel
 from cache.store.json_checks import printable
 from cache.store.store import Store
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.encoding import Model
 from schemas.errors import USAGE
 from schemas.family import Family, Flavour
@@ -26,7 +26,7 @@ class CheckpointMismatch(weights.WeightsError):
 
 
 def check_task(model: Model) -> None:
-    """CheckpointMismatch where a local directory or a known repository is of another pipeline in the catalogue. Unknown
+    """CheckpointMismatch where a local directory or a known repository is of another pipeline in the catalog. Unknown
     pipelines pass: `check_component` and `check_transformer` check their components."""
     folder = weights.local_folder(model.source)
     if folder is None:
@@ -48,7 +48,7 @@ def check_task(model: Model) -> None:
 
 
 def find_published(repo: str) -> list[tuple[Family, Flavour]]:
-    """The families and flavours that the catalogue has of a repository."""
+    """The families and flavours that the catalog has of a repository."""
     return [(family, one) for family in FAMILIES.values() for one in family.flavours.values() if one.repo == repo]
 
 
@@ -123,7 +123,7 @@ def check_component(model: Model, part: str) -> None:
 def bucket_side_multiple(model: Model) -> int:
     """The number of pixels that both sides of a bucket must be multiples of; sparse attention needs a larger one.
 
-    For a published repository it comes from the catalogue, so that planning needs no network and is the same on every
+    For a published repository it comes from the catalog, so that planning needs no network and is the same on every
     machine; for any other checkpoint from its own config. Raises CheckpointMismatch for another family or task.
     """
     check_task(model)
@@ -138,7 +138,7 @@ def bucket_side_multiple(model: Model) -> int:
 
 
 def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
-    """CheckpointMismatch where a published repository asks for sparse attention, and the catalogue, and so the plan,
+    """CheckpointMismatch where a published repository asks for sparse attention, and the catalog, and so the plan,
     does not. Buckets planned for sparse attention suit full attention."""
     multiple, sparse = bucket_side_multiple(model), model.family_spec.sparse
     if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:

@@ -24,9 +24,9 @@ the row: within an epoch no row has the same pass twice, so its captions keep ta
 Steps: what several ranks compute at the same moment should take them equally long, for any number of ranks. So an epoch
 lists its micro-batches bucket after bucket, in the order of their cost (pixels times frames; buckets of like cost in an
 order of the epoch's own), cuts this list into steps, and takes the steps in a random order. A step is of one bucket, or
-of neighbours in the list where a bucket's micro-batches do not divide by those of a step. What the epoch before left of
+of neighbors in the list where a bucket's micro-batches do not divide by those of a step. What the epoch before left of
 a step comes first, what is left for the next epoch last; every other epoch lists its buckets from the most expensive to
-the cheapest, so that these two are neighbours, too.
+the cheapest, so that these two are neighbors, too.
 
 This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.shard_order` orders the same steps, for few shards.
 """
@@ -210,7 +210,7 @@ class BatchSchedule:
 
     def step(self, step: int, rank: int = 0, world: int = 1) -> list[MicroBatchRows]:
         """The micro-batches of optimizer step `step` (from 0) that rank `rank` of `world` computes: those numbered
-        rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbours."""
+        rank, rank + world, ... of the step's list, so that at the same moment the ranks compute neighbors."""
         epochs, buckets, *draws = self.plan(step, step + 1, rank, world)
         names = [self._draws.tables[bucket].bucket for bucket in buckets.tolist()]
         return [MicroBatchRows(*drawn) for drawn in zip(epochs.tolist(), names, *draws, strict=True)]

@@ -4,15 +4,15 @@ For sets whose shards are far away or are made while training goes on (`train.sh
 and the cutting of an epoch's list into steps are those of `cache.order.schedule`; another order is given to the draws
 of each bucket and to the steps:
 
-1. In each epoch a bucket's shards are in a random order, but NEIGHBOURS that follow each other in the set stay
+1. In each epoch a bucket's shards are in a random order, but NEIGHBORS that follow each other in the set stay
    together, as they share shards of texts. Its draws are in the order of their shards. Steps of this bucket alone take
    them one after another.
 2. An event is a shard whose draws complete at least one step, with the shards before it that completed none. The events
-   of all buckets are in a random order, each bucket's own ones in the order of its shards and those of neighbours
+   of all buckets are in a random order, each bucket's own ones in the order of its shards and those of neighbors
    together: so a bucket comes up as often as it has shards.
 3. Events are divided into sections of N / 2 shards. Within a section, a bucket's draws are permuted, and so are the
    steps of all buckets.
-4. Steps of several buckets, and the steps that an epoch shares with its neighbours, are at its beginning and its end.
+4. Steps of several buckets, and the steps that an epoch shares with its neighbors, are at its beginning and its end.
 
 So steps of one section need its N / 2 shards, and of each bucket at most one more shard, begun in the bucket's section
 before. Steps in which one section ends and the next begins need N: those that a cache holds while the next ones come.
@@ -38,7 +38,7 @@ from cache.order.shard_blocks import find_blocks
 from schemas.identity import derive_seed
 from schemas.randomness import mix_bits, permute, permute_groups
 
-NEIGHBOURS = 8  # shards of one bucket that stay together, other ones in each epoch; at most a quarter of a section
+NEIGHBORS = 8  # shards of one bucket that stay together, other ones in each epoch; at most a quarter of a section
 _KEPT_EPOCHS = 2  # planned: a step may end one and begin the next
 _KEPT_LOOKUPS = 1 << 12  # shards whose rows were looked up
 
@@ -58,7 +58,7 @@ class BlockOrder:
     ends: Ints
     taken: Ints
     part_buckets: Ints
-    part_neighbours: Ints
+    part_neighbors: Ints
     part_ends: Ints
 
 
@@ -216,16 +216,16 @@ class ShardOrder:
         taken = blocks.taken(epoch * blocks.draws)
         drawn = blocks.taken((epoch + 1) * blocks.draws) - taken
         buckets, part_draws = blocks.bucket[blocks.starts], np.add.reduceat(drawn, blocks.starts)
-        number, count = np.arange(len(buckets)), min(NEIGHBOURS, max(1, self._section // 4))
+        number, count = np.arange(len(buckets)), min(NEIGHBORS, max(1, self._section // 4))
         place = number - np.searchsorted(buckets, buckets) + self._key(epoch, "neighbours") % count
-        neighbours = np.cumsum(_changes(buckets, place // count), dtype=np.int64)
-        keys = self._keys(epoch, "shards", number), self._keys(epoch, "groups of shards", neighbours)
+        neighbors = np.cumsum(_changes(buckets, place // count), dtype=np.int64)
+        keys = self._keys(epoch, "shards", number), self._keys(epoch, "groups of shards", neighbors)
         parts = np.lexsort((*keys, buckets))
         parts = parts[part_draws[parts] > 0]
         counts = np.diff(np.append(blocks.starts, len(drawn)))[parts]
         order = np.repeat(blocks.starts[parts] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
         order = order[drawn[order] > 0]
-        columns = buckets[parts], neighbours[parts], np.cumsum(part_draws[parts])
+        columns = buckets[parts], neighbors[parts], np.cumsum(part_draws[parts])
         return BlockOrder(order, np.cumsum(drawn[order]), taken[order], *columns)
 
     def _find_events(self, epoch: int, head: Ints, steps: Ints, order: BlockOrder) -> Events:
@@ -240,8 +240,8 @@ class ShardOrder:
         buckets = bucket[events]
         follows = np.append(False, buckets[1:] == buckets[:-1])
         parts = events - np.where(follows, np.append(0, events[:-1]), np.searchsorted(bucket, buckets) - 1)
-        # Groups of neighbours in random order, those of a bucket in their own.
-        new = _changes(buckets, order.part_neighbours[events])
+        # Groups of neighbors in random order, those of a bucket in their own.
+        new = _changes(buckets, order.part_neighbors[events])
         shuffled = np.argsort(self._keys(epoch, "events", np.arange(new.sum())), kind="stable")
         place = np.argsort(buckets[new][shuffled], kind="stable")
         in_order = np.argsort(place[np.cumsum(new) - 1], kind="stable")

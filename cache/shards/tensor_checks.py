@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import INFINITY_BITS
 from cache.store.damage import ENCODE_PROGRAMS
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 
 SAMPLE = "sample"  # the part of a training set's row that comes from a latents shard

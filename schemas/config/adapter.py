@@ -58,7 +58,7 @@ class Adapter(Section):
         return patterns
 
     @model_serializer(mode="wrap")
-    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without a rank that is that of the initial adapter, as the default would be a given rank when read again."""
         values: dict[str, Any] = handler(self)
         if self.init is not None and "rank" not in self.model_fields_set:

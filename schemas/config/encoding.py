@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from schemas.catalogue import FAMILIES, VISION_MODELS, get_flavour
+from schemas.catalog import FAMILIES, VISION_MODELS, get_flavour
 from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, Processes, Section
 from schemas.family import Condition, Family, Flavour, Task, Template
 

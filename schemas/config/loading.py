@@ -18,7 +18,7 @@ from typing import Any, ClassVar, get_args, get_origin
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.error_messages import dotted_path, explain_error, is_section, section_fields, type_at
 from schemas.config.pipeline import Config
 from schemas.config.prompt_library import LibraryPrompt, PromptLibraryError, read_prompts

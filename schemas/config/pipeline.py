@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Text, Vision

@@ -10,7 +10,7 @@ from cache.models.weights import fingerprint_weights
 from cache.sets.plans import Unit
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.store import Store
-from schemas.catalogue import VISION_MODELS
+from schemas.catalog import VISION_MODELS
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket

@@ -32,7 +32,7 @@ from cache.store.files import StoreError, explained, file_size
 from cache.store.json_checks import printable
 from cache.store.layout import is_project_file, is_shard
 from cache.store.store import Store
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA
 from stages.discovery import media_table

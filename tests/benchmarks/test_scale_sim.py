@@ -110,7 +110,7 @@ def test_a_slow_node(draws) -> None:
     draws([], [True, False])
     assert run([10.0] * 4, 2, PARTS, **slow).end == pytest.approx(60, abs=0.2)
     ended = Result(useful=60, end=30, first_idle=30, minutes=Counter({0: 90}))
-    summary = scale_sim.summarise(settings([10.0] * 4, 2, **slow), ended)
+    summary = scale_sim.summarize(settings([10.0] * 4, 2, **slow), ended)
     assert summary["times_ideal"] == pytest.approx(30 / (40 / (0.5 + 0.5 / 3) / 2))
     assert (summary["idle"], summary["wasted"]) == (0, 0)
     assert (summary["requests_s"], summary["peak_requests_s"]) == (3, 1.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import text
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from stages.encoding.text.kandinsky5 import Encoder
 
 

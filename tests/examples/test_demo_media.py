@@ -56,7 +56,7 @@ def test_videos_are_the_known_ones(media: Path, name: str, frames: int) -> None:
 
 @pytest.mark.parametrize("name", demo_media.VIDEOS)
 def test_a_shot_has_no_cut(media: Path, name: str) -> None:
-    """Neighbouring frames of a shot are alike; across a cut they are not."""
+    """Neighboring frames of a shot are alike; across a cut they are not."""
     av = pytest.importorskip("av")
     with av.open(str(media / "videos" / name)) as container:
         frames = [frame.to_ndarray(format="gray").astype(int) for frame in container.decode(video=0)]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import STAGE_ORDER, Model
 from schemas.config.error_messages import explain_error

@@ -82,7 +82,7 @@ def test_a_loose_crop(width, height, across, down, shorter, style, share_x, shar
 
 
 def test_a_loose_crop_keeps_surroundings_out_and_resolution_in():
-    # 4000x3000 brought to a shorter side of 768, then cut to 512x512 from its centre.
+    # 4000x3000 brought to a shorter side of 768, then cut to 512x512 from its center.
     for shorter in (767.5, 768, 768.4):
         assert cover_crop(4000, 3000, 512, 512, scaled_shorter=shorter) == Crop(1024, 768, 256, 128)
     # Less than covers the bucket, and more than the picture has.

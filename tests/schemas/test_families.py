@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: Where a family, its encoders and its transformer may be named: its rows, and the modules that the rows name with
 #: the files that belong to these alone.
-ROWS = ("schemas/catalogue.py", "schemas/families/")
+ROWS = ("schemas/catalog.py", "schemas/families/")
 OWN = {
     "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/chunked.py",),
     "stages/encoding/text/kandinsky5.py": (

@@ -12,7 +12,7 @@ from diffusers.pipelines.kandinsky5 import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.cleaning import folded, lowercase
 
 PIPELINES = (pipeline_kandinsky, pipeline_kandinsky_i2i, pipeline_kandinsky_i2v, pipeline_kandinsky_t2i)

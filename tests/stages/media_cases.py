@@ -13,18 +13,18 @@ from PIL import Image
 
 from tests.stages import media_files
 
-COLOURS, WHITE = media_files.COLOURS, media_files.WHITE
-RED, GREEN, BLUE, YELLOW = COLOURS
+COLORS, WHITE = media_files.COLORS, media_files.WHITE
+RED, GREEN, BLUE, YELLOW = COLORS
 LANDSCAPE, PORTRAIT = "80x48@1", "48x80@1"
 CLIP, TALL = "80x48@9", "48x80@9"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a person sees: the corners' colours, the levels of the frames' patches; exact: the very same latents."""
+    """What a person sees: the corners' colors, the levels of the frames' patches; exact: the very same latents."""
 
     bucket: str = LANDSCAPE
-    colours: tuple | None = COLOURS
+    colors: tuple | None = COLORS
     levels: tuple[float, ...] = (0,)
     exact: bool = False
     shown: bool = True  # the page shows one of two files of the same bytes
@@ -61,8 +61,8 @@ def then(make: Callable[[Path], Any], change: Callable[[Path], Any]) -> Callable
     return both
 
 
-def greys(colours: tuple) -> tuple:
-    return tuple((round(0.299 * r + 0.587 * g + 0.114 * b),) * 3 for r, g, b in colours)
+def greys(colors: tuple) -> tuple:
+    return tuple((round(0.299 * r + 0.587 * g + 0.114 * b),) * 3 for r, g, b in colors)
 
 
 def folder_with_a_picture(path: Path) -> None:
@@ -71,7 +71,7 @@ def folder_with_a_picture(path: Path) -> None:
     (path / "inside.txt").write_text("a scene")
 
 
-GREY = greys(COLOURS)
+GREY = greys(COLORS)
 EXACT = Sample(exact=True)
 SCENE = media_files.picture()
 
@@ -82,10 +82,10 @@ IMAGES: dict[str, Case] = {
     "cmyk.jpg": (saved(SCENE.convert("CMYK"), "JPEG", quality=95), Sample()),
     "cmyk.tif": (saved(SCENE.convert("CMYK"), "TIFF"), EXACT),
     "deep.png": (content(media_files.deep_png(media_files.scene())), EXACT),
-    "deep-grey.png": (content(media_files.deep_png(np.asarray(SCENE.convert("L"))[..., None])), Sample(colours=GREY)),
-    "palette.png": (media_files.see_through, Sample(colours=(RED, GREEN, BLUE, WHITE))),
-    "grey.png": (saved(SCENE.convert("L")), Sample(colours=GREY)),
-    "grey-alpha.png": (media_files.half_grey, Sample(colours=(*GREY[:2], WHITE, WHITE), levels=())),
+    "deep-grey.png": (content(media_files.deep_png(np.asarray(SCENE.convert("L"))[..., None])), Sample(colors=GREY)),
+    "palette.png": (media_files.see_through, Sample(colors=(RED, GREEN, BLUE, WHITE))),
+    "grey.png": (saved(SCENE.convert("L")), Sample(colors=GREY)),
+    "grey-alpha.png": (media_files.half_grey, Sample(colors=(*GREY[:2], WHITE, WHITE), levels=())),
     "profile.png": (media_files.with_profile, Sample()),
     "moving.gif": (media_files.animation, Sample()),
     "moving.webp": (media_files.animation, EXACT),
@@ -108,7 +108,7 @@ IMAGES: dict[str, Case] = {
     "bomb.png": (content(media_files.png(20_000, 20_000, 8, 0, b"\0" * 999)), Reject("discover", "too-large")),
     "line.png": (saved(SCENE.resize((1, 64))), Reject("bucket", "needs-upscale")),
     "hair.png": (saved(SCENE.resize((20_000, 3))), Reject("bucket", "needs-upscale")),
-    "wide.png": (saved(SCENE.resize((20_000, 64))), Sample(colours=None, levels=())),
+    "wide.png": (saved(SCENE.resize((20_000, 64))), Sample(colors=None, levels=())),
     "text.png": (content(b"no picture, whatever its name says" * 9), Reject("discover", "not-an-image")),
     "empty.png": (content(b""), Reject("discover", "empty-file")),
     "hdr.png": (
@@ -209,7 +209,7 @@ VIDEOS: dict[str, Case] = {
     "media_files.webm": (plain(frames=media_files.clip(size=(97, 65)), codec=media_files.VP9), USUAL),
     "ten-bits.mp4": (plain(codec=media_files.DEEP), USUAL),
     "anamorphic.mp4": (plain(frames=media_files.clip(size=(48, 64)), prepare=media_files.anamorphic), USUAL),
-    "hdr.mp4": (plain(codec=media_files.DEEP, prepare=media_files.colours(16, 9, 9)), Reject("discover", "hdr")),
+    "hdr.mp4": (plain(codec=media_files.DEEP, prepare=media_files.colors(16, 9, 9)), Reject("discover", "hdr")),
     "interlaced.mp4": (
         plain(codec=("libx264", "yuv420p", {"x264-params": "tff=1"})),
         Reject("discover", "interlaced"),

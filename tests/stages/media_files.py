@@ -1,6 +1,6 @@
 """Media of every format made on the spot: one scene, and what a person sees of it.
 
-The scene is 96 x 64 pixels of four quarters in four colours, so that no turn or mirroring looks like another, with a
+The scene is 96 x 64 pixels of four quarters in four colors, so that no turn or mirroring looks like another, with a
 grey patch in the middle whose level distinguishes pictures and the frames of a clip.
 """
 
@@ -23,7 +23,7 @@ from stages.media.errors import MediaError
 from tests.processes import same_scheduling
 
 SIZE = WIDTH, HEIGHT = 96, 64
-COLOURS = RED, GREEN, BLUE, YELLOW = (200, 40, 40), (40, 180, 60), (50, 60, 200), (220, 210, 60)
+COLORS = RED, GREEN, BLUE, YELLOW = (200, 40, 40), (40, 180, 60), (50, 60, 200), (220, 210, 60)
 WHITE = (255, 255, 255)
 STEP = 12  # between the levels of a clip's frames
 FRAMES, RATE = 14, 12
@@ -31,10 +31,10 @@ FRAMES, RATE = 14, 12
 Pixels = np.ndarray
 
 
-def scene(level: int = 0, size: tuple[int, int] = SIZE, colours: Iterable[tuple[int, int, int]] = COLOURS) -> Pixels:
-    """uint8 (H, W, 3). colours: upper left, upper right, lower left, lower right."""
+def scene(level: int = 0, size: tuple[int, int] = SIZE, colors: Iterable[tuple[int, int, int]] = COLORS) -> Pixels:
+    """uint8 (H, W, 3). colors: upper left, upper right, lower left, lower right."""
     width, height = size
-    one, two, three, four = colours
+    one, two, three, four = colors
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[: height // 2, : width // 2], pixels[: height // 2, width // 2 :] = one, two
     pixels[height // 2 :, : width // 2], pixels[height // 2 :, width // 2 :] = three, four
@@ -72,8 +72,8 @@ STORED = {  # what was done to the upright picture before it was stored, by EXIF
 }
 
 
-def picture(level: int = 0, colours: Iterable[tuple[int, int, int]] = COLOURS) -> Image.Image:
-    return Image.fromarray(scene(level, colours=colours))
+def picture(level: int = 0, colors: Iterable[tuple[int, int, int]] = COLORS) -> Image.Image:
+    return Image.fromarray(scene(level, colors=colors))
 
 
 def oriented(path: Path, orientation: int, level: int = 0) -> None:
@@ -223,7 +223,7 @@ def matrix(a: int, b: int, c: int, d: int) -> Callable[[Any], None]:
     return lambda stream: stream.set_display_matrix(values)
 
 
-def colours(transfer: int, primaries: int, space: int, whole: int | None = None) -> Callable[[Any], None]:
+def colors(transfer: int, primaries: int, space: int, whole: int | None = None) -> Callable[[Any], None]:
     def prepare(stream: Any) -> None:
         context = stream.codec_context
         context.color_trc, context.color_primaries, context.colorspace = transfer, primaries, space

@@ -19,7 +19,7 @@ from stages.encoding.vae import base
 from stages.media.video import probe_video
 from stages.pages.sheets import font_for, wrap, write_sheet
 
-COLOURS = (
+COLORS = (
     (200, 40, 90),
     (255, 0, 0),
     (0, 255, 0),
@@ -92,7 +92,7 @@ def in_stream(path: Path, bare: Path) -> tuple[int, int, int, int]:
 )
 def test_a_video_has_the_colours_of_a_picture_and_says_how_they_are_coded(tmp_path, size, frames, matrix) -> None:
     """Frames of one colour, which halved chroma does not change."""
-    wanted = np.array(COLOURS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
+    wanted = np.array(COLORS[:frames], np.uint8)[:, None, None].repeat(size[1], axis=1).repeat(size[0], axis=2)
     video = tmp_path / "a.mp4"
     decode.write_output(video, wanted, 12)
     decoded = by_hand(video)

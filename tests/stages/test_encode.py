@@ -315,7 +315,7 @@ def test_every_flavour_from_media_to_set(project, kind: str) -> None:
 @pytest.mark.slow
 def test_a_changed_template_encodes_every_text_and_no_latent(photos, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from schemas.catalogue import FAMILIES
+    from schemas.catalog import FAMILIES
 
     encode(photos)
     before = photos.shards("text")

@@ -175,10 +175,10 @@ def differences(name: str, outcome: Outcome, expected: Sample) -> Iterator[str]:
     if [frame.shape[:2] for frame in strip] != [(height, width)] * frames:
         yield f"{name!r}: pictures of {[frame.shape for frame in strip]}"
         return
-    if expected.colours is not None:
-        far = max(float(np.abs(media_files.corners(frame) - expected.colours).max()) for frame in strip)
+    if expected.colors is not None:
+        far = max(float(np.abs(media_files.corners(frame) - expected.colors).max()) for frame in strip)
         if far > 25:
-            yield f"{name!r}: corners {media_files.corners(strip[0]).round().tolist()} instead of {expected.colours}"
+            yield f"{name!r}: corners {media_files.corners(strip[0]).round().tolist()} instead of {expected.colors}"
     for number, (frame, level) in enumerate(zip(strip, expected.levels, strict=False)):
         if abs(media_files.level(frame) - level) > media_files.STEP * 0.45:
             yield f"{name!r}: frame {number} has level {media_files.level(frame):.0f} instead of {level}"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages import report
 from stages.pages import pictures

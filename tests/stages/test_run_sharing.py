@@ -40,7 +40,7 @@ def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Pr
             "prompts": [{"name": "one", "prompt": "a colour"}],
         },
         notify={"webhooks": [{"url_env": "LIVE_HOOK"}, {"url_env": "DEAD_HOOK", "format": "discord"}]},
-        hub={"repo": "me/colours"},
+        hub={"repo": "me/colors"},
     )
     for number in range(4):
         made.image(f"{number}.png", (64, 64), f"colour number {number}", number)
@@ -84,9 +84,9 @@ def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     assert found[0][0] == "started" and found[-1] == ("finished", 4)
     pictures = {each.document["step"]: each.document["pictures"] for each in live.received if each.document["pictures"]}
     assert sorted(pictures) == [0, 2, 4] and pictures[4][0]["prompt"] == "a colour"
-    assert report["details"]["hub"] == f"{models.url}/me/colours" and report["remaining"] == 0
+    assert report["details"]["hub"] == f"{models.url}/me/colors" and report["remaining"] == 0
     assert {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"} == {
-        *models.repositories["me/colours"].files
+        *models.repositories["me/colors"].files
     }
     assert not (home.folder / "output/first/failure.json").exists()
     no_secret(home, said)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.loading import ConfigError, load_config
 from stages.pages.ui.config_form import build_form, changed_text
 from tests.project import Project

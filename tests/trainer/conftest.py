@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.tiny_sets import Item, Prompt, Tensors, latent, write_set
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.cli.console import Options, run_program
 from schemas.config.pipeline import Config
 

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors.torch import load_file
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
 from trainer.batch import Batch
 from trainer.families import kandinsky5, sana

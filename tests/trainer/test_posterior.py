@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import SetError
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from tests.trainer.runs import lines, opened, train
 from trainer.data import BatchLoader
 from trainer.noise import sample_latents

@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.validation import Validation
 from schemas.config.validation_samples import validation_samples
 from tests.trainer.runs import train

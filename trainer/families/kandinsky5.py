@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from cache.models.weights import load_part
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, KeptTokens, TokenGrid

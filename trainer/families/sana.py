@@ -8,7 +8,7 @@ from diffusers.models.transformers.sana_transformer import SanaTransformer2DMode
 from torch.utils.hooks import RemovableHandle
 
 from cache.models.weights import load_part
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, KeptTokens, TokenGrid

@@ -1,7 +1,7 @@
 """Whether a run fits the card that is there, and what makes it fit; with `train --dry-run --card GIB`, whether
 encode-text, encode-latents and train fit a card, from the configuration alone.
 
-For the latter nothing is downloaded: shapes of a published repository are the catalogue's, of a folder its own. The
+For the latter nothing is downloaded: shapes of a published repository are the catalog's, of a folder its own. The
 buckets are the plan's, and where there is none those that the datasets' sizes allow; texts have their greatest length.
 """
 

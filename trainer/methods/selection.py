@@ -8,7 +8,7 @@ from trainer.methods.base import Method
 from trainer.methods.crepa import CREPAMethod
 from trainer.methods.input_perturbation import InputPerturbationMethod
 from trainer.methods.masked_loss import MaskedLossMethod
-from trainer.methods.regularisation import RegularisationMethod
+from trainer.methods.regularization import RegularizationMethod
 from trainer.methods.scheduled_sampling import ScheduledSamplingMethod
 from trainer.methods.tread import TreadMethod
 
@@ -21,7 +21,7 @@ METHODS: dict[str, Callable[[Any], Method]] = {
     "crepa": CREPAMethod,
     "scheduled_sampling": ScheduledSamplingMethod,
     "input_perturbation": InputPerturbationMethod,
-    "regularisation": RegularisationMethod,
+    "regularisation": RegularizationMethod,
 }
 
 

@@ -133,7 +133,7 @@ class TextEncoder(ABC):
 
 
 def load_text_encoder(config: Config, where: torch.device) -> Any:
-    """The family's text encoder, from the file under stages/encoding/text/ that the catalogue names."""
+    """The family's text encoder, from the file under stages/encoding/text/ that the catalog names."""
     model_loading.disable_progress_bars()
     model, text = config.model, config.text
     module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")

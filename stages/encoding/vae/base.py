@@ -115,7 +115,7 @@ class Autoencoder(ABC):
 
 
 def load_autoencoder(config: Config, where: torch.device) -> Autoencoder:
-    """The family's autoencoder, from the file under stages/encoding/vae/ that the catalogue names."""
+    """The family's autoencoder, from the file under stages/encoding/vae/ that the catalog names."""
     family, model = config.model.family_spec, config.model
     module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
     dtype = getattr(torch, config.latents.precision or model.precision)
@@ -153,7 +153,7 @@ class Normalizer:
 
     @classmethod
     def of(cls, vae: Any, named: Normalization) -> "Normalizer":
-        """From the autoencoder's own config, at the keys that the catalogue names. ValueError where it lacks one."""
+        """From the autoencoder's own config, at the keys that the catalog names. ValueError where it lacks one."""
 
         def numbers(key: str | None) -> tuple[float, ...] | None:
             if key is None:

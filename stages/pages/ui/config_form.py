@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.loading import json_schema
 from schemas.config.yaml_editor import CannotEdit, read_values, set_value, value_at
 from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml

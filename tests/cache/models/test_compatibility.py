@@ -15,7 +15,7 @@ from PIL import Image
 from cache.models.compatibility import CheckpointMismatch, bucket_side_multiple, pin_revision
 from cache.models.weights import WeightsError, fingerprint_weights
 from cache.store.store import Store
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.cli.console import Console, Options, Report
 from schemas.config.encoding import Model
 from schemas.config.loading import load_config

@@ -208,7 +208,7 @@ def test_a_step_is_of_one_bucket_or_of_neighbours_in_cost(plan_spans, seed, batc
         assert found == sorted(found, reverse=bool(epoch % 2))
         mixed += len({each.bucket for each in plan.step(step)}) > 1
     assert mixed <= len(plan.buckets) - 1
-    ends = plan.step(last // count)  # perhaps of two epochs, whose neighbours are alike
+    ends = plan.step(last // count)  # perhaps of two epochs, whose neighbors are alike
     order = [costs[each.bucket] for each in ends if each.epoch in (epoch, epoch + 1)]
     changes = sum(x != y for x, y in pairwise(order))
     assert changes <= 2

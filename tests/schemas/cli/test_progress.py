@@ -52,10 +52,10 @@ def test_what_lasts_is_said_once_and_again_only_after_long(log) -> None:
     with activity("importing", at_once=True):
         assert stderr.getvalue().splitlines()[2:] == ["importing"]
     stderr.truncate(stderr.seek(len("loading the model\nloading the model: 0:00:31\n")))
-    with activity("quantising", keep=True):
+    with activity("quantizing", keep=True):
         clock.now += 2
-        wait_for(stderr, ["loading the model", "loading the model: 0:00:31", "quantising"])
-    assert stderr.getvalue().splitlines()[2:] == ["quantising", "quantising: done, after 0:00:02"]
+        wait_for(stderr, ["loading the model", "loading the model: 0:00:31", "quantizing"])
+    assert stderr.getvalue().splitlines()[2:] == ["quantizing", "quantizing: done, after 0:00:02"]
     assert "\r" not in stderr.getvalue() and "\x1b" not in stderr.getvalue()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.validation import Validation
 from schemas.config.validation_samples import SizedPrompt, sized_prompts, validation_samples
 

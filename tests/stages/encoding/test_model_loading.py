@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from cache.models.weights import WeightsError
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text
 from stages.encoding.text import gemma, kandinsky5

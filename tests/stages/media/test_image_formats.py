@@ -179,8 +179,8 @@ def test_16_bit_png_keeps_its_range(tmp_path, bands):
     if bands in (2, 4):
         samples[..., -1] = 65535
     picture = np.asarray(load_image(write_png16(tmp_path / "deep.png", samples)))
-    colours = samples[..., :3] if bands > 2 else np.repeat(samples[..., :1], 3, axis=2)
-    assert np.abs(picture - colours / 257).max() <= 1
+    colors = samples[..., :3] if bands > 2 else np.repeat(samples[..., :1], 3, axis=2)
+    assert np.abs(picture - colors / 257).max() <= 1
     assert picture.min() == 0 and picture.max() == 255
 
 
@@ -200,8 +200,8 @@ def test_16_bit_tiff_keeps_its_range(tmp_path, layout):
     plane.update(rows.tobytes())
     (tmp_path / "deep.tif").write_bytes(b"".join(bytes(p) for p in [*encoder.encode(frame), *encoder.encode(None)]))
     picture = np.asarray(load_image(tmp_path / "deep.tif"))
-    colours = samples[..., :3] if bands > 2 else np.repeat(samples, 3, axis=2)
-    assert np.abs(picture - colours / 257).max() <= 1
+    colors = samples[..., :3] if bands > 2 else np.repeat(samples, 3, axis=2)
+    assert np.abs(picture - colors / 257).max() <= 1
 
 
 @pytest.fixture
@@ -241,10 +241,10 @@ def encode(light):
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif", "avif", "heic"])
 def test_display_p3_is_converted_to_srgb(tmp_path, suffix, heif):
-    colours = np.array([(200, 100, 50), (60, 160, 90), (128, 128, 128), (90, 80, 200)])
-    expected = encode(np.clip(decode(colours / 255) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)) * 255
-    assert np.abs(expected - colours).max() > 10
-    picture = Image.fromarray(colours.astype(np.uint8).reshape(2, 2, 3)).resize((64, 64), Image.Resampling.NEAREST)
+    colors = np.array([(200, 100, 50), (60, 160, 90), (128, 128, 128), (90, 80, 200)])
+    expected = encode(np.clip(decode(colors / 255) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)) * 255
+    assert np.abs(expected - colors).max() > 10
+    picture = Image.fromarray(colors.astype(np.uint8).reshape(2, 2, 3)).resize((64, 64), Image.Resampling.NEAREST)
     path = tmp_path / f"p3.{suffix}"
     options = {"jpg": {"quality": 100, "subsampling": 0}, "webp": {"lossless": True}}.get(suffix, {"quality": 100})
     picture.save(path, icc_profile=display_p3(), **options)

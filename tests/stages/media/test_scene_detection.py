@@ -12,7 +12,7 @@ HEIGHT, WIDTH = 72, 128
 
 
 def scenery(seed):
-    """A large picture of soft shapes in its own colours."""
+    """A large picture of soft shapes in its own colors."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (6, 16, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((WIDTH * 4, HEIGHT), Image.Resampling.BICUBIC))

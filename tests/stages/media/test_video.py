@@ -136,7 +136,7 @@ def test_colours_follow_the_streams_matrix_and_range(tmp_path, tag, size, red, b
     frame.colorspace, frame.color_range = tag, 2 if full else 1
     coding = "libx264", "yuv420p", {"qp": "0", "preset": "ultrafast"}
     path = media_files.video(
-        tmp_path / "colour.mp4", [frame], coding, prepare=media_files.colours(2, 2, tag, 2 if full else 1)
+        tmp_path / "colour.mp4", [frame], coding, prepare=media_files.colors(2, 2, tag, 2 if full else 1)
     )
     light, chroma = (y / 255, 255) if full else ((y - 16) / 219, 224)
     r = light + 2 * (1 - red) * (v - 128) / chroma

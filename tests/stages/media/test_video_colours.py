@@ -1,4 +1,4 @@
-"""Colours of videos: converted by the standards' matrices and light, alike by both decoders, or refused."""
+"""Colors of videos: converted by the standards' matrices and light, alike by both decoders, or refused."""
 
 import av
 import numpy as np
@@ -8,7 +8,7 @@ from stages.media import decord_backend
 from stages.media.errors import MediaError
 from stages.media.video import probe_video
 from tests.stages.media.test_video_formats import FAST, PRORES, X265, first_frame, numbers, write
-from tests.stages.media_files import colours, reason, refusal, video
+from tests.stages.media_files import colors, reason, refusal, video
 
 DEEP = "yuv420p10le"
 
@@ -31,7 +31,7 @@ def test_decord_gives_the_colours_of_pyav_or_refuses(tmp_path, size, matrix):
     """(200, 40, 90) as high definition that is not tagged would come 39 levels too green."""
     pytest.importorskip("decord")
     codec = "libx264", "yuv420p", FAST
-    path = flat(tmp_path / "a.mp4", (71, 137, 193), codec, colours(2, 2, matrix, 1), size)
+    path = flat(tmp_path / "a.mp4", (71, 137, 193), codec, colors(2, 2, matrix, 1), size)
     if matrix == 2 and size != (64, 64):
         with pytest.raises(MediaError, match="use the decoder pyav") as caught:
             numbers(path, [0.0], decord_backend)
@@ -61,7 +61,7 @@ def gamma(light):
 def test_10_bits_and_wide_colours_are_converted(tmp_path, name, codec, wide):
     """Against BT.709 and BT.2020: R'G'B' from Y'CbCr; then from their light to that of BT.709 (ITU-R BT.2087)."""
     y, u, v = 401, 590, 442
-    path = flat(tmp_path / name, (y, u, v), codec, colours(1, 9, 9, 1) if wide else colours(1, 1, 1, 1))
+    path = flat(tmp_path / name, (y, u, v), codec, colors(1, 9, 9, 1) if wide else colors(1, 1, 1, 1))
     red, blue = (0.2627, 0.0593) if wide else (0.2126, 0.0722)
     light, cb, cr = (y - 64) / 876, (u - 512) / 896, (v - 512) / 896
     r, b = light + 2 * (1 - red) * cr, light + 2 * (1 - blue) * cb
@@ -85,7 +85,7 @@ def test_10_bits_and_wide_colours_are_converted(tmp_path, name, codec, wide):
     ],
 )
 def test_high_dynamic_range_is_refused(tmp_path, name, codec, transfer):
-    path = flat(tmp_path / name, (401, 512, 512), codec, colours(transfer, 9, 9, 1))
+    path = flat(tmp_path / name, (401, 512, 512), codec, colors(transfer, 9, 9, 1))
     for action in (probe_video, first_frame):
         error = refusal(action, path)
         assert error.reason == "hdr" and "tone-map" in error.advice
@@ -97,5 +97,5 @@ def test_colours_that_nobody_converts_are_refused(tmp_path):
     assert probe_video(path).codec == "hevc"
     path.write_bytes(path.read_bytes().replace(b"hev1", b"dvhe"))
     assert reason(probe_video, path) == reason(first_frame, path) == "hdr"
-    path = write(tmp_path / "ycgco.mp4", prepare=colours(1, 1, 8))
+    path = write(tmp_path / "ycgco.mp4", prepare=colors(1, 1, 8))
     assert reason(probe_video, path) == reason(first_frame, path) == "unsupported-colour"

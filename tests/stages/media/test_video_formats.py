@@ -108,7 +108,7 @@ MIRROR = [-1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30]
         ("a.ts", {}, "unreadable"),
         ("vfr.mkv", {"stamps": [0, 40, 47, 300, 301, 620, 900], "base": Fraction(1, 1000)}, "variable-rate"),
         ("mirrored.mp4", {"prepare": lambda stream: stream.set_display_matrix(MIRROR)}, "unreadable"),
-        ("wide.mp4", {"prepare": media_files.colours(1, 9, 9)}, "unreadable"),
+        ("wide.mp4", {"prepare": media_files.colors(1, 9, 9)}, "unreadable"),
     ],
 )
 def test_what_decord_misreads_is_refused_with_the_other_decoder(tmp_path, name, options, expected):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 from tests.trainer.runs import opened
 from trainer.data import BatchLoader

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
 from tests.trainer.families.batches import by_batch_and_alone, sample_losses
 from tests.trainer.pipelines import random

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.identity import derive_seed
 from trainer.noise import DEVICE_PART, compute_words, sample_latents, seeded_noise, seeded_uniform
 

@@ -12,7 +12,7 @@ import torch
 
 from examples.tiny_models import make_untrained
 from examples.tiny_shapes import SHAPES
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK

@@ -12,7 +12,7 @@ from trainer.families.base import TokenGrid
 
 
 def enlarge(grid_RCD: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bilinear between the centres of cells, each axis for itself; beyond the outer centres the outer value."""
+    """Bilinear between the centers of cells, each axis for itself; beyond the outer centers the outer value."""
     for axis, fine in ((0, rows), (1, columns)):
         coarse = grid_RCD.shape[axis]
         lines = grid_RCD.movedim(axis, 0)

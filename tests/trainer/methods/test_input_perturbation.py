@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.methods import InputPerturbation
 from tests.trainer.runs import move_adapter, prepared
 from trainer import flow

@@ -128,7 +128,7 @@ def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:
 
 
 def module_of_sana():
-    from schemas.catalogue import FAMILIES
+    from schemas.catalog import FAMILIES
 
     return module_of(FAMILIES["sana"])
 

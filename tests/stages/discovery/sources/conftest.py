@@ -320,9 +320,9 @@ def photo() -> Callable[..., bytes]:
     """photo(number, size=(64, 64)) -> a JPEG like no other."""
 
     def make(number: int, size: tuple[int, int] = (64, 64)) -> bytes:
-        colours = np.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        colors = np.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=np.uint8)
         out = io.BytesIO()
-        Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(out, "JPEG")
+        Image.fromarray(colors).resize(size, Image.Resampling.BICUBIC).save(out, "JPEG")
         return out.getvalue()
 
     return make

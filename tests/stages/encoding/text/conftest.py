@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.encoding import Text
 from schemas.family import Template
 from stages.encoding.text import gemma, kandinsky5

@@ -1,4 +1,4 @@
-"""Quantisation and offload: each option loads, runs and stays within its error; unsupported ones say what to do."""
+"""Quantization and offload: each option loads, runs and stays within its error; unsupported ones say what to do."""
 
 import shutil
 from copy import copy

@@ -7,7 +7,7 @@ import torch
 from diffusers import SanaPipeline, SanaTransformer2DModel
 from transformers import AutoTokenizer, Gemma2Model
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.gemma import Encoder
 

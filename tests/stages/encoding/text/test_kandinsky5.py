@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VL
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from cache.models.weights import WeightsError
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.family import Task, Template
 from stages.encoding.text.base import RequestError, TextRequest
 from stages.encoding.text.kandinsky5 import Encoder

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from cache.models.weights import WeightsError
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
 from stages.encoding.text.prompt_images import CachedImageProcessor, QwenImageProcessor

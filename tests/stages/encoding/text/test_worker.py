@@ -12,7 +12,7 @@ from PIL import Image
 
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from stages import bucket, discover, encode_latents, encode_text, index
 from stages.encoding.text import base, gemma, kandinsky5, prompt_images
 from stages.encoding.text.base import TextRequest
@@ -146,7 +146,7 @@ def test_an_image_that_is_gone_costs_its_own_texts_alone(project, read) -> None:
 
 @pytest.mark.slow
 def test_a_batch_of_short_captions_is_tokenised_while_another_is_encoded(project, monkeypatch) -> None:
-    """When a batch is encoded, all of the next one are tokenised without anything being asked for."""
+    """When a batch is encoded, all of the next one are tokenized without anything being asked for."""
     home = project("sana", cache={"unit_mib": 16}, text={"batch_tokens": 1024})
     words = ("red", "green", "grey", "small", "old", "stone", "near", "cat")
     home.image("0.png", (64, 64), "\n".join(" ".join(three) for three in product(words, repeat=3)))

@@ -9,7 +9,7 @@ from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as diffus
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from stages import encode_latents
 from stages.encoding.vae import base, chunked, hunyuan_video
 from stages.encoding.vae.base import MemoryOptions

@@ -15,7 +15,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
 from cache.models.weights import WeightsError
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from stages.media.sample_reader import normalize_pixels
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def loaded(tiny):
 
 
 def frames(count: int = 1, seed: int = 0, width: int = 96, height: int = 64) -> np.ndarray:
-    """uint8 (T, H, W, 3): coarse coloured forms that drift, with grain."""
+    """uint8 (T, H, W, 3): coarse colored forms that drift, with grain."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (5, 7, 3), dtype=np.uint8)
     picture = np.asarray(Image.fromarray(coarse).resize((width, height)))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.models.weights import WeightsError
-from schemas.catalogue import FAMILIES
+from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 from stages.encoding.vision.features import (
     PATCH_SIZE,

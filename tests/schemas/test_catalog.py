@@ -1,4 +1,4 @@
-"""The catalogue against the installed pipelines: an upgrade of diffusers that changes them fails here."""
+"""The catalog against the installed pipelines: an upgrade of diffusers that changes them fails here."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ import diffusers
 import pytest
 from transformers import AutoTokenizer
 
-from schemas.catalogue import FAMILIES, get_flavour
+from schemas.catalog import FAMILIES, get_flavour
 
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0].startswith("kandinsky5")]

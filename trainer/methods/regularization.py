@@ -11,7 +11,7 @@ from schemas.config.methods import Regularization
 from trainer.methods.base import Method, MethodStep
 
 
-class RegularisationMethod(Method):
+class RegularizationMethod(Method):
     def __init__(self, settings: Regularization) -> None:
         self.settings = settings
 
