@@ -74,11 +74,7 @@ def run(
         compatibility.check_task(config.model)
         data = open_configured_set(config, console.warn)
         ending.callback(data.close)
-        check_methods(config, data)
-        if initial := read_initial(config.train.adapter):
-            check_family(initial, config.model.family)
-        check_base_precision(config)
-        check_parallel(config.train.parallel, world)
+        _check_options(config, data, world)
         schedule = data.make_schedule(config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule) if main else None
@@ -121,6 +117,15 @@ def run(
         ending.close()
     report.set_aside = describe_set_aside(data)
     return _report_training(report, config, summary, stop)
+
+
+def _check_options(config: Config, data: TrainSet, world: int) -> None:
+    """Refuse options that fit neither the set nor each other."""
+    check_methods(config, data)
+    if initial := read_initial(config.train.adapter):
+        check_family(initial, config.model.family)
+    check_base_precision(config)
+    check_parallel(config.train.parallel, world)
 
 
 def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:
