@@ -93,8 +93,8 @@ def run(
 
 
 def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview: bool) -> list[Path]:
-    """Those of `files` without a picture, or with one that is older than the latent, which an earlier run of the same
-    name left. Unless `preview`: also those of which the picture is a preview."""
+    """Return those of `files` without a picture, or with one that is older than the latent, which an earlier run of the
+    same name left. Unless `preview`: also those of which the picture is a preview."""
     todo = []
     for file in files:
         picture = output_path(folder, config, file)
@@ -145,8 +145,8 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
 
 
 def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Those of validations after which the trainer has done a step: by then it has allocated all the memory that it
-    needs on the card."""
+    """Return those of validations after which the trainer has done a step: by then it has allocated all the memory that
+    it needs on the card."""
     metrics = read_last_metrics(folder / METRICS_FILE)
     trained = max((line["step"] for line in metrics if "loss" in line), default=0)
     return [file for file in files if (step_of(file.parent) or 0) < trained]

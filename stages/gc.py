@@ -117,8 +117,8 @@ def run(
 
 
 class UnusedFiles:
-    """What nothing uses and was last written before `since`, of files with a name that this project gives; all others
-    are a user's. LatentpressError where one of the configurations has no plan.
+    """The files that nothing uses and that were last written before `since`, of files with a name that this project
+    gives; all others are a user's. LatentpressError where one of the configurations has no plan.
 
     items: what nothing uses, biggest first. kept_bytes: of the rest of the layout. other_files: outside the layout.
     active_folders: those that stages write to, which stay even if empty.
@@ -194,7 +194,7 @@ class UnusedFiles:
         return name in (roots.datasets if stage == "discover" else roots.reject_lists)
 
     def _describe(self, store: Store, folder: str, partly: bool) -> str:
-        """What an item is and why it is not used. partly: the folder keeps other files."""
+        """Describe what an item is and why it is not used. partly: the folder keeps other files."""
         top = folder.partition("/")[0]
         if top in stage_registry.SHARD_KINDS:
             if folder in self._roots.caches:

@@ -130,7 +130,7 @@ def _describe_set(
     states: Mapping[str, StageState],
     encoded: Mapping[str, EncodedMembers],
 ) -> TableRow:
-    """What set.json says, before the counts and the id."""
+    """Return what set.json says, before the counts and the id."""
     return {
         "format_version": SET_VERSIONS[len(encoded) > 1],
         "family": config.model.family,

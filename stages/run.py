@@ -183,7 +183,7 @@ def _run_stages(
 def _add_details(
     report: Report, config: Config, stage: StageName, details: Mapping[str, Any], stop_handler: StopHandler
 ) -> None:
-    """What a stage made, and why it stopped."""
+    """Add what a stage made, and why it stopped."""
     if stop_handler.reason and "stopped" in details:
         lost_or_kept = details["stopped"].partition("; ")[2]
         report.details["stopped"] = f"by {stop_handler.reason}; {stage}: {lost_or_kept}"
@@ -258,7 +258,7 @@ def _stage_order(config: Config, options: Options) -> list[StageName]:
 
 
 def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) -> None:
-    """What the encoding stages beside training report. StageFailed where one of them failed."""
+    """Add what the encoding stages beside training report. StageFailed where one of them failed."""
     for stage, results in followers.results.items():
         for code, document in results:
             if stage in followers.failed and ("error" in document or code != OK):

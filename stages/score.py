@@ -70,7 +70,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Work:
-    """What there is to score of a step. missing: (sample's name, measure's name) of the scores that are not known."""
+    """The scores to compute of a step. missing: (sample's name, measure's name) of the scores that are not known."""
 
     step: StepSamples
     contents: dict[str, str]
@@ -101,7 +101,8 @@ class _Scorer:
         self._stack.close()
 
     def find_work(self, steps: Iterable[StepSamples]) -> Iterator[_Work]:
-        """Of the steps that are decoded and have samples that are new, changed or gone since they were scored."""
+        """Find the work of the steps that are decoded and have samples that are new, changed or gone since they were
+        scored."""
         known = read_samples(self._folder, self._measured)
         for step in steps:
             if step.waiting:
@@ -195,7 +196,7 @@ class _Scorer:
 
 
 def _numbers(points: dict[str, ScorePoint]) -> Iterator[tuple[str, float]]:
-    """Of a tracker: each score, its spread, and by prompt."""
+    """Return the numbers of a tracker: each score, its spread, and by prompt."""
     for name, point in points.items():
         yield name, point.value
         if point.spread is not None:

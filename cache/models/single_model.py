@@ -19,7 +19,7 @@ WEIGHT_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True)
 class SingleModel:
-    """Where a model is. source: a directory or a repository's id. key: the option that names it. advice: what the
+    """The place of a model. source: a directory or a repository's id. key: the option that names it. advice: what the
     option may be. files: patterns of the names that are read."""
 
     source: str
@@ -29,7 +29,7 @@ class SingleModel:
     files: tuple[str, ...] = WEIGHT_FILES
 
     def fingerprint(self, memo: Store | None = None) -> dict[str, Any]:
-        """What determines the model; small JSON. Raises WeightsError.
+        """Return what determines the model, as small JSON. Raises WeightsError.
 
         For a local directory {"content"}, the xxh3 of its files; for a repository {"repo", "commit"}, for which only
         its config is fetched. memo: remembers the hashes of large files, so that each is read once.

@@ -54,7 +54,7 @@ class CheckpointNotFound(WeightsError):
 def fingerprint_weights(
     source: str, parts: Sequence[str], revision: str | None, memo: Store | None = None
 ) -> dict[str, Any]:
-    """What determines the weights of the components `parts`, for a cache's fingerprint; small JSON.
+    """Return what determines the weights of the components `parts`, as small JSON for a cache's fingerprint.
 
     A local directory: {"content"}, the xxh3 of every file of its components, whatever the directory's name. A
     repository: {"repo", "commit", "parts"}; nothing is fetched. Raises WeightsError. memo: stores the commits that

@@ -226,7 +226,7 @@ def read_progress(config: Config) -> RunProgress:
 
 
 def _format_last_eval(line: Mapping[str, Any]) -> str:
-    """Of a line of metrics: "0.8123 at step 100", and what it was measured on where nothing is held out."""
+    """Format a line of metrics: "0.8123 at step 100", and what it was measured on where nothing is held out."""
     on = " on training samples" if line.get("eval_on") == "training samples" else ""
     return f"{line['eval_loss'] or math.nan:.4g} at step {line['step']}{on}"
 

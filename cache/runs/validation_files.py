@@ -26,7 +26,7 @@ class ValidationFile:
 
 
 def list_validations(folder: Path) -> list[ValidationFile]:
-    """Those of the run in `folder`, by step and name."""
+    """List the validations of the run in `folder`, by step and name."""
     latents = _list_files(folder / "validation", (".safetensors",))
     pictures = _list_files(folder / "samples", SUFFIXES)
     return [ValidationFile(*key, latents.get(key), pictures.get(key)) for key in sorted(latents | pictures)]

@@ -39,7 +39,7 @@ class MissingMedia(SetError):
 
 
 class ShardMembers:
-    """Of a shard that lacks some members. rows: row in the plan -> row in the shard. aside: row in the plan -> the
+    """The members of a shard that lacks some. rows: row in the plan -> row in the shard. aside: row in the plan -> the
     member that was set aside."""
 
     def __init__(self, planned: dict[int, str], ids: list[str], set_aside: list[RejectedMember]) -> None:
@@ -69,7 +69,7 @@ class PlannedSet(TrainSet):
         return self.regularisation > 0 if name == "regularisation" else name in self.meta[PLANNED]["tensors"]
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
-        """As of any set, without those that were set aside. SetError where none is left."""
+        """Choose as of any set, without those that were set aside. SetError where none is left."""
         rows, what = super().choose_eval_rows(count)
         chosen = np.array(rows, np.int64)
         absent = self.find_set_aside(chosen, self.row_texts.first(chosen)) if rows else None
@@ -81,7 +81,7 @@ class PlannedSet(TrainSet):
         return rows, what
 
     def members(self, number: int) -> ShardMembers | None:
-        """Of shard `number`, for which this waits; None where it has all of its members."""
+        """Return the members of shard `number`, for which this waits; None where it has all of its members."""
         if number not in self._members:
             with self.supply.open(number) as reader:
                 meta = reader.meta
@@ -97,7 +97,7 @@ class PlannedSet(TrainSet):
         return self._members[number]
 
     def list_set_aside(self) -> list[dict[str, Any]]:
-        """Of the members that were found to be set aside, rows of a report."""
+        """Return rows of a report, of the members that were found to be set aside."""
         return [
             {"item": member.id, "path": "", "reason": member.reason, "message": member.message}
             for member in self._aside.values()
@@ -115,7 +115,7 @@ class PlannedSet(TrainSet):
         return found
 
     def stored_row(self, shard: int, row: int) -> int:
-        """As of any set. SetError for a member that was set aside."""
+        """Return the row as of any set. SetError for a member that was set aside."""
         members = self.members(shard)
         if members is None:
             return row

@@ -1,4 +1,4 @@
-"""Where a training set's shards come from when they are read: the seam between the trainer and the places of shards.
+"""The source of a training set's shards when they are read: the seam between the trainer and the places of shards.
 
 A supply opens a shard of a set by its number. `StoredShards` opens it where it is. Those of `cache.supply`
 have a limited number of them here, fetched or encoded before they are needed: the trainer tells a supply which shards

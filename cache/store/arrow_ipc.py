@@ -211,7 +211,7 @@ def verify_checksum(file: pa.NativeFile) -> str:
 
 
 def _hash_file(file: pa.NativeFile, checksum_offsets: list[int]) -> str:
-    """Of all bytes, with placeholders in place of the checksums."""
+    """Hash all bytes, with placeholders in place of the checksums."""
     state, position = xxhash.xxh3_128(), 0
     for end in [*checksum_offsets, file.size()]:
         file.seek(position)

@@ -10,7 +10,7 @@ SPACE_ADVICE = "free space, set `root` to another place, or limit the cache: cac
 
 
 def find_shortage(place: str | Path, needed: int) -> str | None:
-    """What to warn of where the disk of `place` has fewer free bytes than `needed`. place: a folder, which need not be
+    """Return a warning where the disk of `place` has fewer free bytes than `needed`. place: a folder, which need not be
     there yet; None for a URL."""
     if "://" in str(place):
         return None

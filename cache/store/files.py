@@ -246,7 +246,8 @@ def make_folders(folder: Path) -> None:
 
 
 def spool_folder() -> Path:
-    """Where files for object stores are written before they are uploaded; one folder for each user. TMPDIR moves it."""
+    """The folder, one for each user, where files for object stores are written before they are uploaded. TMPDIR moves
+    it."""
     return Path(tempfile.gettempdir()) / f"latentpress-{os.getuid()}"
 
 

@@ -136,7 +136,7 @@ def printable(value: object) -> str:
 
 
 def check_prompt_image(prompt: Mapping[str, Any]) -> None:
-    """Of a validation prompt: which image of the data it starts from, where that is said."""
+    """Check which image of the data a validation prompt starts from, where that is said."""
     if "image" in prompt:
         image = check_object(prompt["image"], "an image")
         for key in ("dataset", "path"):

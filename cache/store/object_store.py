@@ -49,7 +49,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def needed_package(url: str) -> str:
-    """What a URL needs, as pip names it: an extra, or the Hub's library, which latentpress depends on; "" where there
+    """Name what a URL needs, as pip does: an extra, or the Hub's library, which latentpress depends on; "" where there
     is none for its protocol."""
     s3, google, hub = "'latentpress[s3]'", "'latentpress[gcs]'", "'huggingface_hub>=1.6'"
     found = {"s3": s3, "s3a": s3, "gs": google, "gcs": google, "hf": hub}
@@ -271,7 +271,8 @@ def _split_folder(folder: str) -> tuple[str, str]:
 
 
 def object_version(about: Mapping[str, Any]) -> str:
-    """What changes when an object is replaced: its ETag or time, and its size. Empty where the store gives neither."""
+    """Return what changes when an object is replaced: its ETag or time, and its size. Empty where the store gives
+    neither."""
     change = about.get("ETag") or about.get("etag") or about.get("generation") or _object_time(about)
     return "" if change == float("inf") else f"{about['size']}:{change}"
 

@@ -23,7 +23,7 @@ ASKED_AGAIN = ("SlowDown", "RequestTimeout", "RequestLimitExceeded", "Throttling
 
 
 class RetryNotes:
-    """What is said of one kind of store. Threads may share it."""
+    """Messages about one kind of store. Threads may share it."""
 
     def __init__(self, store: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock, self._lock = store, clock, threading.Lock()
@@ -42,7 +42,7 @@ class RetryNotes:
 
 @cache
 def notes_of(store: str) -> RetryNotes:
-    """Of all stores with this protocol."""
+    """Return the notes of all stores with this protocol."""
     return RetryNotes(store)
 
 
@@ -95,8 +95,9 @@ class BadAnswer(OSError):
 
 
 def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
-    """What `read` returns; called again where a bad answer of the object store behind `url` made it raise. url: "" for
-    files of this machine. file: what `read` reads from; it lets go of the bytes of that answer, if it keeps any."""
+    """Return what `read` returns; it is called again where a bad answer of the object store behind `url` made it raise.
+    url: "" for files of this machine. file: what `read` reads from; it lets go of the bytes of that answer, if it keeps
+    any."""
     for _ in range(ANSWERS - 1 if url else 0):
         try:
             return read()

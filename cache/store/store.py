@@ -103,8 +103,8 @@ class Store:
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
     def list_files(self, prefix: str = "", temporaries: bool = False, expected: Collection[str] = ()) -> list[Entry]:
-        """As `list_names`, with sizes and times. temporaries: what stores did not finish instead; of an object store
-        the uploads that were begun, and the files in the scratch folder of this machine."""
+        """List as `list_names` does, with sizes and times. temporaries: what stores did not finish instead; of an
+        object store the uploads that were begun, and the files in the scratch folder of this machine."""
         found, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
         if local is None and temporaries:
             with self._explained(prefix):

@@ -1,4 +1,4 @@
-"""What the libraries of object stores raise, in words: the reason, and the next step."""
+"""Errors that the libraries of object stores raise, in words: the reason, and the next step."""
 
 import re
 import time

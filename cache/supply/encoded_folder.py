@@ -35,8 +35,8 @@ GB = 1e9
 
 
 class ReadingOrder(BaseModel, frozen=True):
-    """What determines which rows each step of a run reads. accumulate: micro-batches of a step, of all ranks together.
-    steps: of the whole run."""
+    """The inputs that determine which rows each step of a run reads. accumulate: micro-batches of a step, of all ranks
+    together. steps: of the whole run."""
 
     seed: int
     batch_size: PositiveInt
@@ -58,8 +58,8 @@ class ReadingOrder(BaseModel, frozen=True):
 
 
 class Position(BaseModel, frozen=True):
-    """Where a run is. step: the first whose rows may still be read. wanted: shards that it waits for, beside those that
-    the order says."""
+    """The position of a run. step: the first whose rows may still be read. wanted: shards that it waits for, beside
+    those that the order says."""
 
     set: str
     run: str
@@ -69,8 +69,8 @@ class Position(BaseModel, frozen=True):
 
 
 class EncodedFolder(LimitedFolder):
-    """Those shards of a store, which must be a folder of this machine: SupplyError otherwise. data: their set; without
-    it only the processes and their position are known."""
+    """The shards of a store that are encoded beside training; it must be a folder of this machine: SupplyError
+    otherwise. data: their set; without it only the processes and their position are known."""
 
     patience_s = 60.0
 

@@ -1,4 +1,4 @@
-"""Which order of samples suits a folder of copies that is smaller than a set: what steps in a row need together, and
+"""The order of samples that suits a folder of copies that is smaller than a set: what steps in a row need together, and
 the largest `train.shuffle_shards` for which there is room."""
 
 from collections import Counter, deque
@@ -23,7 +23,7 @@ def window_bytes(
     lengths: Iterable[int],
     always: Collection[int] | None = None,
 ) -> Iterator[int]:
-    """Of each step, the bytes of the shards that the last steps up to it need, and of those in `always`; without
+    """Return for each step the bytes of the shards that the last steps up to it need, and of those in `always`; without
     `always`, of one more shard. lengths: how many steps that are, of each step at most one more than of the step
     before."""
     window, counts = deque[Collection[int]](), Counter(always or ())
@@ -45,7 +45,7 @@ def largest_window(needs: Iterable[Collection[int]], sizes: Sequence[int], steps
 
 
 def mean_bytes(needs: Sequence[Collection[int]], sizes: Sequence[int]) -> float:
-    """Of the shards of one step, on average."""
+    """Return the bytes of the shards of one step, on average."""
     return sum(sizes[number] for numbers in needs for number in numbers) / max(1, len(needs))
 
 
@@ -89,7 +89,7 @@ class FittingOrder:
         return max(self._needed_bytes(2, 1))
 
     def _needed_bytes(self, value: int, sections: int) -> Iterator[int]:
-        """Of each step that is looked at: the bytes of the shards of so many sections up to it."""
+        """Return for each step that is looked at the bytes of the shards of so many sections up to it."""
         schedule = self._data.make_schedule(self._settings.model_copy(update={"shuffle_shards": value}), self._world)
         first, size = self._steps.start, schedule.global_batch
         later = (step for step in section_starts(schedule, first) if step > first)
@@ -110,7 +110,8 @@ def section_starts(schedule: BatchSchedule, step: int) -> Iterator[int]:
 
 
 def section_lengths(schedule: BatchSchedule, step: int, sections: int) -> Iterator[int]:
-    """Of each step from `step` on, without end: the steps up to it of its section and those before, so many in all."""
+    """Yield for each step from `step` on, without end, the steps up to it of its section and those before, so many in
+    all."""
     starts = section_starts(schedule, step)
     begins, following = deque([step], sections), next(starts)
     for each in count(step):
@@ -127,9 +128,9 @@ def round_up_gb(size: int) -> str:
 
 
 def explain_order(set_id: str, limit: int, total: int, step: float, fitting: int | None, least: int) -> str:
-    """What an order over the whole set asks of the store, and what helps. limit, total, step: bytes of the cache, of
-    the set, and of the shards of one step. fitting: of `FittingOrder.find`. least: where nothing fits, a limit at which
-    2 does."""
+    """Explain what an order over the whole set asks of the store, and what helps. limit, total, step: bytes of the
+    cache, of the set, and of the shards of one step. fitting: of `FittingOrder.find`. least: where nothing fits, a
+    limit at which 2 does."""
     each = step * (1 - limit / total) / 1e6
     raised = f"raise max_gb to {round_up_gb(total)}"
     if fitting:

@@ -45,9 +45,9 @@ class Member:
 
 @dataclass
 class Disk:
-    """What a folder has. sizes: bytes of each shard that is there, with its description. used: when, in nanoseconds.
-    begun: the most bytes of those that are on their way. held: those that other processes read. more: bytes of
-    temporary files beyond what was reserved for them."""
+    """The content of a folder. sizes: bytes of each shard that is there, with its description. used: when, in
+    nanoseconds. begun: the most bytes of those that are on their way. held: those that other processes read. more:
+    bytes of temporary files beyond what was reserved for them."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)

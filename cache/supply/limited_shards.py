@@ -17,7 +17,7 @@ class SupplyError(LatentpressError):
 
 
 class LimitedShards(ShardSupply):
-    """What the supplies of such shards have in common.
+    """The common part of the supplies of such shards.
 
     A subclass says which shards are here (`_is_here`), waits for one (`_wait_for`), opens one (`_open`) and throws one
     away (`_discard`).

@@ -1,4 +1,4 @@
-"""What a process fetches or encodes next into a folder with a limit.
+"""The shard that a process fetches or encodes next into a folder with a limit.
 
 - Shards are in the order in which the coming steps need them first; those that a reader waits for come before all. A
   shard is begun only where it and all before it fit in the limit together, so what is begun is never in the way of what

@@ -24,9 +24,9 @@ def needed_shards(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[Ints]:
-    """Of each step from `first` on, to below `last` or without end: the numbers of the shards that rank `rank` of
-    `world` reads, each once, in increasing order. They are those of latents and further kinds, of the captions chosen,
-    and of the null prompts in place of dropped ones. Computed as it is asked for; memory: nothing per sample.
+    """Yield for each step from `first` on, to below `last` or without end, the numbers of the shards that rank `rank`
+    of `world` reads, each once, in increasing order. They are those of latents and further kinds, of the captions
+    chosen, and of the null prompts in place of dropped ones. Computed as it is asked for; memory: nothing per sample.
     """
     index, texts = data.tables["index"], data.tables["texts"]
     prefixes = [""] + ([] if data.packed else [f"{kind}_" for kind in data.kinds])

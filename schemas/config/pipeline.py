@@ -69,7 +69,7 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        """Where everything of the training run is: checkpoints, adapters, metrics, samples."""
+        """The folder of everything of the training run: checkpoints, adapters, metrics, samples."""
         return Path(self.output) / self.train.run
 
     @property

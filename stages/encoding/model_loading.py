@@ -1,4 +1,4 @@
-"""What the encoding stages need of torch: devices, errors while loading a model, tensors to arrays, freeing memory.
+"""The encoding stages' use of torch: devices, errors while loading a model, tensors to arrays, freeing memory.
 
 Imported by workers only, after everything that needs no model is done.
 """
@@ -33,7 +33,7 @@ PROVENANCE_LIBRARIES = (
 
 
 def disable_progress_bars() -> None:
-    """Of the libraries: the stages show their own."""
+    """Hide the libraries' bars: the stages show their own."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -46,7 +46,7 @@ def vision_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def estimate_vision_bytes(config: Config, unit: Unit) -> int:
-    """Of bfloat16 features on the grid of the unit's bucket."""
+    """Estimate bfloat16 features on the grid of the unit's bucket."""
     vision, family, bucket = config.vision, config.model.family_spec, Bucket.parse(unit.bucket)
     assert vision.source is not None
     frames, _, _ = bucket.latent_shape(family.side_multiple, family.temporal_stride)

@@ -1,4 +1,4 @@
-"""What an encoding stage has done of a plan, what remains, and the limit of what it may set aside."""
+"""The state of an encoding stage: what it has done of a plan, what remains, and the limit of what it may set aside."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class NamedStage(Protocol):
 
 @dataclass(frozen=True)
 class StageState:
-    """What one stage has done of one plan, and what remains."""
+    """The state of one stage: what it has done of one plan, and what remains."""
 
     plan: Plan
     fingerprint: str
@@ -42,7 +42,8 @@ class StageState:
     damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
 
     def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
-        """What remains of one partition. It is cut from all units, so it stays the same while others finish."""
+        """Return the units that remain of one partition. It is cut from all units, so it stays the same while others
+        finish."""
         settled = self.done.keys() - self.retry_units
         return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
 

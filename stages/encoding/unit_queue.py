@@ -111,7 +111,7 @@ MAX_STOLEN_UNITS = 3  # that a worker has at a time: one is written, one encoded
 
 
 class Claims:
-    """Which part takes which unit, by number in the plan's order. `remaining`: (n,) sorted numbers of units without a
+    """The part that takes each unit, by number in the plan's order. `remaining`: (n,) sorted numbers of units without a
     shard, all that may ever be chosen. leave: units at the head of each part that stay with their owner, which is at
     them."""
 
@@ -130,7 +130,7 @@ class Claims:
             self._finished.add(part)
 
     def choose(self, remaining: NDArray[np.int64], part: int) -> NDArray[np.int64]:
-        """What `part` takes of these units, sorted numbers: first those that their owners would come to last."""
+        """Choose what `part` takes of these units, sorted numbers: first those that their owners would come to last."""
         order = np.argsort(remaining % self._total, kind="stable")
         units = remaining[order]
         starts = np.flatnonzero(np.diff(units % self._total, prepend=-1))
@@ -141,7 +141,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class Shards:
-    """Where the shards of a stage are. again: units that have one and are encoded again, by their owners."""
+    """The shards of a stage in its store. again: units that have one and are encoded again, by their owners."""
 
     store: Store
     folder: str

@@ -1,4 +1,5 @@
-"""What the encoding stages' workers share: units are read ahead, encoded in batches and written as shards meanwhile."""
+"""The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards
+meanwhile."""
 
 from abc import ABC, abstractmethod
 from collections import Counter

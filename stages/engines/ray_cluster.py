@@ -79,7 +79,7 @@ def connect(job: Job) -> None:
 
 
 def actor_options(resources: Encoding) -> dict[str, Any]:
-    """What an actor takes of a node, and that Ray neither restarts it nor repeats a call."""
+    """Return what an actor takes of a node, and that Ray neither restarts it nor repeats a call."""
     gpus = resources.num_gpus
     if gpus is None:
         wants = resources.device == "cuda" or (resources.device == "auto" and "GPU" in ray.cluster_resources())
@@ -104,7 +104,7 @@ def actor_settings(resources: Encoding) -> Encoding:
 
 
 def describe_room(options: dict[str, Any]) -> str:
-    """What an actor needs, and what is free now."""
+    """Describe what an actor needs, and what is free now."""
     needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     needs |= {"memory in GiB": options["memory"] / 2**30} if options["memory"] else {}
     free = ray.available_resources()
@@ -232,7 +232,7 @@ class UnitActor:
 
 
 def digest_code() -> str:
-    """Of the sources that determine what a worker does."""
+    """Hash the sources that determine what a worker does."""
     digest = xxhash.xxh3_128()
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
@@ -240,6 +240,6 @@ def digest_code() -> str:
 
 
 def digest_plan(job: Job) -> str:
-    """Of the job's plan as this machine finds it under the root; "" where it finds none."""
+    """Hash the job's plan as this machine finds it under the root; "" where it finds none."""
     store, name = Store(job.config.root), f"plans/{job.generation}/plan.json"
     return hash_json(store.read_json(name)) if store.exists(name) else ""

@@ -47,7 +47,8 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a run, for its card. step: of the result. pictures: of its last validation. counts: of the training set."""
+    """The facts of a run for its card. step: of the result. pictures: of its last validation. counts: of the training
+    set."""
 
     step: int
     pictures: tuple[SmallPicture, ...]
@@ -68,7 +69,7 @@ def gather_facts(config: Config, folder: Path, step: int) -> Facts:
 
 
 def _read_counts(config: Config) -> dict[str, int]:
-    """Those of the set that the run was trained on; none where it can't be read from here."""
+    """Read the counts of the set that the run was trained on; none where it can't be read from here."""
     if "/" in config.train.set:
         return {}
     try:
@@ -169,7 +170,7 @@ def _loading(config: Config, repo: str, facts: Facts) -> str:
 
 
 def _packages(config: Config) -> list[str]:
-    """Those that the code needs beside torch."""
+    """Return the packages that the code needs beside torch."""
     family, packages = config.model.family_spec, ["diffusers", "transformers", "accelerate"]
     packages += ["peft"] if config.train.adapter.type != "full" else []
     packages += ["torchvision"] if family.model_classes["text_encoder"] == "qwen2_5_vl" else []

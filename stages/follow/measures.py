@@ -1,4 +1,4 @@
-"""What is measured of validation samples, by name, and what identifies it. Imports no torch until a model is loaded."""
+"""The measures of validation samples, by name, and what identifies it. Imports no torch until a model is loaded."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -42,7 +42,7 @@ class StepSamples:
 
 
 def find_samples(folder: Path) -> list[StepSamples]:
-    """Those of each step of the run in `folder`, by step. A preview is not scored."""
+    """Find the samples of each step of the run in `folder`, by step. A preview is not scored."""
     steps = []
     validations = [file for file in list_validations(folder) if file.latent is not None]
     for step, files in groupby(validations, key=lambda file: file.step):

@@ -24,7 +24,7 @@ GIF_SIDE, GIF_FPS = 320, 12.5  # at most: 61 frames of 320x192 take about 2 MB i
 
 
 class Tracker(Protocol):
-    """What a run of TensorBoard or of Weights & Biases takes."""
+    """The calls that a run of TensorBoard or of Weights & Biases takes."""
 
     def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
         """The uint8 frames of a validation sample at a step, and the file that they were written to. tag:

@@ -58,7 +58,7 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def _adapter_files(config: Config, folder: Path) -> list[Path]:
-    """Those of `train.adapter.formats`, and those that training may write beside them."""
+    """Return the files of `train.adapter.formats`, and those that training may write beside them."""
     adapter, parts = config.train.adapter, config.model.family_spec.components
     names = [FILE_NAMES[form] for form in adapter.formats]
     beside = [FILE_NAMES["lycoris"]] if adapter.type == "lokr" else []

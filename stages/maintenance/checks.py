@@ -88,7 +88,7 @@ class CacheSpec:
 
 
 class ExpectedShards:
-    """What the root's plans and provenance require of its shards."""
+    """The demands that the root's plans and provenance require of its shards."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -104,7 +104,7 @@ class ExpectedShards:
         return Unit(**{key: row[key] for key in UNITS_SCHEMA.names} | {"members": tuple(row["members"])})
 
     def cache_spec(self, cache: str) -> CacheSpec:
-        """Of the cache `<kind>/<fingerprint>`; empty where its provenance.json can't be read."""
+        """Return that of the cache `<kind>/<fingerprint>`; empty where its provenance.json can't be read."""
         if cache not in self._specs:
             try:
                 self._specs[cache] = CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))
@@ -119,7 +119,7 @@ def check_shard(store: Store, rel: str, expected: ExpectedShards) -> list[Damage
     tensors = TensorChecker(expected.cache_spec(cache))
 
     def check_meta(meta: ShardMeta) -> Iterator[str]:
-        """Where the shard differs from its unit. Opening it checks for duplicate ids."""
+        """Return where the shard differs from its unit. Opening it checks for duplicate ids."""
         tensors.bucket = meta.bucket
         unit = expected.unit(shard.unit_name(name))
         if unit is None:

@@ -26,7 +26,8 @@ CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run
 
 @dataclass
 class GcRoots:
-    """What gc keeps. since: files written at that time (seconds since 1970) or later are in use, whoever wrote them.
+    """The things that gc keeps. since: files written at that time (seconds since 1970) or later are in use, whoever
+    wrote them.
 
     caches: `<kind>/<fingerprint>` of the configurations. units: active in their plans. units_of_others: active in plans
     of other configurations, whose caches are not known. sets, generations, datasets, reject_lists: names. pointers:
@@ -116,7 +117,7 @@ def _sets_of_runs(output: Path, since: float) -> set[str]:
 
 
 def _set_id(name: str) -> str:
-    """Of `train.set`, which may also be a path into this root."""
+    """Return the id of `train.set`, which may also be a path into this root."""
     return parse_set_path(name)[1] if "/" in name else name
 
 

@@ -27,7 +27,7 @@ def put_results_last(details: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_folders(run_folder: Path) -> dict[str, str]:
-    """Those of a run that no stage reports."""
+    """Find the folders of a run that no stage reports."""
     folders = {"checkpoints": run_folder / CHECKPOINTS, "logs": run_folder / LOGS}
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir() and any(folder.iterdir())}
 

@@ -145,7 +145,7 @@ class RejectsReport(Report):
 
 
 def report_rejects(config: Config, dry_run: bool, every: bool, csv_file: Path | None) -> Report:
-    """What discover, bucket and, for the current plan, the encoding stages set aside. every: show all items."""
+    """Report what discover, bucket and, for the current plan, the encoding stages set aside. every: show all items."""
     with activity("reading what was set aside"):
         items = list_set_aside(Store(config.root), config)
     report = RejectsReport(program="status", dry_run=dry_run, shown=None if every else EXAMPLES)

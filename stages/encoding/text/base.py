@@ -1,4 +1,5 @@
-"""What the families' text encoders share: loading, quantized or offloaded, and reading behind the template's prefix."""
+"""The common part of the families' text encoders: loading, quantized or offloaded, and reading behind the template's
+prefix."""
 
 import importlib
 from abc import ABC, abstractmethod

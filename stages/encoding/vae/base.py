@@ -1,4 +1,4 @@
-"""What the autoencoders share: loading, memory options, sampling the posterior, and pixels as bytes."""
+"""The common part of the autoencoders: loading, memory options, sampling the posterior, and pixels as bytes."""
 
 import importlib
 import math
@@ -36,7 +36,7 @@ class MemoryOptions:
 
     @classmethod
     def of(cls, latents: Latents, family: Family) -> "MemoryOptions":
-        """As configured; the geometry of tiles is the family's and does not depend on the memory at hand."""
+        """Create it as configured; the geometry of tiles is the family's and does not depend on the memory at hand."""
         settings = latents.settings(family)
         keys = ("tile", "tile_stride", "chunk_frames")
         return cls(latents.slicing, **{key: int(settings[key]) for key in keys if key in settings})
@@ -84,7 +84,7 @@ class Autoencoder(ABC):
             )
 
     def settings(self) -> dict[str, bool | int]:
-        """What determines the latents beside weights and dtype, read back from the autoencoder itself."""
+        """Return what determines the latents beside weights and dtype, read back from the autoencoder itself."""
         vae = self._vae
         if not vae.use_tiling:
             return {"tiling": False}
@@ -259,7 +259,7 @@ class TinyAutoencoder:
 
 
 def load_tiny_autoencoder(config: Config, where: torch.device) -> TinyAutoencoder:
-    """That of `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
+    """Load that of `validation.preview_autoencoder`, which `check_preview_autoencoder` has passed."""
     from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 
     model, source = config.model, config.validation.preview_autoencoder

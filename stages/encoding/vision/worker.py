@@ -40,7 +40,7 @@ class VisionWorker(UnitWorker):
         self._encoder = Encoder(weights, dtype, self.device)
 
     def member_bytes(self, unit: Unit) -> int:
-        """Of the frames as they are read, before they are resized."""
+        """Return the bytes of the frames as they are read, before they are resized."""
         bucket = Bucket.parse(unit.bucket)
         return 3 * bucket.width * bucket.height * bucket.frames
 
