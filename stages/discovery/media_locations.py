@@ -90,7 +90,7 @@ class MediaLocations:
         return source.open_companion(planned.role, planned.path)
 
     def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
-        """Return the path of a validation prompt's image, or the file of the data that was chosen for it; else `file`."""
+        """Return the path of a validation prompt's image, or the file of the data chosen for it; else `file`."""
         if file.dataset != VALIDATION:
             return file
         name = file.path
