@@ -186,8 +186,8 @@ class Family:
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
         """The keys of a component's config that differ from the defaults of its class."""
-        own = {**self.transformer_config[flavour.task], **flavour.shape} if part in self.components else {}
-        return {**self.shapes[part], **own}
+        changes = {**self.transformer_config[flavour.task], **flavour.shape} if part in self.components else {}
+        return {**self.shapes[part], **changes}
 
     def condition_frames(self, task: Task) -> int:
         """Latent frames of the task's condition; 0 where it has none."""

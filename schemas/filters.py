@@ -48,10 +48,10 @@ class Filter:
 
     def mask(self, table: pa.Table) -> pa.BooleanArray:
         """Tell which rows pass. ValueError for an unknown column or one of another type than it is compared with."""
-        found = self._evaluate(self._tree, table)
-        if not isinstance(found, pa.Array | pa.ChunkedArray) or not pa.types.is_boolean(found.type):
+        result = self._evaluate(self._tree, table)
+        if not isinstance(result, pa.Array | pa.ChunkedArray) or not pa.types.is_boolean(result.type):
             raise ValueError(f"{self.text!r} is no comparison; write it as in: score > 5")
-        passed = pc.fill_null(found, False)
+        passed = pc.fill_null(result, False)
         return passed.combine_chunks() if isinstance(passed, pa.ChunkedArray) else passed
 
     def _name(self, node: ast.Name) -> str:

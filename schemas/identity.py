@@ -98,8 +98,8 @@ def id_prefixes(ids: pa.Array) -> NDArray[np.uint64]:
 
 def count_distinct(ids: pa.Array) -> int:
     """Count the distinct first halves of the ids: where it is len(ids), all ids are distinct."""
-    found = np.sort(id_prefixes(ids))  # np.unique hashes, which is several times slower
-    return len(found) and 1 + int((found[1:] != found[:-1]).sum())
+    prefixes = np.sort(id_prefixes(ids))  # np.unique hashes, which is several times slower
+    return len(prefixes) and 1 + int((prefixes[1:] != prefixes[:-1]).sum())
 
 
 def derive_seeds(ids: pa.Array, purpose: str) -> NDArray[np.uint64]:

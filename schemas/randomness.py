@@ -32,14 +32,14 @@ def permute(positions: NDArray[np.int64], size: int, key: int) -> NDArray[np.int
         return np.zeros_like(positions)
     half = max(2, ((size - 1).bit_length() + 1) // 2)
     keys = mix_bits(_ROUND_NUMBERS ^ np.uint64(key))
-    found = positions.astype(np.uint64)
-    outside = np.arange(len(found))
+    permuted = positions.astype(np.uint64)
+    outside = np.arange(len(permuted))
     while len(outside):  # on average less than four rounds: the domain is smaller than 4 size
         for start in range(0, len(outside), _BLOCK):
             block = outside[start : start + _BLOCK]
-            found[block] = _feistel(found[block], half, half, keys)
-        outside = outside[found[outside] >= size]
-    return found.view(np.int64)
+            permuted[block] = _feistel(permuted[block], half, half, keys)
+        outside = outside[permuted[outside] >= size]
+    return permuted.view(np.int64)
 
 
 def permute_groups(
@@ -49,18 +49,18 @@ def permute_groups(
     number in `groups`. sizes, keys: (G,), of all groups; fast where the numbers in `groups` are close together."""
     if not len(positions):
         return positions
-    found, first, last = positions.astype(np.uint64), int(groups.min()), int(groups.max()) + 1
+    permuted, first, last = positions.astype(np.uint64), int(groups.min()), int(groups.max()) + 1
     groups, limits = groups - first, sizes[first:last].astype(np.uint64)
     bits = np.where(limits > 1, np.frexp(np.maximum(limits, 2) - 1)[1], 0)  # of its domain, less than twice its size
-    rounds, own = mix_bits(_ROUND_NUMBERS[:, None] ^ keys[first:last]), bits[groups]
+    rounds, group_bits = mix_bits(_ROUND_NUMBERS[:, None] ^ keys[first:last]), bits[groups]
     for count in np.unique(bits[bits > 0]).tolist():
-        outside = np.flatnonzero(own == count)
+        outside = np.flatnonzero(group_bits == count)
         while len(outside):
             for start in range(0, len(outside), _BLOCK):
                 block = outside[start : start + _BLOCK]
-                found[block] = _feistel(found[block], count // 2, count - count // 2, rounds[:, groups[block]])
-            outside = outside[found[outside] >= limits[groups[outside]]]
-    return found.view(np.int64)
+                permuted[block] = _feistel(permuted[block], count // 2, count - count // 2, rounds[:, groups[block]])
+            outside = outside[permuted[outside] >= limits[groups[outside]]]
+    return permuted.view(np.int64)
 
 
 def _feistel(values: NDArray[np.uint64], high: int, low: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

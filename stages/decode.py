@@ -62,9 +62,9 @@ def run(
         if told:  # the rest is for `latentpress decode`, which `run` starts next
             return report
     files = sorted((folder / "validation").glob("*/*.safetensors"))
-    own = options.partition.select(files)
-    todo = find_undecoded(config, folder, own, preview)
-    report.skipped = max(0, len(own) - len(todo) - report.done)
+    part = options.partition.select(files)
+    todo = find_undecoded(config, folder, part, preview)
+    report.skipped = max(0, len(part) - len(todo) - report.done)
     if options.dry_run:
         report.remaining = len(todo)
         return report

@@ -60,7 +60,7 @@ def run(
     files: dict[str, Path | bytes] = {str(path.relative_to(folder / CARD_FOLDER)): path for path in written}
     files |= result_files(trained, folder, base_model(trained))
     report.details = {"repo": repo, "private": config.hub.private, "card": str(folder / CARD_FOLDER / CARD)}
-    report.details["files"] = [{"file": name, "bytes": count_bytes(it)} for name, it in sorted(files.items())]
+    report.details["files"] = [{"file": name, "bytes": count_bytes(content)} for name, content in sorted(files.items())]
     digest = digest_files(repo, files)
     pushed = _read_pushed(folder)
     if pushed.get("digest") == digest:

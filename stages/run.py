@@ -170,8 +170,8 @@ def _run_stages(
         if code != OK:  # what a stage before advises is not enough
             report.next_steps.clear()
         for step in document["next_steps"]:  # `run` has this option, too
-            own = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
-            report.next_steps.append(own)
+            command = step.replace("latentpress index", "latentpress run", 1) if "--allow-missing" in step else step
+            report.next_steps.append(command)
         if code != OK or stop_handler.reason:
             break
         if options.dry_run and document["remaining"]:
@@ -254,7 +254,7 @@ def _stage_order(config: Config, options: Options) -> list[StageName]:
     rest = [stage for stage in order if stage not in encoding]
     if not options.dry_run:
         return rest
-    return [each for stage in rest for each in ((*encoding, stage) if stage == "train" else (stage,))]
+    return [name for stage in rest for name in ((*encoding, stage) if stage == "train" else (stage,))]
 
 
 def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) -> None:

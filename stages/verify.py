@@ -151,10 +151,10 @@ def _repair_shards(
     """Move the damaged shards away and encode their units again; returns what is still damaged. Shards of an export
     stay in place: their other rows can still be read, and `export` replaces them."""
     stages = dict[str, str]()  # damaged shard -> its unit's stage
-    own = [rel for rel in sorted(damaged) if rebuild_program(rel) != "export"]
+    repairable = [rel for rel in sorted(damaged) if rebuild_program(rel) != "export"]
     states: list[tuple[EncodingStage, StageState]] = []
     try:
-        if own:
+        if repairable:
             plan = current_plan(store, config)
             states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except LatentpressError as error:  # there is no plan, or weights are missing
@@ -164,14 +164,14 @@ def _repair_shards(
         folder = f"{stage.kind}/{state.fingerprint}/"
         stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
     if config.cache.limit is not None:
-        return _remove_damaged(store, config, damaged, own, report)
+        return _remove_damaged(store, config, damaged, repairable, report)
     report.details["damaged_shards"] = [
         {
             "shard": rel,
             "moved_to": checks.move_to_damaged(store, rel) if store.exists(rel) else "",
             "then": stages.get(rel, "not encoded again: no unit of this configuration"),
         }
-        for rel in own
+        for rel in repairable
     ]
     made = list[str]()
     for stage, state in states:
@@ -185,24 +185,28 @@ def _repair_shards(
     report.failed += unread
     report.details["encoded_again"] = len(made) - len(still_damaged)
     repaired = {_unit_of_shard(rel) for rel in made}
-    other = {rel: it for rel, it in damaged.items() if rel not in stages or _unit_of_shard(rel) not in repaired}
-    report.next_steps += _repair_commands(store, other | still_damaged, []) + (["latentpress index"] if own else [])
+    other = {
+        rel: damages for rel, damages in damaged.items() if rel not in stages or _unit_of_shard(rel) not in repaired
+    }
+    report.next_steps += _repair_commands(store, other | still_damaged, []) + (
+        ["latentpress index"] if repairable else []
+    )
     return other | still_damaged
 
 
 def _remove_damaged(
-    store: Store, config: Config, damaged: DamageByPath, own: list[str], report: Report
+    store: Store, config: Config, damaged: DamageByPath, repairable: list[str], report: Report
 ) -> DamageByPath:
     """Remove damaged shards of a limited cache, where they would take a part of its room: they are encoded again when
     training needs them."""
     with EncodedFolder(store).locked():
-        for rel in own:
+        for rel in repairable:
             store.remove(rel)
     report.details["damaged_shards"] = [
-        {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"} for rel in own
+        {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"} for rel in repairable
     ]
-    report.next_steps += ["latentpress run"] if own else []
-    return {rel: damages for rel, damages in damaged.items() if rel not in own}
+    report.next_steps += ["latentpress run"] if repairable else []
+    return {rel: damages for rel, damages in damaged.items() if rel not in repairable}
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:

@@ -30,18 +30,18 @@ def check_task(model: Model) -> None:
     pipelines pass: `check_component` and `check_transformer` check their components."""
     folder = weights.local_folder(model.source)
     if folder is None:
-        found = {family.pipelines[flavour.task] for family, flavour in find_published(model.source)}
+        pipelines = {family.pipelines[flavour.task] for family, flavour in find_published(model.source)}
     elif (folder / weights.MODEL_INDEX).is_file():
-        found = {str(weights.read_object(folder / weights.MODEL_INDEX).get("_class_name"))}
+        pipelines = {str(weights.read_object(folder / weights.MODEL_INDEX).get("_class_name"))}
     else:
         return
     wanted = model.family_spec.pipelines[model.task]
     made_for = [
-        f"{one.name} {task}" for one in FAMILIES.values() for task, name in one.pipelines.items() if name in found
+        f"{one.name} {task}" for one in FAMILIES.values() for task, name in one.pipelines.items() if name in pipelines
     ]
-    if wanted not in found and made_for:
+    if wanted not in pipelines and made_for:
         raise CheckpointMismatch(
-            f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(found))}), and the "
+            f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(pipelines))}), and the "
             f"configuration says {model.family} {model.task} ({wanted})",
             MODEL_HINT,
         )
@@ -49,7 +49,12 @@ def check_task(model: Model) -> None:
 
 def find_published(repo: str) -> list[tuple[Family, Flavour]]:
     """The families and flavours that the catalog has of a repository."""
-    return [(family, one) for family in FAMILIES.values() for one in family.flavours.values() if one.repo == repo]
+    return [
+        (family, flavour)
+        for family in FAMILIES.values()
+        for flavour in family.flavours.values()
+        if flavour.repo == repo
+    ]
 
 
 def check_transformer(model: Model) -> None:
@@ -59,10 +64,10 @@ def check_transformer(model: Model) -> None:
         config = weights.read_component_config(model.source, model.revision, part)
         _check_attention(model, config)
         for key, wanted in model.family_spec.transformer_config[model.task].items():
-            found = config.get(key, False if isinstance(wanted, bool) else wanted)
-            if found != wanted:
+            stated = config.get(key, False if isinstance(wanted, bool) else wanted)
+            if stated != wanted:
                 raise CheckpointMismatch(
-                    f"{model.source}: {part}/config.json has {key} = {printable(found)}, and {model.family} "
+                    f"{model.source}: {part}/config.json has {key} = {printable(stated)}, and {model.family} "
                     f"{model.task} needs {wanted}: the checkpoint is made for something else",
                     MODEL_HINT,
                 )
@@ -74,9 +79,9 @@ def check_autoencoder(model: Model) -> None:
     config = weights.read_component_config(model.source, model.revision, "vae")
     for key, wanted in model.family_spec.autoencoder_config.items():
         value = config.get(key, wanted)
-        found = len(value) if isinstance(value, list) else value
-        if found != wanted:
-            shown = printable(found)
+        stated = len(value) if isinstance(value, list) else value
+        if stated != wanted:
+            shown = printable(stated)
             what = f"{shown} entries of {key}" if isinstance(value, list) else f"{key} = {shown}"
             raise CheckpointMismatch(
                 f"{model.source}: vae/config.json has {what}, and the transformer of {model.family} reads latents of "
@@ -95,11 +100,11 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
     """CheckpointMismatch where a tiny autoencoder can't read the family's latents."""
     family = model.family_spec
     config = weights.read_object(preview_model(source).config_file())
-    found = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
+    stated = {"_class_name": config.get("_class_name"), "latent_channels": config.get("latent_channels")}
     for key, wanted in (("_class_name", family.preview_autoencoder), ("latent_channels", family.latent_channels)):
-        if found[key] != wanted:
+        if stated[key] != wanted:
             raise CheckpointMismatch(
-                f"{PREVIEW_KEY}: config.json of {source} has {key} = {printable(found[key])}, and the latents of "
+                f"{PREVIEW_KEY}: config.json of {source} has {key} = {printable(stated[key])}, and the latents of "
                 f"{model.family} need {wanted}",
                 PREVIEW_ADVICE,
             )
@@ -115,9 +120,11 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
 def check_component(model: Model, part: str) -> None:
     """CheckpointMismatch where a component is another kind of model than the family's."""
     config = weights.read_component_config(model.source, model.revision, part)
-    found, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
-    if found != wanted:
-        raise CheckpointMismatch(f"{model.source}: {part} is a {found}, and {model.family} has a {wanted}", MODEL_HINT)
+    class_name, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
+    if class_name != wanted:
+        raise CheckpointMismatch(
+            f"{model.source}: {part} is a {class_name}, and {model.family} has a {wanted}", MODEL_HINT
+        )
 
 
 def bucket_side_multiple(model: Model) -> int:
@@ -157,11 +164,11 @@ def pin_revision(model: Model, memo: Store) -> Model:
     ):
         return model
     commit = weights.current_commit(model.source, model.revision, memo)
-    found = model.model_copy(update={"revision": commit})
+    pinned = model.model_copy(update={"revision": commit})
     if model.family_spec.sparse is not None and find_published(model.source):
         try:
             config = weights.read_component_config(model.source, commit, model.family_spec.components[0])
         except weights.WeightsError:  # offline, and only other components are here: the trainer checks
-            return found
-        _check_attention(found, config)
-    return found
+            return pinned
+        _check_attention(pinned, config)
+    return pinned

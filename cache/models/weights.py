@@ -146,11 +146,11 @@ def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
 
 def _check_components(folder: Path, parts: Sequence[str]) -> None:
     if missing := [part for part in parts if not _list_files(folder, part)]:
-        found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-        if len(found) > MOST_NAMED:
-            found[MOST_NAMED:] = [f"{len(found) - MOST_NAMED} more"]
+        names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+        if len(names) > MOST_NAMED:
+            names[MOST_NAMED:] = [f"{len(names) - MOST_NAMED} more"]
         raise WeightsError(
-            f"{folder} lacks {', '.join(missing)}; it holds {', '.join(found) or 'nothing'}",
+            f"{folder} lacks {', '.join(missing)}; it holds {', '.join(names) or 'nothing'}",
             f"in diffusers layout each of these folders holds a config and weights: {', '.join(parts)}",
         )
 
@@ -218,9 +218,9 @@ def _find_commit(repo: str, revision: str | None, memo: Store | None) -> str:
         return commit
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, MODEL_INDEX, revision=revision)
-    if isinstance(found, str):
-        return Path(found).parent.name
+    cached = try_to_load_from_cache(repo, MODEL_INDEX, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached).parent.name
     at = f" at revision {revision}" if revision else ""
     raise WeightsError(
         f"the commit of {repo}{at} that the caches are made with is not known yet: no encoding stage has run for this "

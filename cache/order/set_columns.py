@@ -141,5 +141,5 @@ def _numbers(chunk: pa.Array) -> memoryview:
     return _view(chunk.buffers()[1])[:size].cast("i")[chunk.offset :]
 
 
-def _bit(bits: memoryview, place: int) -> bool:
-    return bool(bits[place >> 3] >> (place & 7) & 1)
+def _bit(bits: memoryview, number: int) -> bool:
+    return bool(bits[number >> 3] >> (number & 7) & 1)

@@ -139,21 +139,21 @@ class ShardOrder:
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size = self._plan(epoch), self._draws.size
-        step, place = np.divmod(numbers - plan.listed.first, size)
+        step, offset = np.divmod(numbers - plan.listed.first, size)
         buckets, within = np.empty_like(numbers), np.empty_like(numbers)
         alone = (step >= 0) & (step < plan.step_count)
         if alone.any():
             moved = plan.steps.move(step[alone])
             group = np.searchsorted(plan.group_ends, moved, side="right")
             buckets[alone] = bucket = plan.group_buckets[group]
-            within[alone] = plan.head[bucket] + (moved + plan.group_shifts[group]) * size + place[alone]
+            within[alone] = plan.head[bucket] + (moved + plan.group_shifts[group]) * size + offset[alone]
         if not alone.all():
             places, mixed = numbers[~alone], step[~alone] - plan.step_count
             mixing = (mixed >= 0) & (mixed < len(plan.mixed))
             if mixing.any():
                 key = self._key(epoch, "mixed steps")
                 moved = plan.mixed[permute(mixed[mixing], len(plan.mixed), key)]
-                places[mixing] = plan.listed.first + moved * size + place[~alone][mixing]
+                places[mixing] = plan.listed.first + moved * size + offset[~alone][mixing]
             bucket, number = plan.listed.find(places)
             buckets[~alone], within[~alone] = bucket, (number - plan.rotation[bucket]) % plan.listed.counts[bucket]
         return buckets, within
@@ -172,14 +172,14 @@ class ShardOrder:
         block = plan.order.blocks[which]
         # The k-th draw of a block over all epochs takes its row k modulo their number.
         taken = plan.order.taken[which] + position - np.append(0, plan.order.ends)[which]
-        passes, place = np.divmod(taken, self._blocks.count[block])
-        rows = self._blocks.first[block] + place
+        passes, offset = np.divmod(taken, self._blocks.count[block])
+        rows = self._blocks.first[block] + offset
         if self._any_scattered:
             members = np.flatnonzero(self._scattered[block])
             scattered, which = np.unique(block[members], return_inverse=True)
             block_rows = [np.zeros(0, np.int64), *map(self._rows_of, scattered.tolist())]
             starts = np.cumsum([len(block) for block in block_rows])[:-1]
-            rows[members] = np.concatenate(block_rows)[starts[which] + place[members]]
+            rows[members] = np.concatenate(block_rows)[starts[which] + offset[members]]
         passes += repetition * -(-self._blocks.draws[block] // self._blocks.rows[block])
         return rows.reshape(-1, size), passes.reshape(-1, size)
 
@@ -217,8 +217,8 @@ class ShardOrder:
         drawn = blocks.taken((epoch + 1) * blocks.draws) - taken
         buckets, part_draws = blocks.bucket[blocks.starts], np.add.reduceat(drawn, blocks.starts)
         number, count = np.arange(len(buckets)), min(NEIGHBORS, max(1, self._section // 4))
-        place = number - np.searchsorted(buckets, buckets) + self._key(epoch, "neighbours") % count
-        neighbors = np.cumsum(_changes(buckets, place // count), dtype=np.int64)
+        position = number - np.searchsorted(buckets, buckets) + self._key(epoch, "neighbours") % count
+        neighbors = np.cumsum(_changes(buckets, position // count), dtype=np.int64)
         keys = self._keys(epoch, "shards", number), self._keys(epoch, "groups of shards", neighbors)
         parts = np.lexsort((*keys, buckets))
         parts = parts[part_draws[parts] > 0]
@@ -243,8 +243,8 @@ class ShardOrder:
         # Groups of neighbors in random order, those of a bucket in their own.
         new = _changes(buckets, order.part_neighbors[events])
         shuffled = np.argsort(self._keys(epoch, "events", np.arange(new.sum())), kind="stable")
-        place = np.argsort(buckets[new][shuffled], kind="stable")
-        in_order = np.argsort(place[np.cumsum(new) - 1], kind="stable")
+        position = np.argsort(buckets[new][shuffled], kind="stable")
+        in_order = np.argsort(position[np.cumsum(new) - 1], kind="stable")
         section = np.empty_like(events)
         section[in_order] = (np.cumsum(parts[in_order]) - 1) // self._section
         return Events(buckets, before[events], (done - before)[events], section)

@@ -33,12 +33,12 @@ def best_evaluation(lines: Iterable[Mapping[str, Any]], steps: Collection[int] |
     evaluated = [
         line for line in lines if isinstance(line.get("eval_loss"), float) and math.isfinite(line["eval_loss"])
     ]
-    found = [
+    candidates = [
         Evaluation(line["step"], line["eval_loss"])
         for line in evaluated
         if line.get("eval_id") == evaluated[-1].get("eval_id") and (steps is None or line["step"] in steps)
     ]
-    return min(found, key=lambda each: (each.eval_loss, each.step), default=None)
+    return min(candidates, key=lambda candidate: (candidate.eval_loss, candidate.step), default=None)
 
 
 def best_checkpoint(folder: Path) -> Evaluation | None:
@@ -65,10 +65,10 @@ def describe_best(folder: Path) -> dict[str, Any]:
     paths = {checkpoint_step(path): str(path) for path in list_checkpoints(folder / CHECKPOINTS)}
     details: dict[str, dict[str, Any]] = {}
     on = measured_on(lines)
-    for key, found in zip(BEST_KEYS[on], (best_evaluation(lines), best_evaluation(lines, paths)), strict=True):
-        if found is not None and found.step not in [each["step"] for each in details.values()]:
-            details[key] = found._asdict()
-            details[key] |= {"checkpoint": paths[found.step]} if found.step in paths else {}
+    for key, best in zip(BEST_KEYS[on], (best_evaluation(lines), best_evaluation(lines, paths)), strict=True):
+        if best is not None and best.step not in [entry["step"] for entry in details.values()]:
+            details[key] = best._asdict()
+            details[key] |= {"checkpoint": paths[best.step]} if best.step in paths else {}
             details[key] |= {} if on == "held-out samples" else {"note": NOTHING_HELD_OUT}
     return details
 
@@ -82,8 +82,8 @@ def best_steps(folder: Path) -> list[dict[str, Any]]:
     rows, name = [], loss_name(lines)
     name = name if name == "eval loss" else f"lowest {name}"
     for steps in (None, paths):
-        if (found := best_evaluation(lines, steps)) is not None:
-            rows.append(_best_row(name, found.step, found.eval_loss, None, paths))
+        if (best := best_evaluation(lines, steps)) is not None:
+            rows.append(_best_row(name, best.step, best.eval_loss, None, paths))
     for curve in read_curves(folder):
         name = score_label(curve.name)
         for steps in (None, paths):

@@ -71,8 +71,8 @@ class ScoreCurve:
 
     def best(self, steps: Collection[int] | None = None) -> ScorePoint | None:
         """The highest that can be compared, of equal ones the earliest. steps: consider no others."""
-        found = [point for point in self.comparable if steps is None or point.step in steps]
-        return max(found, key=lambda point: (point.value, -point.step), default=None)
+        points = [point for point in self.comparable if steps is None or point.step in steps]
+        return max(points, key=lambda point: (point.value, -point.step), default=None)
 
 
 def score_label(name: str) -> str:
@@ -146,21 +146,21 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 def read_samples(folder: Path, measured: dict[str, Measured]) -> dict[int, dict[str, dict[tuple[str, str], float]]]:
     """The samples of the last line of each step and measure with this fingerprint: (name, content) -> score."""
-    found: dict[int, dict[str, dict[tuple[str, str], float]]] = {}
+    scores: dict[int, dict[str, dict[tuple[str, str], float]]] = {}
     for line in read_lines(folder):
         for name, measure in measured.items():
             if _measured(line, name) == measure:
                 rows = [row for row in line.get("samples", ()) if name in row["scores"]]
                 values = {(row["name"], row["content"]): row["scores"][name] for row in rows}
-                found.setdefault(line["step"], {})[name] = values
-    return found
+                scores.setdefault(line["step"], {})[name] = values
+    return scores
 
 
 def read_curves(folder: Path) -> list[ScoreCurve]:
     """The curves of a run's scores, by name; of each those of the model and settings that were used last."""
     lines = read_lines(folder)
     names = sorted({name for line in lines for name in line["scores"]})
-    found = []
+    curves = []
     for name in names:
         named = [line for line in lines if _is_number(line["scores"].get(name))]
         if not named:
@@ -168,8 +168,8 @@ def read_curves(folder: Path) -> list[ScoreCurve]:
         measured = _measured(named[-1], name)
         points = {line["step"]: _point(line, name) for line in named if _measured(line, name) == measured}
         seeds = max((_count_seeds(line) for line in named), default=1)
-        found.append(ScoreCurve(name, measured, tuple(points[step] for step in sorted(points)), seeds))
-    return found
+        curves.append(ScoreCurve(name, measured, tuple(points[step] for step in sorted(points)), seeds))
+    return curves
 
 
 def _point(line: dict[str, Any], name: str) -> ScorePoint:
@@ -179,9 +179,9 @@ def _point(line: dict[str, Any], name: str) -> ScorePoint:
     spread = line["spread"].get(name) if isinstance(line.get("spread"), dict) else None
     groups = {}
     for group, values in (line["prompts"] if isinstance(line.get("prompts"), dict) else {}).items():
-        one = values.get(name) if isinstance(values, dict) else None
-        if isinstance(one, dict) and _is_number(one.get("mean")):
-            groups[group] = float(one["mean"]), one["spread"] if _is_number(one.get("spread")) else None
+        value = values.get(name) if isinstance(values, dict) else None
+        if isinstance(value, dict) and _is_number(value.get("mean")):
+            groups[group] = float(value["mean"]), value["spread"] if _is_number(value.get("spread")) else None
     spread = float(spread) if _is_number(spread) else None  # type: ignore[arg-type]
     return ScorePoint(line["step"], float(line["scores"][name]), spread, compared, not line.get("missing"), groups)
 

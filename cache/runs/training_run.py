@@ -214,8 +214,8 @@ def read_progress(config: Config) -> RunProgress:
         state = "stopped" if lines or saved else "not started"
     last = lines[-1] if lines else {}
     if running:
-        own = [] if _was_started_since(folder) else parse_metrics(content.rpartition(b'"resumed"')[2])
-        last = next((line for line in reversed(own) if "loss" in line), {})
+        since_start = [] if _was_started_since(folder) else parse_metrics(content.rpartition(b'"resumed"')[2])
+        last = next((line for line in reversed(since_start) if "loss" in line), {})
     speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
     left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]

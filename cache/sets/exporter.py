@@ -175,7 +175,7 @@ class Exporter:
         for shard in self.shards:
             for number in range(shard.start, shard.stop):
                 has_row = shard.unit in self._done
-                yield set() if has_row else {place.shard for place in self.data.part_locations(number).values()}
+                yield set() if has_row else {location.shard for location in self.data.part_locations(number).values()}
 
     def _row_facts(self, number: int) -> dict[str, Any]:
         index = self.data.tables["index"]

@@ -85,12 +85,16 @@ class PlannedSet(TrainSet):
         if number not in self._members:
             with self.supply.open(number) as reader:
                 meta = reader.meta
-            found = None
+            shard_members = None
             if meta.set_aside:
-                found = ShardMembers(self._planned_ids(number), meta.ids, meta.set_aside)
+                shard_members = ShardMembers(self._planned_ids(number), meta.ids, meta.set_aside)
             with self._members_lock:
-                self._members[number] = found
-                new = [member for member in (found.aside.values() if found else ()) if member.id not in self._aside]
+                self._members[number] = shard_members
+                new = [
+                    member
+                    for member in (shard_members.aside.values() if shard_members else ())
+                    if member.id not in self._aside
+                ]
                 self._aside |= {member.id: member for member in new}
             for member in new:
                 self.report(ENCODE_PROGRAMS[meta.kind], member)
@@ -105,14 +109,14 @@ class PlannedSet(TrainSet):
 
     def _planned_ids(self, number: int) -> dict[int, str]:
         """Row in the plan -> id, of the members of a shard that the set has."""
-        found: dict[int, str] = {}
+        ids: dict[int, str] = {}
         index, texts = self.tables["index"], self.tables["texts"]
         prefixes = ["", *(f"{kind}_" for kind in self.kinds)]
         columns = [(index, f"{prefix}shard", f"{prefix}row", "sample_id") for prefix in prefixes]
         for table, shard, row, id in (*columns, (texts, "shard", "row", "text_id")):
-            own = table.filter(pc.equal(table.column(shard), number))
-            found |= dict(zip(own.column(row).to_pylist(), own.column(id).to_pylist(), strict=True))
-        return found
+            members = table.filter(pc.equal(table.column(shard), number))
+            ids |= dict(zip(members.column(row).to_pylist(), members.column(id).to_pylist(), strict=True))
+        return ids
 
     def stored_row(self, shard: int, row: int) -> int:
         """Return the row as of any set. SetError for a member that was set aside."""

@@ -176,7 +176,7 @@ class Plan:
             (self.active_sample_ids, pc.list_flatten(_filter_kind(units, "latents").column("members"))),
             (self.active_text_ids, pc.list_flatten(_filter_kind(units, "text").column("members"))),
         )
-        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=found)).as_py() for ids, found in pairs)
+        return all(not len(ids) or pc.all(pc.is_in(ids, value_set=known)).as_py() for ids, known in pairs)
 
     def _all(self, what: str) -> pa.Table:
         """The table `what` of this and of each earlier generation."""
@@ -189,15 +189,15 @@ def list_plans(store: Store) -> list[str]:
     """Published generations, oldest first. Those that a listing does not show yet are found by the files of the next
     numbers, which are read themselves."""
     listed = (name for name in store.list_names("plans") if is_project_file(f"plans/{name}"))
-    found = {name.split("/")[0] for name in listed if name.endswith("/plan.json")}
-    number = int(max(found, default="0").partition("-")[0])
+    names = {name.split("/")[0] for name in listed if name.endswith("/plan.json")}
+    number = int(max(names, default="0").partition("-")[0])
     with suppress(FileNotFoundError):  # at the first number that nobody has taken
         while number := number + 1:
             with suppress(DamageError):
                 name = _read_number(store, number)["plan"]
                 if store.exists(f"plans/{name}/plan.json"):
-                    found.add(name)
-    return sorted(found)
+                    names.add(name)
+    return sorted(names)
 
 
 def _number_file(number: int) -> str:
@@ -274,8 +274,8 @@ def load_plan(store: Store, name: str) -> Plan:
 
 def newest_plan(store: Store, key: str) -> Plan | None:
     """The newest plan whose settings hash to `key`, or None."""
-    found = (load_plan(store, name) for name in reversed(list_plans(store)))
-    return next((plan for plan in found if plan.info["key"] == key), None)
+    plans = (load_plan(store, name) for name in reversed(list_plans(store)))
+    return next((plan for plan in plans if plan.info["key"] == key), None)
 
 
 def all_units(store: Store) -> pa.Table:
@@ -287,10 +287,10 @@ def all_units(store: Store) -> pa.Table:
 
 def planned_ids(store: Store, kind: str) -> pa.Array:
     """Ids of the members of every unit of a kind in every generation."""
-    found = []
+    chunks = []
     for name in list_plans(store):
-        found += pc.list_flatten(_filter_kind(read_plan_table(store, name, "units"), kind).column("members")).chunks
-    return pc.unique(pa.chunked_array(found, pa.string()))
+        chunks += pc.list_flatten(_filter_kind(read_plan_table(store, name, "units"), kind).column("members")).chunks
+    return pc.unique(pa.chunked_array(chunks, pa.string()))
 
 
 def publish_plan(

@@ -69,19 +69,19 @@ def read_stage(
     prefix = f"rejects/{stage}"
     files = [entry for entry in store.list_files(prefix) if entry.name.endswith(LIST_SUFFIX)]
     merged = _read_merged(store, prefix) if store.root is None and files else {}
-    found = {entry: merged[key] for entry in files if (key := (entry.name, entry.version)) in merged}
-    missing = [entry._replace(name=f"{prefix}/{entry.name}") for entry in files if entry not in found]
+    lists = {entry: merged[key] for entry in files if (key := (entry.name, entry.version)) in merged}
+    missing = [entry._replace(name=f"{prefix}/{entry.name}") for entry in files if entry not in lists]
     for entry, data in read_files(store, missing):
         name = entry.name.removeprefix(f"{prefix}/")
         try:
-            found[entry._replace(name=name)] = _parse_list(store, entry.name, [data]).to_pylist()
+            lists[entry._replace(name=name)] = _parse_list(store, entry.name, [data]).to_pylist()
         except DamageError as damage:
             if damaged is None:
                 raise
             damaged[name.removesuffix(LIST_SUFFIX)] = damage
     if merge and store.root is None and len(missing) >= MIN_UNMERGED:
-        _write_merged(store, prefix, found)
-    return {entry.name.removesuffix(LIST_SUFFIX): rows for entry, rows in sorted(found.items())}
+        _write_merged(store, prefix, lists)
+    return {entry.name.removesuffix(LIST_SUFFIX): rows for entry, rows in sorted(lists.items())}
 
 
 def _parse_list(store: Store, rel: str, answers: list[bytes]) -> pa.Table:
@@ -99,15 +99,15 @@ def _parse_list(store: Store, rel: str, answers: list[bytes]) -> pa.Table:
 
 def _read_merged(store: Store, prefix: str) -> dict[tuple[str, str], list[dict]]:
     """(name, version of its object) -> rows of each list that was merged."""
-    found: dict[tuple[str, str], list[dict]] = {}
+    lists: dict[tuple[str, str], list[dict]] = {}
     with suppress(FileNotFoundError, DamageError):  # it can be made again at any time
         for row in store.read_table(f"{prefix}{LIST_SUFFIX}", check_merged_rejects).to_pylist():
-            found.setdefault((row.pop("list"), row.pop("version")), []).append(row)
-    return found
+            lists.setdefault((row.pop("list"), row.pop("version")), []).append(row)
+    return lists
 
 
-def _write_merged(store: Store, prefix: str, found: Mapping[Entry, list[dict]]) -> None:
+def _write_merged(store: Store, prefix: str, lists: Mapping[Entry, list[dict]]) -> None:
     """Several programs may do so at the same time: of whichever stays, each list is whole and named by its version."""
-    merged = [row | {"list": entry.name, "version": entry.version} for entry, rows in found.items() for row in rows]
+    merged = [row | {"list": entry.name, "version": entry.version} for entry, rows in lists.items() for row in rows]
     kept = [row for row in merged if row["version"]]
     store.write_table(f"{prefix}{LIST_SUFFIX}", pa.Table.from_pylist(kept, schema=MERGED_REJECTS_SCHEMA))

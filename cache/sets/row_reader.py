@@ -125,14 +125,14 @@ class RowReader:
 
     def _locate(self, stored: StoredRow, bucket: str) -> StoredRow:
         """Complete a row."""
-        stored.place = place = self.data.stored_row(stored.number, stored.row)
+        stored.place = position = self.data.stored_row(stored.number, stored.row)
         shard = self.shards.find(stored.number) or self.shards.open(stored.number)
-        if shard is None or place >= len(shard.starts):
+        if shard is None or position >= len(shard.starts):
             return self._read_carefully(stored, bucket)
         shard.check()
-        start = shard.starts[place]
+        start = shard.starts[position]
         stored.shard, stored.codes, stored.base = shard, shard.codes, shard.address + start
-        code = stored.codes[place]
+        code = stored.codes[position]
         if shard.layouts is None and (self.always or not code):
             return self._read_tar(stored, shard, bucket)
         layout = self.shards.layout(code) if code else self._learn_layout(stored, shard, start, bucket)

@@ -209,7 +209,9 @@ def _check_crops(table: pa.Table, name: str) -> None:
     if any(part.null_count for part in parts.values()):
         raise ValueError(f"a value within {name} is missing")
     buckets = parts.pop("bucket").combine_chunks().dictionary_encode()
-    sides = np.array([(one.width, one.height) for one in map(_parse_bucket, buckets.dictionary.to_pylist())], np.int64)
+    sides = np.array(
+        [(bucket.width, bucket.height) for bucket in map(_parse_bucket, buckets.dictionary.to_pylist())], np.int64
+    )
     width, height = sides.reshape(-1, 2)[np.asarray(buckets.indices)].T
     numbers = {key: np.asarray(part).astype(np.int64) for key, part in parts.items()}
     fits = (numbers["x"] >= 0) & (numbers["x"] + width <= numbers["resize_w"]) & (numbers["resize_w"] <= MAX_SIDE)

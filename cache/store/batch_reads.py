@@ -25,9 +25,9 @@ def read_files(store: Store, entries: Iterable[Entry]) -> Iterator[tuple[Entry, 
     for first in range(0, len(wanted), AT_ONCE):
         some = {store.key(entry.name): entry for entry in wanted[first : first + AT_ONCE]}
         with explained_object(store.path("")):
-            found = store.fs.cat([*some], on_error="return", batch_size=AT_ONCE)
+            answers = store.fs.cat([*some], on_error="return", batch_size=AT_ONCE)
         for key, entry in some.items():
-            data = found[key]
+            data = answers[key]
             if isinstance(data, BaseException) or len(data) != entry.size:  # cut off, damaged, or replaced since
                 try:
                     data = store.read_bytes(entry.name)

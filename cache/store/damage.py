@@ -65,8 +65,8 @@ def as_damage(path: str, reason: str, row: int | None = None, id: str | None = N
 def _find_table_program(path: str) -> tuple[str, str] | None:
     """The program that writes the table or JSON file at `path`, and what it does; None for a shard."""
     for pattern, program, does in _TABLE_PROGRAMS:
-        if found := pattern.search(path):
-            return program or found[1], does
+        if match := pattern.search(path):
+            return program or match[1], does
     return None
 
 

@@ -124,10 +124,10 @@ class FileIdentity(NamedTuple):
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
     """(name relative to `folder`, entry) of every file below it, except files that are removed meanwhile."""
     try:
-        found = list(os.scandir(folder))
+        entries = list(os.scandir(folder))
     except FileNotFoundError:
         return
-    for entry in found:
+    for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from walk(folder / entry.name, f"{inside}{entry.name}/")
         else:
@@ -210,9 +210,9 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         yield temp
 
 
-def remove_abandoned_folders(place: Path) -> None:
+def remove_abandoned_folders(parent: Path) -> None:
     """Remove what killed processes left in `place` of `replacing_folder`, whatever it was to become."""
-    for left in place.glob(f".*{LOCKED_FOLDER}.*{TEMP_SUFFIX}"):
+    for left in parent.glob(f".*{LOCKED_FOLDER}.*{TEMP_SUFFIX}"):
         with suppress(OSError):  # removed meanwhile, or locked
             if is_temporary(left.name):
                 with _locked_folder(left):

@@ -43,10 +43,10 @@ def parse_json(data: Any) -> Any:
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a JSON object has a key twice")
-    return found
+    return mapping
 
 
 def _parse_float(text: str) -> float:

@@ -52,8 +52,8 @@ def needed_package(url: str) -> str:
     """Name what a URL needs, as pip does: an extra, or the Hub's library, which latentpress depends on; "" where there
     is none for its protocol."""
     s3, google, hub = "'latentpress[s3]'", "'latentpress[gcs]'", "'huggingface_hub>=1.6'"
-    found = {"s3": s3, "s3a": s3, "gs": google, "gcs": google, "hf": hub}
-    return found.get(url.partition("://")[0], "")
+    packages = {"s3": s3, "s3a": s3, "gs": google, "gcs": google, "hf": hub}
+    return packages.get(url.partition("://")[0], "")
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ class ObjectCache(BaseCache):
             data = self._get(missing[0] * BLOCK_BYTES, min((missing[-1] + 1) * BLOCK_BYTES, self.size))
             blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
             self._blocks |= dict(zip(missing, blocks, strict=True))
-        found = b"".join(self._blocks[number] for number in numbers)
+        joined = b"".join(self._blocks[number] for number in numbers)
         while len(self._blocks) > MAX_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
-        return found[start - numbers[0] * BLOCK_BYTES :][: stop - start]
+        return joined[start - numbers[0] * BLOCK_BYTES :][: stop - start]
 
     def _get(self, start: int, stop: int) -> bytes:
         """Exactly these bytes. A server may send fewer than were asked for: then the rest is asked for."""
@@ -256,10 +256,10 @@ def list_objects(fs: Any, folder: str, expected: Collection[str] = ()) -> Iterat
         return
     fs.invalidate_cache()
     try:
-        found = fs.find(folder, detail=True)
+        objects = fs.find(folder, detail=True)
     except FileNotFoundError:
         return
-    for name, about in found.items():
+    for name, about in objects.items():
         if name.startswith(folder + "/"):
             about = {**about, "size": about["size"] or 0}
             yield Entry(name[len(folder) + 1 :], about["size"], _object_time(about), object_version(about))

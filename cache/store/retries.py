@@ -64,7 +64,7 @@ def note_s3_answer(response: Any = None, caught_exception: Exception | None = No
 def watch_log(logger: str, mark: str, notes: RetryNotes) -> None:
     """Note the reasons of a library that only its log has: what comes after `mark`, at the level DEBUG."""
     log = logging.getLogger(logger)
-    if not any(isinstance(each, _Reader) for each in log.filters):
+    if not any(isinstance(handler, _Reader) for handler in log.filters):
         log.filters.insert(0, _Reader(mark, notes))  # before those that silence it
         log.setLevel(logging.DEBUG)
 

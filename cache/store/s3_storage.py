@@ -66,8 +66,8 @@ def list_s3(fs: Any, bucket: str, prefix: str, expected: Collection[str] = ()) -
     starts = [last, *(key for key in (prefix + name for name in _dividers(expected)) if key > last)]
     stops = [*starts[1:], ""]
     with ThreadPoolExecutor(len(starts)) as threads:
-        found = threads.map(lambda start, stop: _list_part(fs, bucket, prefix, start, stop), starts, stops)
-        for part in found:
+        parts = threads.map(lambda start, stop: _list_part(fs, bucket, prefix, start, stop), starts, stops)
+        for part in parts:
             yield from part
 
 
@@ -80,12 +80,12 @@ def _dividers(expected: Collection[str]) -> list[str]:
 
 def _list_part(fs: Any, bucket: str, prefix: str, start: str, stop: str) -> list[Object]:
     """The objects after the key `start`, up to the key `stop`; "" is the end of the listing."""
-    found: list[Object] = []
+    objects: list[Object] = []
     for contents, _ in _pages_after(fs, bucket, prefix, start):
-        found += [about for about in contents if not stop or about["Key"] <= stop]
+        objects += [about for about in contents if not stop or about["Key"] <= stop]
         if contents and stop and contents[-1]["Key"] >= stop:
             break
-    return found
+    return objects
 
 
 def _pages_after(fs: Any, bucket: str, prefix: str, start: str) -> Iterator[tuple[list[Object], bool]]:

@@ -105,25 +105,25 @@ class Store:
     def list_files(self, prefix: str = "", temporaries: bool = False, expected: Collection[str] = ()) -> list[Entry]:
         """List as `list_names` does, with sizes and times. temporaries: what stores did not finish instead; of an
         object store the uploads that were begun, and the files in the scratch folder of this machine."""
-        found, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
+        entries, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
         if local is None and temporaries:
             with self._explained(prefix):
-                found = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
+                entries = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
             local = files.spool_folder()
         shown = activity(f"listing {self.path(prefix)}", unit="files")
         with self._explained(prefix) if local is None else explained(str(local)), shown as task:
             if local is None:
                 for about in object_store.list_objects(self.fs, top, expected):
-                    found.append(about)
-                    task.done = len(found)
+                    entries.append(about)
+                    task.done = len(entries)
             else:
                 wanted = is_temporary if temporaries else lambda name: not is_unfinished(name)
                 for name, entry in files.walk(local):
                     with suppress(FileNotFoundError):
                         if wanted(name.rpartition("/")[2]):
-                            found.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
-                    task.done = len(found)
-        return sorted(found)
+                            entries.append(Entry(name, entry.stat().st_size, entry.stat().st_mtime))
+                    task.done = len(entries)
+        return sorted(entries)
 
     def size(self, rel: str) -> int:
         """Bytes of the file `rel`."""

@@ -61,33 +61,33 @@ def _raise_explained(url: str, error: Exception) -> NoReturn:
     if isinstance(error, FileNotFoundError) and code != "NoSuchBucket":
         raise error
     text = str(error).replace("\n", " ")
-    said = text or type(error).__name__
-    if code and not re.search(rf"\b{re.escape(code)}\b", said):  # as a word: a port, too, may have the digits 403
-        said = f"{code}: {text}"
+    message = text or type(error).__name__
+    if code and not re.search(rf"\b{re.escape(code)}\b", message):  # as a word: a port, too, may have the digits 403
+        message = f"{code}: {text}"
     reason, step = _EXPLANATIONS.get(code, ("", ""))
-    lead_s = _clock_lead(answer, said)
-    if _CLOCK.search(said) or (code == "403" and abs(lead_s) > _LARGEST_SKEW_S):
+    lead_s = _clock_lead(answer, message)
+    if _CLOCK.search(message) or (code == "403" and abs(lead_s) > _LARGEST_SKEW_S):
         lead = f": {format_duration(abs(lead_s))} {'ahead of' if lead_s > 0 else 'behind'} the store's"
-        reason, step = f"this machine's clock is wrong{lead if abs(lead_s) > 60 else ''} ({said})", _CLOCK_STEP
+        reason, step = f"this machine's clock is wrong{lead if abs(lead_s) > 60 else ''} ({message})", _CLOCK_STEP
     elif reason:
-        reason = f"{reason} ({said})"
+        reason = f"{reason} ({message})"
     elif isinstance(error, PermissionError):
-        reason, step = f"access is denied ({said})", _RIGHTS
-    elif "credentials" in said.lower():
-        reason, step = said, _RIGHTS
+        reason, step = f"access is denied ({message})", _RIGHTS
+    elif "credentials" in message.lower():
+        reason, step = message, _RIGHTS
     elif type(error).__name__ in ("FileExpired", "FileReplaced"):
         reason, step = "another process replaced it while it was read", AGAIN
     else:
-        reason = f"the store can't be reached or broke off ({said})"
+        reason = f"the store can't be reached or broke off ({message})"
         step = f"check the network and the URL, and {AGAIN}"
     raise StoreError(url, reason, step) from error
 
 
-def _clock_lead(answer: Any, said: str) -> float:
+def _clock_lead(answer: Any, message: str) -> float:
     """Seconds that this machine's clock is ahead of the store's, by the times of the request and of the store in a
     refusal, or by the header Date of an answer of S3; 0 where there is neither."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, Mapping) else {}
-    named = re.findall(r"\b\d{8}T\d{6}Z", said)
+    named = re.findall(r"\b\d{8}T\d{6}Z", message)
     with suppress(KeyError, TypeError, ValueError):
         if len(named) > 1:
             return (datetime.fromisoformat(named[0]) - datetime.fromisoformat(named[-1])).total_seconds()

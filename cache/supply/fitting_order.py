@@ -98,7 +98,7 @@ class FittingOrder:
         dropout = self._settings.caption_dropout
         needs = needed_shards(self._data, schedule, dropout, looked_at.start, looked_at.stop)
         lengths = (max(self._ahead, length) for length in section_lengths(schedule, first, sections))
-        return window_bytes((each.tolist() for each in needs), self._sizes, lengths)
+        return window_bytes((shards.tolist() for shards in needs), self._sizes, lengths)
 
 
 def section_starts(schedule: BatchSchedule, step: int) -> Iterator[int]:
@@ -114,11 +114,11 @@ def section_lengths(schedule: BatchSchedule, step: int, sections: int) -> Iterat
     all."""
     starts = section_starts(schedule, step)
     begins, following = deque([step], sections), next(starts)
-    for each in count(step):
-        while following <= each:
+    for number in count(step):
+        while following <= number:
             begins.append(max(step, following))
             following = next(starts)
-        yield each - begins[0] + 1
+        yield number - begins[0] + 1
 
 
 def round_up_gb(size: int) -> str:
@@ -131,7 +131,7 @@ def explain_order(set_id: str, limit: int, total: int, step: float, fitting: int
     """Explain what an order over the whole set asks of the store, and what helps. limit, total, step: bytes of the
     cache, of the set, and of the shards of one step. fitting: of `FittingOrder.find`. least: where nothing fits, a
     limit at which 2 does."""
-    each = step * (1 - limit / total) / 1e6
+    step_mb = step * (1 - limit / total) / 1e6
     raised = f"raise max_gb to {round_up_gb(total)}"
     if fitting:
         advice = f"Set train.shuffle_shards: {fitting}, or {raised}"
@@ -141,6 +141,6 @@ def explain_order(set_id: str, limit: int, total: int, step: float, fitting: int
         advice = raised.capitalize()
     return (
         f"the shards of set {set_id} have {total / 1e9:.3g} GB, and train.local_cache.max_gb is {limit / 1e9:.3g}. In "
-        f"an order over the whole set most shards are fetched again for each sample: about {each:,.0f} MB a step, or "
-        f"{each:,.0f} MB/s for steps of one second. {advice}"
+        f"an order over the whole set most shards are fetched again for each sample: about {step_mb:,.0f} MB a step, "
+        f"or {step_mb:,.0f} MB/s for steps of one second. {advice}"
     )

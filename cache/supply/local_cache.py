@@ -47,7 +47,7 @@ def cache_folder(settings: LocalCache) -> Path:
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes that its disk has for the copies; those that it has already count as free."""
-    there = next(place for place in (folder, *folder.parents) if place.is_dir())
+    there = next(part for part in (folder, *folder.parents) if part.is_dir())
     present = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder)) if folder.is_dir() else 0
     return shutil.disk_usage(there).free + present
 

@@ -31,18 +31,18 @@ class RemoteShard(NamedTuple):
 def list_shards(store: Store, paths: Sequence[str]) -> list[RemoteShard]:
     """The shards of a set, by one listing of each folder that they are in."""
     wanted = {path: number for number, path in enumerate(paths)}
-    found = {}
+    entries = {}
     for folder in sorted({path.rpartition("/")[0] for path in paths}):
         names = [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder]
         for entry in store.list_files(folder, expected=names):
             rel = f"{folder}/{entry.name}"
             if rel in wanted or rel.removesuffix(SIDECAR_SUFFIX) + TAR_SUFFIX in wanted:
-                found[rel] = entry
+                entries[rel] = entry
     shards = []
     for path in paths:
         sidecar = path.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX if path.endswith(TAR_SUFFIX) else None
-        files = [found[rel] for rel in (path, sidecar) if rel in found]
-        if path not in found:
+        files = [entries[rel] for rel in (path, sidecar) if rel in entries]
+        if path not in entries:
             shards.append(RemoteShard("", 0, 0))
             continue
         key = "\n".join([store.url.rstrip("/"), path, *(f"{entry.size} {entry.version}" for entry in files)])

@@ -38,13 +38,13 @@ def needed_shards(
         stop = first + together if last is None else min(last, first + together)
         _, _, positions, rows, passes = schedule.plan(first, stop, rank, world)
         steps = np.arange(first, stop).repeat(micro_batches)
-        found = [part.take(rows.ravel()) for part in parts]
+        shards = [part.take(rows.ravel()) for part in parts]
         if not data.packed:
             drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
-            found.append(np.full(len(drawn), -1))  # a missing null prompt is for the reader to report
-            found[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
+            shards.append(np.full(len(drawn), -1))  # a missing null prompt is for the reader to report
+            shards[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
         steps = (steps - first).repeat(schedule.batch_size)
-        yield from _distinct(np.tile(steps, len(found)), np.concatenate(found), stop - first)
+        yield from _distinct(np.tile(steps, len(shards)), np.concatenate(shards), stop - first)
         first = stop
 
 
@@ -53,8 +53,8 @@ def _distinct(steps: Ints, shards: Ints, count: int) -> Iterator[Ints]:
     size = int(shards.max()) + 2
     pairs = np.unique(steps * size + shards + 1)
     pairs = pairs[pairs % size > 0]
-    for own in np.split(pairs, np.searchsorted(pairs, np.arange(1, count) * size)):
-        yield own % size - 1
+    for step_pairs in np.split(pairs, np.searchsorted(pairs, np.arange(1, count) * size)):
+        yield step_pairs % size - 1
 
 
 MOST_STEPS, MOST_ENTRIES = 4096, 1 << 17  # in sight: steps, and shards of all of them together

@@ -50,10 +50,12 @@ def find_task(environment: Mapping[str, str], total: int | None = None) -> Array
         raise typer.BadParameter(
             f"auto finds no job array in the environment; it reads the variables of {SCHEDULERS}. Give i/n instead"
         )
-    found = ArrayTask(task.number, total if total is not None else task.total, task.source)
-    if found.total is None or not 0 <= found.number < found.total:
-        raise typer.BadParameter(f"task {found.number} of {found.total} can't be ({found.source}); number them from 0")
-    return found
+    described = ArrayTask(task.number, total if total is not None else task.total, task.source)
+    if described.total is None or not 0 <= described.number < described.total:
+        raise typer.BadParameter(
+            f"task {described.number} of {described.total} can't be ({described.source}); number them from 0"
+        )
+    return described
 
 
 def _slurm_task(environment: Mapping[str, str], total: int | None) -> ArrayTask:
@@ -204,7 +206,7 @@ class Options:
         if not given or " --config " in text or " --set " in text:
             return text
         words = " ".join(map(shlex.quote, given))
-        return _COMMAND_PATTERN.sub(lambda found: f"{found[0]} {words}", text)
+        return _COMMAND_PATTERN.sub(lambda match: f"{match[0]} {words}", text)
 
     def argv(self) -> list[str]:
         """These options as arguments of another program."""

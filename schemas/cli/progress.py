@@ -185,17 +185,17 @@ class TerminalDisplay:
         for task in list(self._tasks):
             if task.seconds < DELAY_S and task not in self._at_once:
                 continue
-            said, state = escape_unprintable(task.description), task.state()
+            description, state = escape_unprintable(task.description), task.state()
             if task.total is None:
-                add(Text(f"{said}, {state}" if state else said))
+                add(Text(f"{description}, {state}" if state else description))
                 continue
-            room, below = width - cell_len(said) - 2, list[str]()
+            room, below = width - cell_len(description) - 2, list[str]()
             while state and room - cell_len(state) < NARROWEST_BAR:  # its last words have a line of their own
                 state, _, last = state.rpartition("  ")
                 below.insert(0, last)
             size = min(BAR_WIDTH, room - cell_len(state)) if state else BAR_WIDTH
             bar = ProgressBar(total=max(task.total, 1e-9), completed=min(task.done, task.total), width=size)
-            add(Text(said), bar, *([Text(state)] if state else []))
+            add(Text(description), bar, *([Text(state)] if state else []))
             if below:
                 add(Text("  ".join(below)))
         return Constrain(Group(*rows), width)

@@ -50,7 +50,7 @@ def fold_message(line: str, width: int) -> list[str]:
         return [line]
     space = " " * (len(line) - len(text))
     lines: list[str] = []
-    for word in re.sub("`[^`]+`", lambda found: found[0].replace(" ", _NO_BREAK), text).split(" "):
+    for word in re.sub("`[^`]+`", lambda match: match[0].replace(" ", _NO_BREAK), text).split(" "):
         word = word.replace(_NO_BREAK, " ")
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
             lines[-1] += f" {word}"

@@ -202,7 +202,7 @@ def _table(start: str, old: str, starts: list[str]) -> str:
     keys = [key for key, _, _ in options(section)]
     others = {keys.index(other.rpartition(".")[2]) for other in starts if other.rpartition(".")[0] == ".".join(above)}
     begin = keys.index(first)
-    end = min((place for place in others if place > begin), default=len(keys))
+    end = min((position for position in others if position > begin), default=len(keys))
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for key, info, inner in list(options(section))[begin:end]:
         if inner and isinstance(info.default, Section):

@@ -68,25 +68,25 @@ def validation_samples(
     sizes = dict[str, list[str | None]]()
     for name, size in planned:
         sizes.setdefault(name, []).append(size)
-    found = []
+    samples = []
     for number, (name, size) in enumerate(planned):
-        own = prompts.get(name)
-        guidances = _values("guidance", own, validation) or (family.guidance,)
-        steps = _values("steps", own, validation) or (family.steps,)
-        seeds = _values("seed", own, validation)
+        prompt_options = prompts.get(name)
+        guidances = _values("guidance", prompt_options, validation) or (family.guidance,)
+        steps = _values("steps", prompt_options, validation) or (family.steps,)
+        seeds = _values("seed", prompt_options, validation)
         stem = name + (f"_{_format_size(size)}" if size is not None and len(sizes[name]) > 1 else "")
         for guidance, count, seed in product(guidances, steps, seeds):
             group = stem + (f"_guidance{_format_number(guidance)}" if len(guidances) > 1 else "")
             group += f"_{count}steps" if len(steps) > 1 else ""
             full = group + (f"_seed{seed}" if len(seeds) > 1 else "")
-            found.append(ValidationSample(full, group, number, name, size, guidance, count, seed))
-    return found
+            samples.append(ValidationSample(full, group, number, name, size, guidance, count, seed))
+    return samples
 
 
 def _values(option: str, prompt: Prompt | None, validation: Validation) -> tuple[Any, ...]:
     """Values of an option: the prompt's own, else those of all prompts."""
-    own = None if prompt is None else getattr(prompt, option)
-    return listed(getattr(validation, option) if own is None else own)
+    value = None if prompt is None else getattr(prompt, option)
+    return listed(getattr(validation, option) if value is None else value)
 
 
 def _format_size(size: str) -> str:

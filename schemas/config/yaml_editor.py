@@ -29,16 +29,16 @@ def read_values(text: str, paths: Iterable[KeyPath]) -> dict[KeyPath, str | None
     """Values as they are written, for a form's fields: a text without its quotes. None where there is none, or where it
     is a section or a list over several lines. YamlError as of `parse_yaml`."""
     document, root = parse_yaml(text), _compose(text)
-    found: dict[KeyPath, str | None] = {}
+    values: dict[KeyPath, str | None] = {}
     for path in paths:
         value, node = value_at(document.value, path), _find(root, path)
         if isinstance(value, str):
-            found[path] = value
+            values[path] = value
         elif isinstance(node, ScalarNode) or (isinstance(node, SequenceNode | MappingNode) and not _spans_lines(node)):
-            found[path] = text[node.start_mark.index : node.end_mark.index]
+            values[path] = text[node.start_mark.index : node.end_mark.index]
         else:
-            found[path] = None
-    return found
+            values[path] = None
+    return values
 
 
 def value_at(value: Any, path: KeyPath) -> Any:

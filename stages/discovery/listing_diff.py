@@ -72,11 +72,11 @@ class KnownRows(RandomAccessTable):
         if not len(self.table):
             return np.full(len(paths), -1, np.int64), null_columns(len(paths), names)
         rows = self._order[(np.searchsorted(self._hashes, hash_texts(paths), side="right") - 1).clip(min=0)]
-        found = self.take(rows, list(dict.fromkeys([*names, "path"])))
+        rows_found = self.take(rows, list(dict.fromkeys([*names, "path"])))
         # If different paths ever have equal hashes, one of the files is read again.
-        matches = equal_mask(found["path"], paths)
+        matches = equal_mask(rows_found["path"], paths)
         if matches.all():
-            return rows, found
+            return rows, rows_found
         rows = np.where(matches, rows, -1)
         return rows, self.take(rows, names)
 

@@ -67,7 +67,7 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
         for need in places.required_files(kind, name):
             groups.setdefault((need.dataset, need.role), {})[need.path] = need
     for (dataset, role), needs in groups.items():
-        key, place = places.location_option(dataset, role)
+        key, location = places.location_option(dataset, role)
         if dataset == VALIDATION:
             step = "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
         else:
@@ -91,13 +91,13 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
             missing += [error for error in pool.map(_absence_error, present) if error]
         if 2 * len(missing) > len(needs):
             state = ""
-            if place and "://" not in place and not os.path.exists(place):
+            if location and "://" not in location and not os.path.exists(location):
                 state = " is not there"
-            elif place and os.path.isdir(place) and not os.listdir(place):
+            elif location and os.path.isdir(location) and not os.listdir(location):
                 state = " is an empty folder"
             raise MissingMediaError(
-                f"{key}: {display_location(place)}{state}{': ' if place else ''}{len(missing)} of {len(needs)} files "
-                f"that were looked for are missing; the first: {escape_unprintable(str(missing[0].path))}: "
+                f"{key}: {display_location(location)}{state}{': ' if location else ''}{len(missing)} of {len(needs)} "
+                f"files that were looked for are missing; the first: {escape_unprintable(str(missing[0].path))}: "
                 f"{missing[0].problem}",
                 step,
             )
@@ -171,9 +171,9 @@ class RemovalCheck:
                 raise self._error(role, problem, step)
 
     def _error(self, role: str, problem: str, step: str) -> MissingMediaError:
-        key, place = location_option(self.dataset, role)
+        key, location = location_option(self.dataset, role)
         option = "media_root (where the media are on this machine)" if role == "media" else key.rpartition(".")[2]
         return MissingMediaError(
-            f"{key}: {display_location(place)}: {problem}. Nothing was changed",
+            f"{key}: {display_location(location)}: {problem}. Nothing was changed",
             f"mount the disk, or correct {option}; {step}",
         )

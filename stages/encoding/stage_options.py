@@ -56,7 +56,9 @@ def choose_engine(config: Config, engine: EngineName | None, address: str | None
     try:
         return config.model_copy(update={"stages": Stages.model_validate(chosen)})
     except ValidationError as error:
-        problems = [problem for each in error.errors(include_url=False) for problem in explain_error(each)]
+        problems = [
+            problem for problem_found in error.errors(include_url=False) for problem in explain_error(problem_found)
+        ]
         wrong = "; ".join(f"{'.'.join(map(str, ('stages', *path)))}: {message}" for path, message in problems)
         raise UsageError(f"--engine {chosen['engine']}: {wrong}", "docs/cluster.md has examples") from error
 

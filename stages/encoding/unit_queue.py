@@ -155,7 +155,7 @@ class Shards:
 
 
 def take_units(
-    own: Sequence[Unit],
+    owned: Sequence[Unit],
     units: Sequence[Unit],
     partition: Partition,
     leave: int,
@@ -168,8 +168,8 @@ def take_units(
     what is taken long before it is encoded was chosen by a listing that has grown old. units: all of the plan. leave:
     see Claims; there are as many workers. queue: gives these units out, and knows how many are in work. A unit that
     failed here is not tried again here."""
-    begun = {unit.unit_id for unit in own}
-    for unit in own:
+    begun = {unit.unit_id for unit in owned}
+    for unit in owned:
         if shards.has(unit):
             queue.pass_over(unit)
         else:

@@ -133,7 +133,7 @@ def _discord(about: Notification, loss: str, pictures: list[SmallPicture]) -> Bo
         "allowed_mentions": {"parse": []},
     }
     if files:
-        document["attachments"] = [{"id": number, "filename": each.name} for number, each in enumerate(files)]
+        document["attachments"] = [{"id": number, "filename": upload.name} for number, upload in enumerate(files)]
     return Body(document, tuple(files))
 
 

@@ -209,7 +209,7 @@ def _training(config: Config, facts: Facts) -> str:
         "",
         "| setting | value |",
         "|---|---|",
-        *(f"| {key} | {_cell(str(it))} |" for key, it in rows),
+        *(f"| {key} | {_cell(str(value))} |" for key, value in rows),
     ]
     if facts.counts:
         words = {"samples": "samples trained on", "eval": "held out", "texts": "texts"}

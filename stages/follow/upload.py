@@ -112,7 +112,10 @@ def upload(hub: Hub, repo: str, files: Files, message: str) -> tuple[str, str]:
                 f"{repo} is public, and hub.private is true",
                 "Set hub.private to false, make it private on the hub, or choose another hub.repo.",
             )
-        operations = [CommitOperationAdd(name, it if isinstance(it, bytes) else str(it)) for name, it in files.items()]
+        operations = [
+            CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+            for name, content in files.items()
+        ]
         made = api.create_commit(repo, operations, commit_message=message, parent_commit=head.sha)
     return url, made.oid
 

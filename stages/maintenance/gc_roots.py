@@ -123,7 +123,7 @@ def _set_id(name: str) -> str:
 
 def _holds_active(generation: Plan, later: Sequence[Plan]) -> bool:
     """Whether samples, texts or units of this generation are active in one of `later`."""
-    own = [generation.own_table(table).column(key) for table, key in (("samples", "sample_id"), ("texts", "text_id"))]
-    own.append(pc.list_flatten(generation.own_table("units").column("members")))
+    held = [generation.own_table(table).column(key) for table, key in (("samples", "sample_id"), ("texts", "text_id"))]
+    held.append(pc.list_flatten(generation.own_table("units").column("members")))
     wanted = [ids for plan in later for ids in (plan.active_sample_ids, plan.active_text_ids)]
-    return any(pc.any(pc.is_in(mine, value_set=pa.array(ids))).as_py() for mine in own for ids in wanted)
+    return any(pc.any(pc.is_in(mine, value_set=pa.array(ids))).as_py() for mine in held for ids in wanted)

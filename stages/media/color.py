@@ -64,7 +64,7 @@ class ColorTags(NamedTuple):
     def fill_from(self, other: "ColorTags") -> "ColorTags":
         """These tags, the undeclared ones from `other`: ProRes has some in the container alone, not in frames."""
         tags = zip(self, other, (2, 2, 2, 0), strict=True)
-        return ColorTags(*(theirs if own == undeclared else own for own, theirs, undeclared in tags))
+        return ColorTags(*(theirs if value == undeclared else value for value, theirs, undeclared in tags))
 
 
 def is_assumed_bt709(header: VideoCodecContext) -> bool:

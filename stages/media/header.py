@@ -263,7 +263,7 @@ def _declared_end_s(reader: OpenVideo) -> float:
     return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
 
 
-def _require_full_duration(path: MediaPath, found: float, declared: float) -> None:
-    if found < declared - max(0.2, 0.02 * declared):
-        problem = f"holds {found:.1f} s of the {declared:.1f} s that its header declares"
+def _require_full_duration(path: MediaPath, duration: float, declared: float) -> None:
+    if duration < declared - max(0.2, 0.02 * declared):
+        problem = f"holds {duration:.1f} s of the {declared:.1f} s that its header declares"
         raise MediaError("truncated", path, problem, REPLACE_ADVICE)

@@ -19,7 +19,7 @@ from stages.pages.plan_table import PlanTable
 R = TypeVar("R")
 
 TableRow = dict[str, Any]
-MAX_SHOWN_FRAMES = 8  # of a clip
+MAX_SHOWN_FRAMES = 9  # of a clip; 1 + 8, because the frames of most clips divide evenly by that
 CROP_BOX, FULL_BOX = (384, 256), (240, 160)  # pixels
 WEBP_QUALITY = 75
 MASK_TINT = (214, 40, 40)  # color of what is not trained on

@@ -227,13 +227,13 @@ def _select_encoded(
     encoded = texts.is_encoded(captions)
     offsets = np.concatenate([[0], np.cumsum(encoded)])[_list_offsets(lists)]
     kept = ((null_texts < 0) | texts.is_encoded(null_texts)) & (np.diff(offsets) > 0)
-    for kind, found in members.items():
-        kept &= samples[kind].is_encoded(found)
+    for kind, ids in members.items():
+        kept &= samples[kind].is_encoded(ids)
     names = ("role", *GROUP_COLUMNS)
     columns = {name: active.column(name).combine_chunks().dictionary_encode() for name in names}
     columns |= {name: active.column(name).combine_chunks() for name in ("sample_id", "regularisation")}
     columns["texts"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(captions[encoded]))
-    columns |= {name: pa.array(found) for name, found in {"null_text": null_texts, **members}.items()}
+    columns |= {name: pa.array(ids) for name, ids in {"null_text": null_texts, **members}.items()}
     left_out = []
     for row in active.filter(pa.array(~kept)).to_pylist():
         causes = [encoded.set_aside.get(row["sample_id"]) for encoded in samples.values()]

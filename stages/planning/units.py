@@ -234,5 +234,5 @@ def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
     return OpenMembers(
         rows(plan.sample_table, "sample_id", "latents").cast(SAMPLES_SCHEMA),
         rows(plan.text_table, "text_id", "text").cast(TEXTS_SCHEMA),
-        sorted(unit.unit_id for found in units.values() for unit in found),
+        sorted(unit.unit_id for open_units in units.values() for unit in open_units),
     )

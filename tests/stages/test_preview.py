@@ -52,7 +52,7 @@ def test_a_clip_is_shown_by_frames_of_its_times(project) -> None:
     times, frames = clip_times(sample["start"], sample["rate"], 17), read_sample_frames(path, sample, "pyav")
     assert sample["start"] > 0
     shown = page.pictures(" s of clip.mp4")
-    assert len(shown) == 8 and "starts from its first frame" in page.article("clip.mp4")
+    assert len(shown) == 9 and "starts from its first frame" in page.article("clip.mp4")
     for picture, index in zip(shown, sample_preview.frame_indices(17), strict=True):
         assert alike(picture, frames[index]), index
         assert f"{times[index]:.2f} s" in page.article("clip.mp4")

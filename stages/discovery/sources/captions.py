@@ -134,8 +134,8 @@ def make_caption_lookup(dataset: Dataset, root: str) -> CaptionLookup | None:
 
     root: the folder or URL that the paths of the listing start at."""
     strategy = dataset.resolved_caption_strategy
-    own = strategy in TABLE_STRATEGIES and not dataset.caption_file
-    return None if own or strategy in ("textfile", "webdataset", "huggingface") else CaptionLookup(dataset, root)
+    in_table = strategy in TABLE_STRATEGIES and not dataset.caption_file
+    return None if in_table or strategy in ("textfile", "webdataset", "huggingface") else CaptionLookup(dataset, root)
 
 
 def captions_from_names(paths: pa.Array) -> pa.Array:

@@ -87,14 +87,14 @@ def detect_delimiter(location: str) -> str:
     refuse_encoding(location)
     header = next((line for _, line in decode_lines(location) if line.strip()), "")
     text = re.sub(r'"[^"]*("|$)', "", header)
-    found = [delimiter for delimiter in _DELIMITER_NAMES if delimiter in text]
-    if "," in text or not found:
+    delimiters = [delimiter for delimiter in _DELIMITER_NAMES if delimiter in text]
+    if "," in text or not delimiters:
         return ","
-    if len(found) > 1:
-        named = " and ".join(_DELIMITER_NAMES[delimiter] for delimiter in found)
+    if len(delimiters) > 1:
+        named = " and ".join(_DELIMITER_NAMES[delimiter] for delimiter in delimiters)
         problem = f"the separator is ambiguous: the header has no comma, but {named}"
         raise line_error(location, 1, problem, "separate the cells by commas")
-    return found[0]
+    return delimiters[0]
 
 
 def has_quotes(location: str) -> bool:

@@ -207,25 +207,25 @@ class TableCell(Blob):
 
 
 @lru_cache(8)
-def load_rows(place: DatasetLocation) -> Any:
+def load_rows(location: DatasetLocation) -> Any:
     """The dataset in Arrow form, once for each process; its rows are memory-mapped. Raises LatentpressError."""
     try:
         import datasets
     except ImportError as error:
         step = "pip install 'latentpress[huggingface]'"
-        raise LatentpressError(f"{place.root}: the library `datasets` is missing ({error})", step) from None
+        raise LatentpressError(f"{location.root}: the library `datasets` is missing ({error})", step) from None
     datasets.disable_progress_bars()
     try:
-        rows = _load_uncached(datasets, place)
+        rows = _load_uncached(datasets, location)
     except LatentpressError:
         raise
     except Exception as error:  # the library's builders and its HTTP client have exceptions of their own
-        raise _loading_error(datasets, place, error) from None
+        raise _loading_error(datasets, location, error) from None
     return rows.with_format("arrow")
 
 
-def _load_uncached(datasets: Any, place: DatasetLocation) -> Any:
-    root, split = place.root, place.split
+def _load_uncached(datasets: Any, location: DatasetLocation) -> Any:
+    root, split = location.root, location.split
     if os.path.isfile(root):
         builder = _BUILDERS.get(os.path.splitext(root)[1].lower())
         if builder is None:
@@ -247,13 +247,13 @@ def _load_uncached(datasets: Any, place: DatasetLocation) -> Any:
     return datasets.load_dataset(name, configuration or None, split=split)
 
 
-def _loading_error(datasets: Any, place: DatasetLocation, error: Exception) -> LatentpressError:
+def _loading_error(datasets: Any, location: DatasetLocation, error: Exception) -> LatentpressError:
     """Raises a more exact one for a table that can't be read."""
-    is_local = os.path.exists(place.root)
-    if is_local and place.root.lower().endswith(".jsonl"):
-        check_jsonl(place.root)
+    is_local = os.path.exists(location.root)
+    if is_local and location.root.lower().endswith(".jsonl"):
+        check_jsonl(location.root)
     if is_local and isinstance(error, datasets.exceptions.DatasetGenerationError):
-        for file in list_files(place.root, (".parquet",)):
+        for file in list_files(location.root, (".parquet",)):
             read_table(file)
     name = type(error).__name__
     message = scrub_secrets(f"{name}: {error}").strip().partition("\n")[0]
@@ -265,7 +265,7 @@ def _loading_error(datasets: Any, place: DatasetLocation, error: Exception) -> L
         step = "correct split, or the configuration in user/name:configuration"
     else:
         step = "check the name and the network; a private or gated dataset needs HF_TOKEN in the environment"
-    return LatentpressError(f"{place.root}: can't be loaded ({message})", step)
+    return LatentpressError(f"{location.root}: can't be loaded ({message})", step)
 
 
 # -- columns ---------------------------------------------------------------------------------------------------------
@@ -306,20 +306,20 @@ def _simplify_columns(table: pa.Table, names: Sequence[str]) -> pa.Table:
     return pa.table({name: simplify_column(table.column(name)) for name in names})
 
 
-def _item_names(files: pa.Array, place: DatasetLocation) -> pa.Array:
+def _item_names(files: pa.Array, location: DatasetLocation) -> pa.Array:
     """Paths below the folder, else "<split>/<name>" (of a place elsewhere the last part of its path)."""
     below = files
-    for root in dict.fromkeys((os.path.abspath(place.root), os.path.realpath(place.root))):
+    for root in dict.fromkeys((os.path.abspath(location.root), os.path.realpath(location.root))):
         below = normalize_paths(below, root)
     elsewhere = pc.or_(pc.match_substring(below, "://"), pc.match_substring_regex(below, r"^/|^\.\.(/|$)"))
     last = pc.replace_substring_regex(pc.replace_substring_regex(below, r"(?s)\?.*", ""), r"(?s)^.*/", "")
     names = pc.if_else(elsewhere, last, below)
-    return pc.if_else(pc.not_equal(below, files), below, pc.binary_join_element_wise(f"{place.split}/", names, ""))
+    return pc.if_else(pc.not_equal(below, files), below, pc.binary_join_element_wise(f"{location.split}/", names, ""))
 
 
-def _cell_file(place: DatasetLocation, name: str) -> MediaPath:
+def _cell_file(location: DatasetLocation, name: str) -> MediaPath:
     """The file that a cell names: a URL, or a path relative to the dataset's folder."""
     if "://" in name:
         return RemoteFile(name)
-    folder = os.path.dirname(place.root) if os.path.isfile(place.root) else place.root
+    folder = os.path.dirname(location.root) if os.path.isfile(location.root) else location.root
     return os.path.join(folder, name)

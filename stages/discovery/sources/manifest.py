@@ -96,8 +96,8 @@ class ManifestSource(CommonSource):
         roles = self._columns_by_role
         named = [name for name in (dataset.media_column, *roles.values()) if name]
         texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS, "url"]
-        own = dataset.caption_file is None and dataset.caption_strategy in TABLE_STRATEGIES
-        table = table_reader.read_table(location, columns, texts, dataset.caption_strategy if own else None)
+        in_table = dataset.caption_file is None and dataset.caption_strategy in TABLE_STRATEGIES
+        table = table_reader.read_table(location, columns, texts, dataset.caption_strategy if in_table else None)
         media = table_reader.find_media_column(table, dataset.media_column, location, also=("url",))
         table_reader.refuse_binary_columns(location, list(roles.values()), media=True)
         if columns is None and dataset.resolved_caption_strategy in TABLE_STRATEGIES and self._captions is None:
@@ -168,19 +168,19 @@ class ManifestSource(CommonSource):
     def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> pa.RecordBatch:
         """A row of _STAT_SCHEMA for each path of the listing; cells: the same as the table has them."""
         places = [captions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
-        apply = pool.map if any("://" in place for place in places) else map
+        apply = pool.map if any("://" in location for location in places) else map
         return pa.RecordBatch.from_pylist(list(apply(_stat, places, paths.to_pylist())), _STAT_SCHEMA)
 
     def _resolve(self, path: str, role: str) -> MediaPath:
         """The file or object at a path of the listing. role: "" for media, else that of the companion."""
-        place = captions.resolve_path(self._base, path)
-        if "://" not in place:
-            return place
+        location = captions.resolve_path(self._base, path)
+        if "://" not in location:
+            return location
         if _SECRET_HASH.search(path):
             urls, lookup = self._urls(role)
             row = int(lookup.find(pa.array([path]))[0])
-            place = place if row < 0 else urls[row].as_py() or place
-        return RemoteFile(place, path, self._dataset.identity)
+            location = location if row < 0 else urls[row].as_py() or location
+        return RemoteFile(location, path, self._dataset.identity)
 
     def _urls(self, role: str) -> tuple[pa.ChunkedArray, TextLookup]:
         """The URLs in the table's column for a role, and their rows by path; read once in each process that needs
@@ -214,13 +214,13 @@ def _versions(stats: pa.RecordBatch, column: str = "version") -> pa.Array:
     return pa.array([None if problem else f"{size}:{version}" for size, version, problem in rows], _text)
 
 
-def _stat(place: str, name: str | None) -> dict[str, Any]:
+def _stat(location: str, name: str | None) -> dict[str, Any]:
     """The values of _STAT_SCHEMA for a path or URL; name: its path in the listing. Raises LatentpressError if a library
     is missing."""
-    if "://" in place:
+    if "://" in location:
         try:
-            with object_errors(place, name or display_location(place)):
-                fs, path = open_filesystem(place)
+            with object_errors(location, name or display_location(location)):
+                fs, path = open_filesystem(location)
                 info = fs.info(path)
         except MediaError as error:
             return {"problem": f"{error.reason}: {error.problem}", "advice": error.advice}
@@ -228,7 +228,7 @@ def _stat(place: str, name: str | None) -> dict[str, Any]:
             return {"problem": f"unreadable: {error.message}", "advice": error.next_step}
         return {"size": info.get("size"), "version": object_version(info), "text": object_version(info)}
     try:
-        status = os.stat(place)
+        status = os.stat(location)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
         return {"problem": "missing: is not there", "advice": "restore it, or take it out of the table"}
     except OSError as error:

@@ -201,8 +201,8 @@ class RemoteFile(Blob):
         checksum = self._checksum() if self.identity == "store" else None
         if checksum is None or checksum.md5 is None:
             return
-        found = self._md5()
-        if found != checksum.md5 and (checksum.is_certain or found != self._md5()):
+        computed = self._md5()
+        if computed != checksum.md5 and (checksum.is_certain or computed != self._md5()):
             problem = f"does not have the content of which its store gives the checksum ({checksum.md5})"
             raise MediaError("changed", self.name, problem, "upload it again, or read it over a better connection")
 

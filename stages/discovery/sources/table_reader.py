@@ -54,9 +54,13 @@ def read_table(
         raise LatentpressError(problem, "correct it, or make the table again") from None
     except OSError as error:
         raise csv_checks.not_opened(location, error) from None
-    found = {name: simplify_column(table.column(name)) for name in table.column_names}
-    found |= {name: found[name].cast(pa.string()) for name in text if name in found and is_scalar(found[name].type)}
-    return pa.table(found)
+    columns_read = {name: simplify_column(table.column(name)) for name in table.column_names}
+    columns_read |= {
+        name: columns_read[name].cast(pa.string())
+        for name in text
+        if name in columns_read and is_scalar(columns_read[name].type)
+    }
+    return pa.table(columns_read)
 
 
 def find_media_column(table: pa.Table, configured: str | None, location: str, also: Sequence[str] = ()) -> str:
@@ -118,13 +122,13 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             problem = f"{display_location(location)}: two columns are called {twice[0]!r}"
             raise LatentpressError(problem, "rename one of them")
-        found = names if columns is None else [name for name in columns if name in names]
+        included = names if columns is None else [name for name in columns if name in names]
         convert = csv.ConvertOptions(
             column_types=dict.fromkeys(names, pa.string()),
             null_values=[""],
             strings_can_be_null=True,
             quoted_strings_can_be_null=False,
-            include_columns=found or names[:1],  # none would mean all
+            include_columns=included or names[:1],  # none would mean all
         )
         with csv_checks.open_location(location) as file:
             table = csv.read_csv(file, read, parse, convert)
@@ -134,7 +138,7 @@ def _read_csv(location: str, columns: Sequence[str] | None, text: Sequence[str])
         if not quotes:
             csv_checks.check_csv(location, delimiter)
         raise
-    return pa.table({name: table[name] if name in text else _infer_type(table[name]) for name in found})
+    return pa.table({name: table[name] if name in text else _infer_type(table[name]) for name in included})
 
 
 def _infer_type(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -143,10 +147,10 @@ def _infer_type(column: pa.ChunkedArray) -> pa.ChunkedArray:
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         try:
             sample.cast(kind)  # first, so that a long column of captions is given up at once
-            found = _clean_numbers(column).cast(kind)
+            converted = _clean_numbers(column).cast(kind)
         except pa.ArrowInvalid:
             continue
-        return found if found.null_count < len(found) else column
+        return converted if converted.null_count < len(converted) else column
     return column
 
 

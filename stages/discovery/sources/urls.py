@@ -50,7 +50,7 @@ def strip_signature(url: str) -> str:
 def scrub_secrets(text: str, url: str = "") -> str:
     """A library's message without the secrets of `url`, of other URLs in it, and of the environment."""
     text = text.replace(url, strip_secrets(url)) if url else text
-    text = _URL.sub(lambda found: strip_secrets(found.group()), text)
+    text = _URL.sub(lambda match: strip_secrets(match.group()), text)
     secrets = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= 8}
     for part in url.split("::"):
         host = part.partition("://")[2].partition("/")[0]

@@ -64,9 +64,9 @@ class WebDatasetSource(CommonSource):
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
         self.ignored.clear()
         extra_kinds: dict[str, pa.DataType] = {}
-        found = False
+        has_tars = False
         for tar, version in find_tars(self._base, self._patterns, self.ignored):
-            found = True
+            has_tars = True
             rows = None if known is None else _known_rows(known, tar, version, self._settings)
             for chunk in [rows] if rows is not None else self._read(tar, version):
                 columns = {name: chunk.column(name).combine_chunks() for name in chunk.column_names}
@@ -79,7 +79,7 @@ class WebDatasetSource(CommonSource):
                         self.ignored[f"{field} of another kind than in the first tar that has it"] += lost
                 table = self._complete(columns)
                 yield from (table.slice(start, base.CHUNK_ROWS) for start in range(0, len(table), base.CHUNK_ROWS))
-        if not found:
+        if not has_tars:
             raise LatentpressError(
                 f"datasets.{self._dataset.id}.instance_data_dir: {strip_secrets(self._dataset.root)} names no tar",
                 "name a folder of *.tar, tars such as shards/{00000..00012}.tar, or choose another source",
@@ -94,10 +94,10 @@ class WebDatasetSource(CommonSource):
         keys: dict[str, _KeyMembers] = {}
         damage: MediaError | None = None
         try:
-            place = self._place(tar)
-            size = media_size(place)
-            with open_media(place) as file:
-                for member in tars.iter_members(file, size, os.fspath(place), self.ignored):
+            location = self._place(tar)
+            size = media_size(location)
+            with open_media(location) as file:
+                for member in tars.iter_members(file, size, os.fspath(location), self.ignored):
                     self._add_member(file, member, keys)
         except MediaError as error:
             damage = error
@@ -156,11 +156,11 @@ class WebDatasetSource(CommonSource):
         for role, ending in self._roles.items():
             members = [key.members.get(ending) for key, _ in items]
             columns[role] = pa.array([member and f"{tar}/{member.name}" for member in members], _text)
-            found = pc.is_valid(columns[role])
-            columns[f"{role}_version"] = pc.if_else(found, version, None)
+            is_present = pc.is_valid(columns[role])
+            columns[f"{role}_version"] = pc.if_else(is_present, version, None)
             if role == "mask":
                 kind = base.extensions_of_kinds(("image", "video")).get("." + ending.rpartition(".")[2], "image")
-                columns["mask_kind"] = pc.if_else(found, kind, None)
+                columns["mask_kind"] = pc.if_else(is_present, kind, None)
         table = _record_table([key.record for key, _ in items], self._columns)
         columns |= extra_columns(table, self._columns, self.ignored)
         if self._own_captions:
@@ -170,10 +170,10 @@ class WebDatasetSource(CommonSource):
     def _media(self, key: _KeyMembers) -> str | None:
         """The extension of the key's item, None if it has none: of several media the first in the order of the
         dataset's extensions. Members that are not used are counted."""
-        own = set(self._roles.values())
-        media = [ending[1:] for ending in self._kinds if ending[1:] in key.members and ending[1:] not in own]
+        companions = set(self._roles.values())
+        media = [ending[1:] for ending in self._kinds if ending[1:] in key.members and ending[1:] not in companions]
         for ending in key.members:
-            if ending not in own and ending not in media[:1] and ending not in ("txt", "json"):
+            if ending not in companions and ending not in media[:1] and ending not in ("txt", "json"):
                 self.ignored[f"further .{ending} of a key" if ending in media else f".{ending}"] += 1
         if not media:
             failed = key.record.get("status") not in (None, "success")
@@ -204,16 +204,16 @@ class WebDatasetSource(CommonSource):
 
     def open(self, path: str) -> MediaPath:
         """The member at "<tar>/<member>". Raises MediaError."""
-        name, place = self._tar(path)
-        version = "" if "://" in self._base else file_version(place)
-        return tars.find_member(place, version, os.fspath(place), path[len(name) + 1 :])
+        name, location = self._tar(path)
+        version = "" if "://" in self._base else file_version(location)
+        return tars.find_member(location, version, os.fspath(location), path[len(name) + 1 :])
 
     def _tar(self, path: str) -> tuple[str, MediaPath]:
         """The name and the file or object of the tar that holds the member at `path`."""
         for end in (match.start() + 4 for match in re.finditer(r"\.tar/", path, re.IGNORECASE)):
-            place = self._place(path[:end])
-            if "://" in self._base or os.path.isfile(place):
-                return path[:end], place
+            location = self._place(path[:end])
+            if "://" in self._base or os.path.isfile(location):
+                return path[:end], location
         raise MediaError("missing", path, "is in no tar that is there", RESTORE_ADVICE)
 
     def backing_file(self, role: str, path: str) -> MediaPath:

@@ -17,7 +17,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def resize_frames(
-    frames_FHWC: np.ndarray, grid: GridSize, each: Callable[..., Iterable[np.ndarray]] = map
+    frames_FHWC: np.ndarray, grid: GridSize, mapped: Callable[..., Iterable[np.ndarray]] = map
 ) -> np.ndarray:
     """uint8 frames at the size that gives these patches, by Pillow's bicubic as in DINOv2's image processor.
 
@@ -29,7 +29,7 @@ def resize_frames(
     def resized(frame_HWC: np.ndarray) -> np.ndarray:
         return np.asarray(Image.fromarray(frame_HWC).resize(size, Image.Resampling.BICUBIC))
 
-    return np.stack(list(each(resized, frames_FHWC)))
+    return np.stack(list(mapped(resized, frames_FHWC)))
 
 
 class Encoder:
