@@ -211,7 +211,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_folders(parent: Path) -> None:
-    """Remove what killed processes left in `place` of `replacing_folder`, whatever it was to become."""
+    """Remove what killed processes left in `parent` of `replacing_folder`, whatever it was to become."""
     for left in parent.glob(f".*{LOCKED_FOLDER}.*{TEMP_SUFFIX}"):
         with suppress(OSError):  # removed meanwhile, or locked
             if is_temporary(left.name):

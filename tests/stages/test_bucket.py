@@ -379,3 +379,16 @@ def test_plans_that_a_listing_does_not_show_yet_are_found(project, monkeypatch) 
     assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
     (home.root / "plans" / "000002.json").write_text("{}")
     assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
+
+
+@pytest.mark.slow
+def test_several_resolutions_of_the_same_files_share_their_texts(photos):
+    first = photos.settings["datasets"][0]
+    photos.settings["datasets"].append(first | {"id": "larger", "resolution": 96, "allow_upscale": True})
+    report = plan(photos)
+    assert report.details["texts"] == 4 + 1
+    assert report.details["changes"] == {"new": {"items": 8}}
+    assert {row["dataset"]: row["samples"] for row in report.details["datasets"]} == {"photos": 4, "larger": 4}
+    assert (
+        len({tuple(row["texts"]) for row in current_plan(Store(photos.root), photos.config()).active.to_pylist()}) == 4
+    )

@@ -18,16 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save_file
 
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.cli.console import Options, Report, run_program
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, index, preview
+from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
 from stages.planning.plan_lookup import current_plan
 from tests.project import SETTINGS, Project
 from tests.stages import media_cases, media_files
-from tests.stages.media_cases import IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
+from tests.stages.media_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
 
 ROOT = Path(__file__).parents[2]
 VIDEO = "kandinsky5-video-t2v"
@@ -386,3 +387,43 @@ def test_source_images_of_every_format(tmp_path: Path, start) -> None:
     far = {name: float(np.abs(condition - conditions["plain.png"]).mean()) for name, condition in conditions.items()}
     assert far.keys() == {f"{name}.png" for name, (_, _, reject) in SOURCES.items() if not reject}
     assert far["turned-photo.png"] < 0.2 * far["grey.png"] and far["heic.png"] < 0.3 * far["grey.png"]
+
+
+@pytest.mark.slow
+def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
+    pytest.importorskip("scenedetect")
+    home = start(tmp_path, VIDEO, video={"scenes": True, "clip": "chunks"})
+    other = [(20, 20, 20), media_files.WHITE, (120, 20, 120), (10, 90, 90)]
+    parts = [media_files.scene(0)] * 7 + [media_files.scene(100, colors=other)] * 12 + [media_files.scene(200)] * 3
+    media_files.video(home.media / "cuts.mp4", parts)
+    media_files.animation(home.media / "moving.gif")
+    for name in ("cuts", "moving"):
+        (home.media / f"{name}.txt").write_text("a scene")
+    home.settings["datasets"][0]["animations"] = "video"
+    found = through(home)
+    config = home.config()
+    samples = [row for row in current_plan(Store(config.root), config).samples.values() if row["path"] == "cuts.mp4"]
+    # The third scene is too short for a clip.
+    assert {(round(row["start"] * 12), row["geometry"]["bucket"]) for row in samples} == {(0, "80x48@5"), (7, CLIP)}
+    strip = found.strip("cuts.mp4")
+    assert sorted(round(media_files.level(frame) / 100) for frame in strip) == [0] * 5 + [1] * 9
+    assert found.reports["latents"].done == found.reports["index"].details["samples"] == 4  # chunks: two of the GIF
+
+
+@pytest.mark.slow
+def test_latents_of_turned_and_converted_files_decode_as_those_of_plain_ones(images: Outcome) -> None:
+    home = images.home
+    names = ["plain.png", "exif-6.png", "cmyk.tif"]
+    for name in names:
+        path = home.folder / "output/run/validation/step-000001" / f"{Path(name).stem}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {"latent": images.latents[name]}, path, metadata={"latentpress": json.dumps({"family": "kandinsky5-image"})}
+        )
+    assert home.run(decode.run).done == 3
+    shown = [
+        np.asarray(Image.open(home.folder / "output/run/samples/step-000001" / f"{Path(name).stem}.png"))
+        for name in names
+    ]
+    assert shown[0].shape == (48, 80, 3)
+    assert all(np.array_equal(picture, shown[0]) for picture in shown)

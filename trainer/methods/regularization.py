@@ -1,4 +1,4 @@
-"""Regularisation data: samples that keep the model as it was.
+"""Regularization data: samples that keep the model as it was.
 
 `base`: their target is the prediction of the model without its adapter, at the same noisy input, sigma and text; what
 the sample shows has no part in it but to make the input. `data`: their target is noise - x0, as of any sample, and the

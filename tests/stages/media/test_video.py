@@ -163,9 +163,9 @@ def test_a_truncated_video_is_found_by_probing_and_by_reading(videos, tmp_path, 
 
 @pytest.mark.slow
 def test_damage_gives_frames_or_a_media_error_and_nothing_else(videos, tmp_path):
-    draw, refused = random.Random(1), 0
+    draw = random.Random(1)
     for name in ("b-frames.mp4", "b-frames.mkv", "vp9.webm", "broadcast.ts"):
-        whole, path = videos[name].read_bytes(), tmp_path / name
+        whole, path, refused = videos[name].read_bytes(), tmp_path / name, 0
         for _ in range(12):
             damaged = bytearray(whole)
             for _ in range(20):
@@ -176,7 +176,7 @@ def test_damage_gives_frames_or_a_media_error_and_nothing_else(videos, tmp_path)
                 list(read_frames(path, clip_times(0.2, 25, 40)))
             except MediaError:
                 refused += 1
-    assert refused > 0
+        assert refused > 0 or name == "vp9.webm", name  # whose decoder hides most damage
 
 
 def test_memory_does_not_grow_with_the_clip_and_files_are_closed(videos):
