@@ -50,10 +50,11 @@ def prepare_fork() -> None:
 
 def use_one_thread() -> None:
     """For a fork: OpenMP's other threads are gone, and torch would wait for them for ever, whatever number a program
-    sets."""
+    sets. Also for a fork of a fork: torch makes its pool of threads anew at the first call after a fork, which two
+    threads must not do at once."""
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
-        torch.set_num_threads(1)
+        torch._C.set_num_threads(1)
         torch.set_num_threads = lambda number: None
 
 

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from schemas.cli.interruption import (
     StopHandler,
     child_environment,
     end_with_parent,
+    interrupted_by_sigterm,
     parse_duration,
 )
 
@@ -127,3 +130,36 @@ def test_a_signal_before_the_body_ends_the_program(monkeypatch: pytest.MonkeyPat
             done = True
     signal.set_wakeup_fd(-1)
     assert not done and handler.reason == "SIGTERM" and signal.getsignal(signal.SIGTERM) == before
+
+
+class InterruptedOnEnter(threading.Condition):
+    def __enter__(self) -> bool:
+        taken = super().__enter__()
+        if threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken
+
+
+class InterruptedOnExit(threading.Condition):
+    def __exit__(self, *error: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().__exit__(*error)
+
+
+@pytest.mark.parametrize("condition", [InterruptedOnEnter, InterruptedOnExit])
+@pytest.mark.parametrize("body", [interrupted_by_sigterm, lambda: StopHandler().stop_on_signals()])
+def test_an_interrupt_leaves_no_lock_taken(condition: type[threading.Condition], body: Any) -> None:
+    """Otherwise a thread that has a result would wait for ever, and the program for that thread."""
+    future: Future = Future()
+    future._condition = condition()
+    began = time.monotonic()
+    with suppress(KeyboardInterrupt), body():
+        with suppress(TimeoutError):
+            future.result(timeout=0.001)
+        while True:
+            assert time.monotonic() - began < 60, "it was not interrupted"
+    setting = threading.Thread(target=future.set_result, args=(None,), daemon=True)
+    setting.start()
+    setting.join(60)
+    assert not setting.is_alive()

@@ -17,10 +17,9 @@ import cache.shards.arrow
 import cache.shards.wds
 import cache.store.files
 import cache.store.store
-from schemas.cli.interruption import StopHandler
 from schemas.errors import INCOMPLETE, INTERRUPTED
 from stages import bucket, discover, encode_latents, run
-from stages.encoding import member_reader
+from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker
 from tests.background import until
 
@@ -97,26 +96,26 @@ def test_an_interrupt_that_is_dropped_is_heard_at_the_next_batch(planned, monkey
 def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
     """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
     kind = {"arrow": cache.shards.arrow, "webdataset": cache.shards.wds}[format].ShardWriter
-    finish, encode, obey = kind.finish, LatentsWorker.encode, StopHandler._on_signal
-    encoded, told = [], threading.Event()
+    finish, encode, drop = kind.finish, LatentsWorker.encode, worker._UnitShard.drop
+    encoded, dropped = [], threading.Event()
 
     def counted(self, names, batch, limit):
         yield from encode(self, names, batch, limit)
         encoded.append(names)
 
-    def noted(self, number, frame):
-        told.set()
-        obey(self, number, frame)
+    def noted(self):
+        drop(self)
+        dropped.set()
 
     def slow(self):
         while len(encoded) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
-        told.wait()
+        dropped.wait()
         return finish(self)
 
     monkeypatch.setattr(LatentsWorker, "encode", counted)
-    monkeypatch.setattr(StopHandler, "_on_signal", noted)
+    monkeypatch.setattr(worker._UnitShard, "drop", noted)
     monkeypatch.setattr(kind, "finish", slow)
     report = planned.run(encode_latents.run, f"cache.format={format}")
     assert len(planned.shards("latents")) == 1 and report.remaining == 7
