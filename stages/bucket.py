@@ -25,7 +25,7 @@ from schemas.tables import ACTIVE_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.stage import refuse_partition
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.planning import summary, units
 from stages.planning.plan_builder import DraftPlan, build_plan
 from stages.planning.units import find_open_members

@@ -26,7 +26,7 @@ from stages.follow.measures import LoadedMeasure, Measure, plan_measures
 from stages.follow.scored_samples import Sample, StepSamples, find_samples, read_sample
 from stages.follow.trackers import Tracker, open_trackers
 from stages.follow.watchers import Watch
-from stages.media.errors import MediaError, unreadable_error
+from stages.media.files import MediaError, unreadable_error
 
 REMEDY = "delete it, and run `latentpress decode`, then `latentpress score`"  # for a picture that can't be read
 

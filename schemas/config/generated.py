@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from schemas.catalog import FAMILIES
 from schemas.config.error_messages import is_section
-from schemas.config.loading import json_schema
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.yaml_reader import YamlError, parse_yaml
@@ -26,6 +26,18 @@ COMMENT_COLUMN = 28  # after the indentation
 _TABLE = re.compile(r"(<!-- options: (\S+) -->\n)\n(.*?)\n(<!-- end -->)", re.DOTALL)
 _OPTION = re.compile(r"( *)(?:# )?(?:- )?([a-z][\w-]*):( |$)")
 OptionPath = tuple[str, ...]  # keys, without the numbers of lists
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the configuration, with the flavours of each family."""
+    schema = Config.model_json_schema(by_alias=True)
+    model = schema["$defs"]["Model"]
+    model["properties"]["family"]["enum"] = list(FAMILIES)
+    model["allOf"] = [
+        {"if": {"properties": {"family": {"const": name}}}, "then": {"properties": {"flavour": {"enum": flavours}}}}
+        for name, flavours in ((name, [*family.flavours, None]) for name, family in FAMILIES.items())
+    ]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "latentpress pipeline"}
 
 
 def write_all(root: Path) -> list[Path]:

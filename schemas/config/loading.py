@@ -8,7 +8,6 @@ such a folder exists or it begins with "." or "~".
 """
 
 import io
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any, ClassVar, get_args, get_origin
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from schemas.catalog import FAMILIES
 from schemas.config.error_messages import dotted_path, explain_error, is_section, section_fields, type_at
 from schemas.config.pipeline import Config
 from schemas.config.prompt_library import LibraryPrompt, PromptLibraryError, read_prompts
@@ -165,18 +163,6 @@ def dump_yaml(config: Config) -> str:
     return out.getvalue()
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the configuration, with the flavours of each family."""
-    schema = Config.model_json_schema(by_alias=True)
-    model = schema["$defs"]["Model"]
-    model["properties"]["family"]["enum"] = list(FAMILIES)
-    model["allOf"] = [
-        {"if": {"properties": {"family": {"const": name}}}, "then": {"properties": {"flavour": {"enum": flavours}}}}
-        for name, flavours in ((name, [*family.flavours, None]) for name, family in FAMILIES.items())
-    ]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "latentpress pipeline"}
-
-
 @dataclass(frozen=True)
 class _Library:
     """The prompts of validation.prompts_file, which are the items of validation.prompts from number `first` on."""
@@ -317,7 +303,3 @@ def _map_texts(section: Any, keys: Sequence[str], change: Callable[[str], str]) 
     for key in keys if isinstance(section, dict) else ():
         if isinstance(section.get(key), str) and section[key]:
             section[key] = change(section[key])
-
-
-if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))

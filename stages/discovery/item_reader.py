@@ -5,8 +5,7 @@ from typing import Any
 
 from schemas.config.datasets import Dataset
 from stages.discovery.sources.base import open_source
-from stages.media.errors import unreadable_error
-from stages.media.files import media_size
+from stages.media.files import media_size, unreadable_error
 from stages.media.probe import probe_companion, probe_media
 
 

@@ -11,8 +11,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import Source, open_source
-from stages.media.errors import MediaError
-from stages.media.files import MediaPath, require_unchanged
+from stages.media.files import MediaError, MediaPath, require_unchanged
 
 
 class RequiredFile(NamedTuple):

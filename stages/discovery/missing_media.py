@@ -27,8 +27,7 @@ from schemas.text_format import escape_unprintable
 from stages.discovery.media_locations import MediaLocations, RequiredFile, location_option
 from stages.discovery.sources.base import VIDEO_EXTENSIONS, extensions_of_dataset
 from stages.discovery.sources.urls import display_location
-from stages.media.errors import MediaError
-from stages.media.files import Blob, MediaPath, media_size
+from stages.media.files import Blob, MediaError, MediaPath, media_size
 
 MAX_PROBED_FILES = 16  # of each dataset
 

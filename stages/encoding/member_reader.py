@@ -19,8 +19,7 @@ from cache.sets.plans import Unit
 from schemas.clips import clip_times
 from schemas.geometry import Bucket
 from stages.engines.sandbox import SandboxPool, WorkerFailure
-from stages.media.errors import MediaError, unreadable_error
-from stages.media.files import MediaPath, require_unchanged
+from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 
 

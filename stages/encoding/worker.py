@@ -25,7 +25,7 @@ from stages.encoding.member_reader import MemberPixels, NextUnit, Prefetcher, Re
 from stages.encoding.stage_state import reject_folder
 from stages.engines.jobs import Job, UnitResult
 from stages.engines.sandbox import SandboxPool
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 
 AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]

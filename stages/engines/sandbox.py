@@ -38,7 +38,7 @@ from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from schemas.cli.interruption import signals_blocked
 from schemas.config.encoding import Stages
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 
 T = TypeVar("T")
 R = TypeVar("R")

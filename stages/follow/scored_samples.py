@@ -10,7 +10,7 @@ from cache.models.weights import hash_file
 from cache.runs.training_run import read_description
 from cache.runs.validation_files import find_picture, list_validations
 from schemas.identity import hash_json
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.preview_mark import is_preview
 
 

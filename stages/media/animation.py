@@ -14,8 +14,7 @@ from PIL import Image
 
 from schemas.clips import TIME_TOLERANCE
 from stages.media.container import TimedFrame, require_ascending, select_frames
-from stages.media.errors import MediaError, unreadable_error
-from stages.media.files import MediaPath, open_media
+from stages.media.files import MediaError, MediaPath, open_media, unreadable_error
 from stages.media.image import open_image, probe_image, to_srgb
 from stages.media.video import VideoInfo
 

@@ -19,8 +19,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, Interpolation, VideoReformatter
 from PIL import Image, ImageFilter
 
-from stages.media.errors import MediaError
-from stages.media.files import MediaPath
+from stages.media.files import MediaError, MediaPath
 
 _TO_RGB_SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 _TO_YUV_SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INP

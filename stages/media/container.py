@@ -17,8 +17,15 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from schemas.clips import TIME_TOLERANCE
-from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
-from stages.media.files import Blob, MediaPath, media_size, open_media
+from stages.media.files import (
+    Blob,
+    MediaError,
+    MediaPath,
+    media_size,
+    open_media,
+    out_of_memory_error,
+    unreadable_error,
+)
 
 REPLACE_ADVICE = "replace it with an intact copy"
 REMUX_ADVICE = "convert it, for example with ffmpeg -i IN OUT.mp4"

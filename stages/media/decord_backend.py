@@ -17,8 +17,7 @@ import numpy as np
 
 from stages.media.color import is_assumed_bt709
 from stages.media.container import OpenVideo, open_video, require_ascending, require_time_within, time_tolerance
-from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
-from stages.media.files import Blob, MediaPath, open_media
+from stages.media.files import Blob, MediaError, MediaPath, open_media, out_of_memory_error, unreadable_error
 from stages.media.video import VideoInfo, probe_video
 
 # FFmpeg's names. In MPEG-TS decord replaces frames that it can't find by others and only warns.

@@ -23,8 +23,7 @@ from av.video.frame import VideoFrame
 
 from schemas.clips import TIME_TOLERANCE
 from stages.media.container import REMUX_ADVICE, REPLACE_ADVICE, OpenVideo, packets_from_keyframe
-from stages.media.errors import MediaError
-from stages.media.files import MediaPath, open_media
+from stages.media.files import MediaError, MediaPath, open_media
 
 _IDENTITY = np.diag([1 << 16, 1 << 16, 1 << 30]).astype(np.float64)
 _UPRIGHT_CONTAINERS = ("avi", "mpegts")

@@ -17,8 +17,7 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageCms
 
-from stages.media.errors import MediaError, out_of_memory_error, unreadable_error
-from stages.media.files import MediaPath, media_size, open_media
+from stages.media.files import MediaError, MediaPath, media_size, open_media, out_of_memory_error, unreadable_error
 
 # A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM) on a dataset.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM", "JPEG2000")

@@ -8,8 +8,7 @@ from PIL import Image
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop
 from stages.media import animation, decord_backend, video
-from stages.media.errors import MediaError, out_of_memory_error
-from stages.media.files import MediaPath
+from stages.media.files import MediaError, MediaPath, out_of_memory_error
 from stages.media.image import MAX_PIXELS, load_image
 
 

@@ -33,8 +33,7 @@ from stages.media.container import (
     select_frames,
     time_tolerance,
 )
-from stages.media.errors import MediaError
-from stages.media.files import MediaPath, media_size
+from stages.media.files import MediaError, MediaPath, media_size
 from stages.media.header import Orientation, no_frames_error, read_timing
 from stages.media.image import MAX_PIXELS
 

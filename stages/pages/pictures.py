@@ -20,8 +20,7 @@ import numpy as np
 
 from cache.runs.validation_files import describe_latents, find_picture
 from schemas.config.pipeline import Config
-from stages.media.errors import MediaError, unreadable_error
-from stages.media.files import MediaPath
+from stages.media.files import MediaError, MediaPath, unreadable_error
 
 IMAGE_BOX, FRAME_BOX, THUMBNAIL_BOX = (384, 320), (208, 160), (256, 256)  # pixels
 QUALITY_STEPS = ((82, 1.0), (70, 1.0), (55, 1.0), (45, 0.75), (40, 0.5), (35, 0.35))  # quality, scale

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from cache.sets import rejects
 from schemas.cli.console import Options, Progress, Report
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Section, render_template
 from stages.pages.pictures import Picture
 from stages.pages.plan_table import PlanTable, bucket_anchor, link_buckets

@@ -5,20 +5,15 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-import torch
-
 from cache.sets import rejects
-from cache.shards.shard import ShardRow
 from cache.store.damage import DamageError
 from schemas.cli.console import Progress, Report
 from schemas.config.encoding import StageWorkers
 from schemas.errors import LatentpressError
-from schemas.family import Family
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.vae import base
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.pages.plan_table import NOT_ENCODED, EncodedPlan
 from stages.pages.result_page import MAX_LOWEST, MAX_PAGE_BYTES, SampleResult, compare_clips
 from stages.pages.sample_preview import PageItem, SamplePixels, frame_indices, make_original_reader, read_samples
@@ -69,44 +64,19 @@ def _compare_sample(
         return replace(result, damage=stored)
     path, row = stored
     try:
-        decoded = decode_tensor(model.family_spec, autoencoder, path, row, "latent", item.bucket)
+        decoded = base.decode_tensor(model.family_spec, autoencoder, path, row, "latent", item.bucket)
         comparison = compare_clips(pixels.frames if pixels else None, decoded, item.times, max_bytes)
         if "condition" in row.tensors:
             size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
             given = 1 if model.condition is None else model.condition.frames
             bucket = Bucket(size.width, size.height, given)
-            decoded = decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)
+            decoded = base.decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)
             times = item.times[:given]
             condition = compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
             comparison = replace(comparison, condition=condition.frames[0])
     except DamageError as damage:
         return replace(result, damage=damage)
     return replace(result, comparison=comparison)
-
-
-def decode_tensor(
-    family: Family, autoencoder: base.Autoencoder, path: str, row: ShardRow, name: str, bucket: Bucket
-) -> np.ndarray:
-    """uint8 (T, H, W, 3) of the row's tensor `name`: latents (C, T, h, w), or their moments (2 C, T, h, w). Tiled as
-    diffusers does by default.
-
-    path: of its shard. Raises DamageError if their shape is not that of `bucket`, LatentpressError if memory runs out.
-    """
-    latent, shape = row.tensors[name], bucket.latent_shape(family.spatial_stride, family.temporal_stride)
-    if latent.shape not in {(times * family.latent_channels, *shape) for times in (1, 2)}:
-        reason = f"its {name} has the shape {latent.shape}, and {bucket} has {(family.latent_channels, *shape)}"
-        raise DamageError(path, reason, id=row.id)
-    try:
-        flat = torch.frombuffer(bytearray(latent.raw()), dtype=getattr(torch, latent.dtype))
-        frames_THWC = autoencoder.decode(flat.reshape(latent.shape)[None])[0].numpy()
-    except (RuntimeError, MemoryError) as error:
-        if not model_loading.is_out_of_memory(error):
-            raise
-        raise LatentpressError(
-            f"out of memory decoding one sample of {bucket}: {error}", "use --device cpu, or a larger card"
-        ) from error
-    assert frames_THWC.shape == (bucket.frames, bucket.height, bucket.width, 3), frames_THWC.shape
-    return frames_THWC
 
 
 def add_to_report(results: list[SampleResult], report: Report, *, with_samples: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from schemas.errors import LatentpressError
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.pages.html import Caption, Card, Figure, Gallery, Link, Section, render_template
 from stages.pages.pictures import FRAME_BOX, IMAGE_BOX, Picture, encode_picture
 from stages.pages.plan_table import EncodedCaption, EncodedPlan, bucket_anchor, link_buckets

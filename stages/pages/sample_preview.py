@@ -11,8 +11,7 @@ from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.engines.sandbox import SandboxPool, WorkerFailure
-from stages.media.errors import MediaError, unreadable_error
-from stages.media.files import MediaPath, require_unchanged
+from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
 from stages.pages.pictures import FRAME_BOX, Picture, encode_picture
 from stages.pages.plan_table import PlanTable
 

@@ -23,7 +23,7 @@ from schemas.config.encoding import StageWorkers
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.pages.plan_table import EncodedPlan, PlanTable
 from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
 from stages.planning.plan_lookup import current_plan
@@ -85,7 +85,7 @@ def _read_id(folder: Path) -> tuple[str, str] | None:
 
 
 def _decode(encoded: EncodedPlan, autoencoder: Any, sample_id: str, bucket: str) -> np.ndarray:
-    from stages.pages.result_comparison import decode_tensor
+    from stages.encoding.vae.base import decode_tensor
 
     [stored] = encoded.latents.read([sample_id]).values()
     if isinstance(stored, LatentpressError):

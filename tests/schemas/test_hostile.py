@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.config.error_messages import is_section, section_fields
-from schemas.config.loading import ConfigError, json_schema, load_config
+from schemas.config.generated import json_schema
+from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.yaml_reader import MAX_CHARACTERS
 

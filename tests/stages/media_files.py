@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.processes import same_scheduling
 
 SIZE = WIDTH, HEIGHT = 96, 64

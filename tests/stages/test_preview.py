@@ -14,7 +14,7 @@ from schemas.cli.tables import heading
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from stages import discover, preview
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 from stages.pages import sample_preview
 from stages.pages.plan_page import MAX_EXAMPLES

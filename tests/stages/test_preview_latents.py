@@ -20,7 +20,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, preview
 from stages.encoding.vae import base
 from stages.media import sample_reader
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
 from stages.pages import pictures, result_page, sample_preview, sheets
 from stages.pages.html import Section, render_template

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stages.encoding.stage_options import UsageError
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.pages.html import Section, render_template
 from stages.pages.pictures import Picture
 from stages.pages.plan_page import plan_card

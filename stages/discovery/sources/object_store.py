@@ -22,8 +22,7 @@ from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
 from stages.discovery.sources.store_checksum import StoreChecksum, best_checksum
 from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
-from stages.media.errors import RESTORE_ADVICE, MediaError
-from stages.media.files import Blob, MediaPath, SeekableReader
+from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath, SeekableReader
 
 #: What one request reads ahead: one request reads an image of this size, a second one the index at a video's end.
 READ_AHEAD_BYTES = 1 << 20

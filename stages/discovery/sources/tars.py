@@ -26,8 +26,7 @@ from stages.discovery.sources.object_store import (
     walk_objects,
 )
 from stages.discovery.sources.urls import join_url, strip_secrets
-from stages.media.errors import RESTORE_ADVICE, MediaError
-from stages.media.files import Blob, FileWindow, MediaPath, media_size, open_media
+from stages.media.files import RESTORE_ADVICE, Blob, FileWindow, MediaError, MediaPath, media_size, open_media
 
 #: Blocks and types of members, from POSIX.1-2001 (ustar and pax) and GNU tar.
 _BLOCK = 512

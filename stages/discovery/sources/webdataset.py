@@ -22,14 +22,12 @@ from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources import base, tars
-from stages.discovery.sources.captions import MAX_CAPTION_BYTES, split_caption_lines
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
-from stages.discovery.sources.companions import CommonSource
+from stages.discovery.sources.companions import MAX_CAPTION_BYTES, CommonSource, split_caption_lines
 from stages.discovery.sources.object_store import file_below
 from stages.discovery.sources.tars import file_version, find_tars, parse_patterns
 from stages.discovery.sources.urls import strip_secrets
-from stages.media.errors import RESTORE_ADVICE, MediaError
-from stages.media.files import MediaPath, media_size, open_media
+from stages.media.files import RESTORE_ADVICE, MediaError, MediaPath, media_size, open_media
 
 _KEY_PATTERN = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _text = pa.string()

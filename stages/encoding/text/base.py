@@ -22,7 +22,7 @@ from schemas.family import Template
 from schemas.text_format import shorten
 from stages.encoding import model_loading
 from stages.encoding.text.prefix_cache import EncoderStats, PrefixCachedModel, find_prefix_ids
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 
 CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 INSTALL_COMMAND = "pip install -e '.[quant]'"

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from cache.models.compatibility import check_autoencoder, preview_model
 from cache.models.weights import config_errors, load_part, load_pretrained, read_component_config
+from cache.shards.shard import ShardRow
+from cache.store.damage import DamageError
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.family import Family, Normalization
+from schemas.geometry import Bucket
 from stages.encoding import model_loading
 
 PosteriorMode = Literal["sample", "mode", "moments"]
@@ -130,6 +134,31 @@ def load_autoencoder(config: Config, where: torch.device) -> Autoencoder:
             "install the tested versions (constraints.txt)",
         )
     return loaded
+
+
+def decode_tensor(
+    family: Family, autoencoder: Autoencoder, path: str, row: ShardRow, name: str, bucket: Bucket
+) -> np.ndarray:
+    """uint8 (T, H, W, 3) of the row's tensor `name`: latents (C, T, h, w), or their moments (2 C, T, h, w). Tiled as
+    diffusers does by default.
+
+    path: of its shard. Raises DamageError if their shape is not that of `bucket`, LatentpressError if memory runs out.
+    """
+    latent, shape = row.tensors[name], bucket.latent_shape(family.spatial_stride, family.temporal_stride)
+    if latent.shape not in {(times * family.latent_channels, *shape) for times in (1, 2)}:
+        reason = f"its {name} has the shape {latent.shape}, and {bucket} has {(family.latent_channels, *shape)}"
+        raise DamageError(path, reason, id=row.id)
+    try:
+        flat = torch.frombuffer(bytearray(latent.raw()), dtype=getattr(torch, latent.dtype))
+        frames_THWC = autoencoder.decode(flat.reshape(latent.shape)[None])[0].numpy()
+    except (RuntimeError, MemoryError) as error:
+        if not model_loading.is_out_of_memory(error):
+            raise
+        raise LatentpressError(
+            f"out of memory decoding one sample of {bucket}: {error}", "use --device cpu, or a larger card"
+        ) from error
+    assert frames_THWC.shape == (bucket.frames, bucket.height, bucket.width, 3), frames_THWC.shape
+    return frames_THWC
 
 
 def make_posterior(parameters: torch.Tensor) -> Any:

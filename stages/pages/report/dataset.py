@@ -26,8 +26,7 @@ from stages.discovery.sources.base import Source, open_source
 from stages.encoding import stage_registry
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.maintenance.set_aside import SetAside, list_set_aside
-from stages.media.errors import MediaError
-from stages.media.files import MediaPath
+from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
 from stages.pages.report.plots import Plot, draw_bars
 from stages.planning.plan_lookup import current_plan

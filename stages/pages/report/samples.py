@@ -22,8 +22,7 @@ from schemas.config.pipeline import Config
 from schemas.config.validation_samples import ValidationSample, validation_samples
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
-from stages.media.errors import MediaError
-from stages.media.files import MediaPath
+from stages.media.files import MediaError, MediaPath
 from stages.media.preview_mark import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Figure, Gallery

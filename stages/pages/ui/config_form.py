@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from schemas.catalog import FAMILIES
-from schemas.config.loading import json_schema
+from schemas.config.generated import json_schema
 from schemas.config.yaml_editor import CannotEdit, read_values, set_value, value_at
 from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml
 

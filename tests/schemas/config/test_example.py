@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 from schemas.config.error_messages import is_section, section_fields
-from schemas.config.generated import commented_example, description, options, with_tables, write_all
-from schemas.config.loading import json_schema, load_config
+from schemas.config.generated import commented_example, description, json_schema, options, with_tables, write_all
+from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ import pytest
 
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, preview
-from stages.media.errors import unreadable_error
+from stages.media.files import unreadable_error
 from tests.stages.discovery.missing_files import files, prepared, stops, unloaded
 
 # -- discovery -------------------------------------------------------------------------------------------------------

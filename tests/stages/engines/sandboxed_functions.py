@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 
 
 def working() -> Callable[[object], object]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS, SandboxPool, WorkerFailure
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.engines.sandboxed_functions import broken, noting, working
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.media import files
-from stages.media.errors import MediaError
-from stages.media.files import Blob, FileWindow
+from stages.media.files import Blob, FileWindow, MediaError
 
 
 class Held(Blob):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageOps
 
-from stages.media.errors import MediaError
-from stages.media.files import Blob
+from stages.media.files import Blob, MediaError
 from stages.media.image import load_image, probe_image
 from tests.stages import media_files
 from tests.stages.media_files import reason, refusal

@@ -2,8 +2,7 @@ import pytest
 from PIL import Image
 
 from schemas.tables import MEDIA_SCHEMA
-from stages.media.errors import MediaError
-from stages.media.files import Blob, hash_file
+from stages.media.files import Blob, MediaError, hash_file
 from stages.media.probe import probe_companion, probe_media
 from tests.stages.media_files import clip, video
 

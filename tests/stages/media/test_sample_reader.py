@@ -6,7 +6,7 @@ from PIL import Image
 
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop, cover_crop
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.sample_reader import normalize_pixels, read_sample_frames, read_sample_mask, resize_and_crop
 from tests.stages.media_files import video
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schemas.clips import clip_times, frames_available
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.video import probe_video, read_frames
 from tests.stages import media_files
 from tests.stages.media_files import number_of, reason

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from stages.media import decord_backend
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.video import probe_video
 from tests.stages.media.test_video_formats import FAST, PRORES, X265, first_frame, numbers, write
 from tests.stages.media_files import colors, reason, refusal, video

@@ -13,7 +13,7 @@ import pytest
 from schemas.clips import clip_times
 from stages.media import decord_backend, video
 from stages.media.container import open_video
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from stages.media.header import orientation_of_frame, orientation_of_header
 from stages.media.video import probe_video, read_frames
 from tests.stages import media_files

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.captions import (
+from stages.discovery.sources.companions import (
     MAX_CAPTION_BYTES,
     CaptionLookup,
     captions_from_names,
@@ -19,7 +19,7 @@ from stages.discovery.sources.captions import (
     strip_extensions,
 )
 from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from stages.discovery.sources import huggingface
 from stages.discovery.sources.base import LISTING_SCHEMA, open_source
 from stages.discovery.sources.huggingface import HuggingFaceSource
 from stages.media import files
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.discovery.tars import picture, read
 
 hf = pytest.importorskip("datasets")

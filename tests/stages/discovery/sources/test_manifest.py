@@ -10,7 +10,7 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import LISTING_SCHEMA, open_source
 from stages.discovery.sources.manifest import ManifestSource
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.discovery.listings import listed, put, reason, write_table
 from tests.stages.discovery.tars import read
 

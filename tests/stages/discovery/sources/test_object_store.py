@@ -12,7 +12,7 @@ from schemas.errors import LatentpressError
 from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, open_filesystem
 from stages.discovery.sources.store_checksum import best_checksum
 from stages.media import files
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.discovery.tars import picture, read
 from tests.stages.media_files import reason, refusal
 

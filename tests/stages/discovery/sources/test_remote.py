@@ -15,7 +15,7 @@ from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.object_store import RemoteFile
 from stages.media import files
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.discovery.tars import read, scan
 
 SECRET = "wJalrXUtnFEMI-not-a-real-key"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.discovery.tars import dataset, picture, read, scan, write
 
 

@@ -16,7 +16,7 @@ from stages.discovery.sources import tars
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.webdataset import WebDatasetSource
 from stages.media import files
-from stages.media.errors import MediaError
+from stages.media.files import MediaError
 from tests.stages.discovery.tars import dataset, picture, read, scan, write
 
 wds = pytest.importorskip("webdataset")
