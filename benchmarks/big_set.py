@@ -33,8 +33,7 @@ import pyarrow as pa
 
 from benchmarks.common import MIB, make_parser, print_header, print_row
 from cache.order.schedule import BatchSchedule
-from cache.sets.exporter import publish_set
-from cache.sets.set_lookup import open_set
+from cache.sets.set_lookup import open_set, publish_set
 from cache.store.store import Store
 from schemas.config.training import Train
 from schemas.import_time import leave_out_pandas

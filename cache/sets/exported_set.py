@@ -11,7 +11,7 @@ An export may come from anywhere: tables, names and numbers are checked before t
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ import pyarrow.compute as pc
 
 from cache.sets.table_checks import check_row_numbers
 from cache.sets.trainset import Location, SetError, TrainSet, packed_row_id
+from cache.shards import shard_io
 from cache.shards.arrow import ShardReader as ArrowReader
 from cache.shards.arrow import is_reserved_name
-from cache.shards.shard import ShardRow, canonical_json, row_checksum
-from cache.shards.shard_io import open_reader
+from cache.shards.shard import ShardMeta, ShardRow, canonical_json, row_checksum
 from cache.shards.tensor_checks import SAMPLE, kind_of
 from cache.store.damage import ENCODE_PROGRAMS, DamageError, as_damage
 from cache.store.json_checks import (
@@ -35,6 +35,8 @@ from cache.store.json_checks import (
     printable,
 )
 from cache.store.store import Store
+from schemas.errors import USAGE, LatentpressError
+from schemas.tables import index_schema
 
 EXPORT_VERSION = 1
 CHECKED_ROWS = 1 << 17  # at a time
@@ -162,7 +164,7 @@ def collect_provenance(data: TrainSet) -> list[dict[str, Any]]:
         return list(data.meta["export"]["made_with"])
     texts = set()
     for path in data.tables["shards"].column("path").to_pylist():
-        with open_reader(data.store, path) as shard:
+        with shard_io.open_reader(data.store, path) as shard:
             provenance = shard.meta.provenance
         several = provenance.get("made_with", [{key: provenance[key] for key in PROVENANCE_KEYS if key in provenance}])
         texts |= {canonical_json(versions) for versions in several if versions}
@@ -190,7 +192,7 @@ def collect_columns(data: TrainSet) -> dict[str, ColumnDtypes]:
 
 def read_columns(store: Store, path: str) -> ColumnDtypes:
     """Tensor name -> dtype: from the schema of an Arrow shard, from the rows of a tar."""
-    with open_reader(store, path) as shard:
+    with shard_io.open_reader(store, path) as shard:
         if isinstance(shard, ArrowReader):
             return shard.columns
         rows = (shard.read(number, verify=False) for number in range(len(shard)))
@@ -232,3 +234,43 @@ def check_export_tables(index: pa.Table, texts: pa.Table, shards: pa.Table) -> N
         if not np.where(steps == 0, row == next_row, (steps == 1) & (row == 0)).all():
             raise ValueError("the index does not name the shards' rows in their order")
         last_shard, last_row = shard[-1], row[-1]
+
+
+class TargetError(LatentpressError):
+    """The target of an export or import holds something else."""
+
+    exit_code = USAGE
+
+
+def row_bytes(row: ShardRow) -> int:
+    return sum(array.nbytes for array in row.tensors.values())
+
+
+def has_shard(store: Store, path: str | None, ids: list[str]) -> bool:
+    """Whether the shard at `path` exists, is undamaged and has the rows `ids`. Reads all of it."""
+    if path is None or shard_io.verify(store, path):
+        return False
+    with shard_io.open_reader(store, path) as shard:
+        return shard.meta.ids == ids
+
+
+def write_shard(store: Store, meta: ShardMeta, columns: Mapping[str, str], form: str, rows: Iterable[ShardRow]) -> int:
+    """Publish <kind>/<fingerprint>/<unit> in the format `form`; returns the bytes of its tensors."""
+    size, stem = 0, f"{meta.kind}/{meta.fingerprint}/{meta.unit}"
+    with shard_io.open_writer(store, stem, meta, columns, form) as writer:
+        for row in rows:
+            writer.add(row)
+            size += row_bytes(row)
+        writer.finish()
+    return size
+
+
+def replace_locations(index: pa.Table, locations: Mapping[str, Any]) -> pa.Table:
+    """The index with other locations: (2, n) shards and rows by kind, of "latents" and of each further kind."""
+    new = {
+        f"{kind}_{name}".removeprefix("latents_"): pa.array(numbers, pa.int32())
+        for kind, both in locations.items()
+        for name, numbers in zip(("shard", "row"), both, strict=True)
+    }
+    schema = index_schema([kind for kind in locations if kind != "latents"])
+    return pa.table([new[name] if name in new else index.column(name) for name in schema.names], schema=schema)

@@ -14,17 +14,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets import exported_set, plans, set_lookup
-from cache.sets.exported_set import PROMPTS_KIND, SAMPLES_KIND, pack_row
+from cache.sets.exported_set import (
+    PROMPTS_KIND,
+    SAMPLES_KIND,
+    TargetError,
+    has_shard,
+    pack_row,
+    replace_locations,
+    row_bytes,
+    write_shard,
+)
 from cache.sets.table_runs import find_runs
 from cache.sets.trainset import TrainSet, packed_row_id
-from cache.shards import shard_io
 from cache.shards.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensor_checks import SAMPLE, kind_of
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
-from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
+from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 SIZE_SAMPLE_ROWS = 16  # rows of a group that are read to estimate its size
 MIB = 2**20
@@ -33,12 +41,6 @@ INDEX_KEYS = ("role", "dataset", "bucket", "repeats", "weight", "regularisation"
 PROMPT_KEYS = ("name", "prompt", "negative_prompt", "bucket")  # of a validation prompt, likewise
 
 RowGroup = tuple[tuple, int, int]  # role and bucket, first row, row after the last
-
-
-class TargetError(LatentpressError):
-    """The target of an export or import holds something else."""
-
-    exit_code = USAGE
 
 
 class RowSize(NamedTuple):
@@ -75,29 +77,6 @@ def estimate_row_size(data: TrainSet, group: RowGroup) -> RowSize:
     samples = [data.part_rows(first + (2 * i + 1) * (last - first) // (2 * count)) for i in range(count)]
     sizes = [(kind_of(name), row_bytes(row)) for parts in samples for name, row in parts.items()]
     return RowSize(sum(size for _, size in sizes) / count, sum(size for kind, size in sizes if kind == "text") / count)
-
-
-def row_bytes(row: ShardRow) -> int:
-    return sum(array.nbytes for array in row.tensors.values())
-
-
-def has_shard(store: Store, path: str | None, ids: list[str]) -> bool:
-    """Whether the shard at `path` exists, is undamaged and has the rows `ids`. Reads all of it."""
-    if path is None or shard_io.verify(store, path):
-        return False
-    with shard_io.open_reader(store, path) as shard:
-        return shard.meta.ids == ids
-
-
-def write_shard(store: Store, meta: ShardMeta, columns: Mapping[str, str], form: str, rows: Iterable[ShardRow]) -> int:
-    """Publish <kind>/<fingerprint>/<unit> in the format `form`; returns the bytes of its tensors."""
-    size, stem = 0, f"{meta.kind}/{meta.fingerprint}/{meta.unit}"
-    with shard_io.open_writer(store, stem, meta, columns, form) as writer:
-        for row in rows:
-            writer.add(row)
-            size += row_bytes(row)
-        writer.finish()
-    return size
 
 
 class Exporter:
@@ -229,24 +208,4 @@ class Exporter:
             "texts": pa.table([texts, nowhere, nowhere], schema=SET_TEXTS_SCHEMA),
             "shards": pa.table([paths, [path.split("/")[0] for path in paths]], schema=SET_SHARDS_SCHEMA),
         }
-        publish_set(self.target, self.record, tables)
-
-
-def replace_locations(index: pa.Table, locations: Mapping[str, Any]) -> pa.Table:
-    """The index with other locations: (2, n) shards and rows by kind, of "latents" and of each further kind."""
-    new = {
-        f"{kind}_{name}".removeprefix("latents_"): pa.array(numbers, pa.int32())
-        for kind, both in locations.items()
-        for name, numbers in zip(("shard", "row"), both, strict=True)
-    }
-    schema = index_schema([kind for kind in locations if kind != "latents"])
-    return pa.table([new[name] if name in new else index.column(name) for name in schema.names], schema=schema)
-
-
-def publish_set(store: Store, record: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
-    """Publish a set and make it the newest of its family and task."""
-    folder = f"sets/{record['id']}"
-    for name, table in tables.items():
-        store.write_table(f"{folder}/{name}.arrow", table)
-    store.publish_json(f"{folder}/set.json", record)
-    set_lookup.update_pointers(store, record)
+        set_lookup.publish_set(self.target, self.record, tables)

@@ -14,9 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.sets.exported_set import ExportedSet, collect_columns, source_fingerprints
-from cache.sets.exporter import TargetError, has_shard, publish_set, replace_locations, write_shard
+from cache.sets.exported_set import (
+    ExportedSet,
+    TargetError,
+    collect_columns,
+    has_shard,
+    replace_locations,
+    source_fingerprints,
+    write_shard,
+)
 from cache.sets.set_files import read_set_table
+from cache.sets.set_lookup import publish_set
 from cache.shards.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensor_checks import SAMPLE
 from cache.store.damage import DamageError

@@ -13,9 +13,8 @@ import pyarrow as pa
 from cache.sets.table_checks import check_merged_rejects, check_rejects
 from cache.store import arrow_ipc
 from cache.store.batch_reads import read_files
-from cache.store.damage import DamageError, as_damage
+from cache.store.damage import DamageError, as_damage, until_sound
 from cache.store.files import Entry
-from cache.store.retries import until_sound
 from cache.store.store import Store
 from schemas.tables import MERGED_REJECTS_SCHEMA, REJECTS_SCHEMA
 

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache.shards.tensors import Array
-from cache.store.damage import SHARD_PROGRAMS, DamageError, as_damage
+from cache.store.damage import SHARD_PROGRAMS, DamageError, as_damage, until_sound
 from cache.store.files import explained
 from cache.store.json_checks import (
     check_count,
@@ -29,7 +29,6 @@ from cache.store.json_checks import (
     check_text,
     printable,
 )
-from cache.store.retries import until_sound
 from cache.store.store import Store
 from schemas.identity import hash_bytes
 from schemas.tables import FORMAT_VERSION

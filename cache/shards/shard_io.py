@@ -8,8 +8,7 @@ from functools import partial
 from cache.shards import arrow, wds
 from cache.shards.shard import ARROW_SUFFIX, SUFFIXES, TAR_SUFFIX, BaseShardReader, BaseShardWriter, ShardMeta, ShardRow
 from cache.store import json_checks
-from cache.store.damage import DamageError
-from cache.store.retries import until_sound
+from cache.store.damage import DamageError, until_sound
 from cache.store.store import Store
 
 

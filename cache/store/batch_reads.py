@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+from cache.store.damage import BadAnswer, note_bad_answer
 from cache.store.files import Entry
-from cache.store.retries import BadAnswer, note_bad_answer
 from cache.store.store import Store
 from cache.store.store_errors import explained_object
 

@@ -1,15 +1,21 @@
-"""Damage: bytes that are not what was written. Names the file, what is wrong, and the command that makes it again."""
+"""Damage: bytes that are not what was written. Names the file, what is wrong, and the command that makes it again.
+
+Answers of an object store that are shorter than what was asked for, or not the bytes that were written, are asked for
+again a few times, with a message; only what stays wrong is an error, or damage.
+"""
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
 from cache.store import json_checks
 from cache.store.files import explained
+from cache.store.retries import notes_of
 from schemas.errors import DAMAGE, LatentpressError
 
 #: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is
@@ -18,6 +24,7 @@ PARSE_ERRORS = (
     *(pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowTypeError, pa.ArrowNotImplementedError, pa.ArrowSerializationError),
     *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
 )
+ANSWERS = 3  # to one question; the last one counts
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
 SHARD_PROGRAMS = ENCODE_PROGRAMS | {"samples": "export", "prompts": "export"}
 
@@ -28,6 +35,9 @@ _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy an export again"),
     (re.compile(r"(?:^|/)rejects/([a-z-]+)/(?:[^/]+/)?[^/]+\.arrow$"), "", "writes the list again"),
 )
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class DamageError(LatentpressError):
@@ -86,3 +96,45 @@ def rebuild_advice(path: str) -> str:
     if program == "export":
         return "latentpress export   # with the same options: it checks what is there and writes this shard again"
     return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"
+
+
+class BadAnswer(OSError):
+    """Other than as many bytes as were asked for."""
+
+
+def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
+    """Return what `read` returns; it is called again where a bad answer of the object store behind `url` made it raise.
+    url: "" for files of this machine. file: what `read` reads from; it lets go of the bytes of that answer, if it keeps
+    any."""
+    for _ in range(ANSWERS - 1 if url else 0):
+        try:
+            return read()
+        except Exception as error:  # botocore's own can't be imported here
+            if not _is_of_bad_answer(error):
+                raise
+            note_bad_answer(url, error)
+        if hasattr(file, "forget"):
+            file.forget()
+    return read()
+
+
+def asked_again(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The method of a store, `until_sound`."""
+
+    @wraps(method)
+    def ask(store: Any, *args: P.args, **options: P.kwargs) -> T:
+        return until_sound(store.remote_url, partial(method, store, *args, **options))
+
+    return ask
+
+
+def note_bad_answer(url: str, error: Exception) -> None:
+    reason = getattr(error, "message", "") or getattr(error, "strerror", "") or str(error)
+    notes_of(url.partition("://")[0]).note(reason if url in reason else f"{url}: {reason}")
+
+
+def _is_of_bad_answer(error: Exception) -> bool:
+    """Whether other bytes might have been all right. What is missing, and what can't be reached, is no bad answer."""
+    if isinstance(error, DamageError):
+        return not isinstance(error.__cause__, FileNotFoundError)
+    return isinstance(error, BadAnswer) or type(error).__name__ == "FlexibleChecksumError"

@@ -16,10 +16,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from cache.store import arrow_ipc, files, json_checks, object_store
-from cache.store.damage import DamageError, as_damage
+from cache.store.damage import DamageError, as_damage, asked_again
 from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.store.layout import is_project_file
-from cache.store.retries import asked_again
 from cache.store.store_errors import explained_object
 from schemas.cli.progress import activity
 from schemas.regular_files import open_regular

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 
 from cache.shards.shard import BaseShardReader
+from cache.store.damage import ANSWERS, note_bad_answer
 from cache.store.files import StoreError
-from cache.store.retries import ANSWERS, note_bad_answer
 from cache.supply.limited_shards import LimitedShards, SupplyError
 from cache.supply.remote_shards import ShardCopies
 from cache.supply.shard_queue import ShardQueue

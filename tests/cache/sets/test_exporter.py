@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.sets import plans
-from cache.sets.exporter import Exporter, RowSize, TargetError, divide_groups
+from cache.sets.exported_set import TargetError
+from cache.sets.exporter import Exporter, RowSize, divide_groups
 from cache.sets.importer import Importer
 from cache.sets.trainset import Location, SetError
 from cache.shards import shard_io

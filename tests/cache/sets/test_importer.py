@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache.sets.exporter import TargetError
+from cache.sets.exported_set import TargetError
 from cache.sets.importer import Importer
 from cache.shards import shard_io
 from cache.store.damage import DamageError

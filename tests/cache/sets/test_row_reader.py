@@ -15,7 +15,7 @@ from cache.sets import row_reader
 from cache.sets.row_reader import RowReader
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError, TrainSet
-from cache.shards.mapped_shards import TAR_WEIGHT, map_limit
+from cache.shards.shard_supply import TAR_WEIGHT, map_limit
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from tests.cache.sets.exports import export, make_source

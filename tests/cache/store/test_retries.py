@@ -9,9 +9,8 @@ import pytest
 
 from cache.sets import rejects
 from cache.shards import shard_io
-from cache.store import retries
-from cache.store.damage import DamageError
-from cache.store.retries import ANSWERS
+from cache.store import damage, retries
+from cache.store.damage import ANSWERS, DamageError
 from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
@@ -92,7 +91,7 @@ def test_what_stays_damaged_is_damage(store: Store, s3: S3Server) -> None:
 def test_wrong_answers_are_said_and_counted(store: Store, s3: S3Server, monkeypatch, capsys) -> None:
     now = [0.0]
     notes = retries.RetryNotes("s3", lambda: now[0])
-    monkeypatch.setattr(retries, "notes_of", {"s3": notes}.__getitem__)
+    monkeypatch.setattr(damage, "notes_of", {"s3": notes}.__getitem__)
     show_activities(Console())
     try:
         for wrong in WRONG:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.store.damage import DamageError
+from cache.store.damage import ANSWERS, DamageError
 from cache.store.files import StoreError
-from cache.store.retries import ANSWERS
 from cache.store.store import Store
 from tests.cache.sets.test_row_reader import FORMS
 from tests.cache.store.remote_place import Place, content, read, total

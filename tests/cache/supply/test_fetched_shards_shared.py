@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cache.store.damage import ANSWERS
 from cache.store.files import StoreError
-from cache.store.retries import ANSWERS
 from cache.store.store import Store
 from cache.supply import remote_shards
 from schemas.cli import progress
