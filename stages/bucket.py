@@ -14,7 +14,7 @@ import typer
 from cache.models.compatibility import bucket_side_multiple
 from cache.order.schedule import small_bucket_advice
 from cache.sets import plans, rejects
-from cache.store.disk_space import SPACE_ADVICE, find_shortage
+from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity

@@ -18,7 +18,7 @@ import typer
 
 from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
-from cache.runs.validation_files import is_current
+from cache.runs.validations import is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler

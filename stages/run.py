@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.runs.best_step import BEST_KEYS
 from cache.runs.process_record import append_stage, clear_failure, read_failure, record_failure
 from cache.runs.training_run import METRICS_FILE
+from cache.runs.validations import BEST_KEYS
 from cache.sets.trainset import SetNotFound
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.files import check_writable

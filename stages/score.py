@@ -9,24 +9,94 @@ does so beside training, a step at a time once its validation is over and all of
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from cache.runs.best_step import best_steps
+from cache.models.weights import hash_file
 from cache.runs.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples, score_label
-from cache.runs.training_run import METRICS_FILE, read_last_metrics
+from cache.runs.training_run import METRICS_FILE, read_description, read_last_metrics
+from cache.runs.validations import best_steps, find_picture, list_validations
 from cache.store.files import check_folder
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.config.pipeline import Config
+from schemas.identity import hash_json
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage import refuse_partition
 from stages.follow.measures import LoadedMeasure, Measure, plan_measures
-from stages.follow.scored_samples import Sample, StepSamples, find_samples, read_sample
 from stages.follow.trackers import Tracker, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.files import MediaError, unreadable_error
+from stages.media.preview_mark import is_preview
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A validation sample at a step. group: its prompt's name, and what varies but the seed. picture: its file."""
+
+    name: str
+    group: str
+    seed: int
+    prompt: str
+    picture: Path
+
+    def content(self) -> str:
+        """Hash of what a score is of: the file and the prompt. "" where the file can't be read."""
+        try:
+            return hash_json([hash_file(self.picture, None), self.prompt])
+        except OSError:
+            return ""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """waiting: names of the samples that are not decoded yet."""
+
+    step: int
+    samples: tuple[Sample, ...]
+    waiting: tuple[str, ...]
+
+
+def find_samples(folder: Path) -> list[StepSamples]:
+    """Find the samples of each step of the run in `folder`, by step. A preview is not scored."""
+    steps = []
+    validations = [file for file in list_validations(folder) if file.latent is not None]
+    for step, files in groupby(validations, key=lambda file: file.step):
+        samples, waiting = [], []
+        for latent in [file.latent for file in files if file.latent is not None]:
+            picture, about = find_picture(latent), read_description(latent)
+            if picture is None or is_preview(picture):
+                waiting.append(latent.stem)
+            else:
+                group, seed = about.get("group", latent.stem), about.get("seed", 0)
+                samples.append(Sample(latent.stem, str(group), int(seed), str(about.get("prompt", "")), picture))
+        steps.append(StepSamples(step, tuple(samples), tuple(waiting)))
+    return steps
+
+
+def frame_numbers(count: int, most: int) -> list[int]:
+    """At most `most` of `count` frames: the middle ones of equal parts."""
+    number = min(count, most)
+    return [(2 * part + 1) * count // (2 * number) for part in range(number)]
+
+
+def read_sample(path: Path, most: int) -> np.ndarray:
+    """frames_FHWC uint8 of a picture, or at most `most` of a clip. Raises MediaError."""
+    from stages.media.image import load_image
+    from stages.media.video import probe_video, read_frames
+
+    if path.suffix == ".png":
+        return np.asarray(load_image(path))[None]
+    about = probe_video(path)
+    # In the middle of a frame's time; the clips that decode writes have a constant rate.
+    times = [(number + 0.5) / about.rate for number in frame_numbers(about.frames, most)]
+    if not times:
+        raise MediaError("no-frames", path, "has no frames", "delete it, and run `latentpress decode`")
+    return np.stack(list(read_frames(path, times)))
+
 
 REMEDY = "delete it, and run `latentpress decode`, then `latentpress score`"  # for a picture that can't be read
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
-from cache.store.disk_space import find_shortage
-from cache.store.files import StoreError, remove_abandoned_folders, replacing_folder
+from cache.store.files import StoreError, find_shortage, remove_abandoned_folders, replacing_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
 from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.config.pipeline import Config

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.runs.best_step import best_checkpoint
+from cache.runs.validations import best_checkpoint
 from cache.sets.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.cli.progress import activity

@@ -18,8 +18,7 @@ from cache.sets.trainset import TrainSet, ValidationPrompt
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
-from schemas.config.validation import Validation
-from schemas.config.validation_samples import SizedPrompt, ValidationSample, validation_samples
+from schemas.config.validation import SizedPrompt, Validation, ValidationSample, validation_samples
 from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json

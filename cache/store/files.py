@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from schemas.errors import LatentpressError
 from schemas.regular_files import NOT_REGULAR, find_obstacle
+from schemas.text_format import format_bytes, shown_path
 
 TEMP_SUFFIX = ".tmp"
 LOCKED_FOLDER = ".folder"  # before the random part of the names of `replacing_folder`
@@ -307,3 +308,20 @@ def _start_writeback(file: int, offset: int, length: int) -> None:
     """Advise Linux that these pages are not needed: it starts to write those that are not on the disk yet."""
     with suppress(OSError):  # the file was closed meanwhile; this is only a hint
         os.posix_fadvise(file, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+#: For what is encoded.
+SPACE_ADVICE = "free space, set `root` to another place, or limit the cache: cache.rolling (docs/rolling.md)"
+
+
+def find_shortage(place: str | Path, needed: int) -> str | None:
+    """Return a warning where the disk of `place` has fewer free bytes than `needed`. place: a folder, which need not be
+    there yet; None for a URL."""
+    if "://" in str(place):
+        return None
+    folder = Path(place).absolute()
+    there = next(part for part in (folder, *folder.parents) if part.is_dir())
+    free = shutil.disk_usage(there).free
+    if free >= needed:
+        return None
+    return f"about {format_bytes(needed)} will be written, but the disk of {shown_path(place)} has {format_bytes(free)}"

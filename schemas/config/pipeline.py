@@ -14,8 +14,7 @@ from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Te
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
-from schemas.config.validation import Validation
-from schemas.config.validation_samples import MOST_SAMPLES, validation_samples
+from schemas.config.validation import MOST_SAMPLES, Validation, validation_samples
 from schemas.geometry import workable_step
 from schemas.regular_files import find_obstacle
 

@@ -23,7 +23,7 @@ from cache.sets import rejects
 from cache.sets.plans import Plan, Unit
 from cache.shards.shard import TruncatedText, find_done_units
 from cache.store.damage import DamageError
-from cache.store.disk_space import SPACE_ADVICE, find_shortage
+from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from cache.runs.best_step import loss_name
 from cache.runs.scores import read_curves
 from cache.runs.training_run import RunProgress, read_progress
-from cache.runs.validation_files import describe_latents
+from cache.runs.validations import describe_latents, loss_name
 from schemas.config.pipeline import Config
 from schemas.config.sharing import WebhookFormat
 from schemas.notification import Notification, NotifiedModel, NotifiedPicture

@@ -9,10 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cache.runs.best_step import best_evaluation, loss_name
 from cache.runs.scores import ScoreCurve, read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, step_of
-from cache.runs.validation_files import describe_latents, find_picture
+from cache.runs.validations import best_evaluation, describe_latents, find_picture, loss_name
 from cache.store.files import replacing
 from cache.store.store import Store
 from schemas.config.pipeline import Config

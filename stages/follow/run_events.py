@@ -20,7 +20,7 @@ from typing import Any
 from cache.runs.process_record import read_failure
 from cache.runs.scores import read_lines
 from cache.runs.training_run import CHECKPOINTS, METRICS_FILE, RunProgress, read_last_metrics, read_progress, step_of
-from cache.runs.validation_files import find_picture
+from cache.runs.validations import find_picture
 from cache.store.files import replacing
 from cache.store.json_checks import parse_json
 from schemas.config.pipeline import Config

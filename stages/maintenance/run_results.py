@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cache.runs.best_step import BEST_KEYS
 from cache.runs.training_run import CHECKPOINTS, is_running
+from cache.runs.validations import BEST_KEYS
 from cache.store.files import TEMP_SUFFIX, is_temporary
 from schemas.cli.kept_log import LOGS
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.runs.validation_files import describe_latents, find_picture
+from cache.runs.validations import describe_latents, find_picture
 from schemas.config.pipeline import Config
 from stages.media.files import MediaError, MediaPath, unreadable_error
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from cache.runs.training_run import spread
 from cache.store.files import replacing
 from schemas.config.pipeline import Config
-from schemas.config.validation_samples import validation_samples
+from schemas.config.validation import validation_samples
 from schemas.text_format import escape_unprintable
 from stages.media.preview_mark import is_preview
 from stages.media.video import probe_video, read_frames

@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 from schemas import identity
 from schemas.clips import frames_available
 from schemas.config.pipeline import VALIDATION, Config
-from schemas.config.validation import Prompt
-from schemas.config.validation_samples import sized_prompts
+from schemas.config.validation import Prompt, sized_prompts
 from schemas.errors import LatentpressError
 from schemas.family import Condition
 from schemas.geometry import Bucket, cover_crop

@@ -13,7 +13,7 @@ PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: the files that belong to these alone.
 ROWS = ("schemas/catalog.py", "schemas/families/")
 OWN = {
-    "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/chunked.py",),
+    "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/hunyuan_video.py",),
     "stages/encoding/text/kandinsky5.py": (
         "stages/encoding/text/prompt_images.py",
         "stages/encoding/text/prompt_images.py",

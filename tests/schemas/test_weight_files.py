@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from schemas.weight_files import find_weights_problem
+from cache.models.weights import find_weights_problem
 
 
 def made(folder, *names: str):

@@ -19,8 +19,8 @@ from stages import run, score
 from stages.decode import write_output
 from stages.follow import watchers
 from stages.follow.clip_score import Clip
-from stages.follow.scored_samples import find_samples, frame_numbers, read_sample
 from stages.media.files import MediaError
+from stages.score import find_samples, frame_numbers, read_sample
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 

@@ -8,8 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from schemas.catalog import FAMILIES
-from schemas.config.validation import Validation
-from schemas.config.validation_samples import validation_samples
+from schemas.config.validation import Validation, validation_samples
 from tests.trainer.runs import train
 from trainer.validation import divide_samples
 

@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 
+from cache.models.weights import PICKLE_SUFFIXES
 from cache.store.json_checks import printable
 from schemas.config.adapter import FILE_NAMES, Adapter, FileFormat
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR
-from schemas.weight_files import PICKLE_SUFFIXES
 from trainer.adapters.layers import (
     DOWN,
     LOKR_TENSORS,

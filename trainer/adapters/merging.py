@@ -10,8 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from cache.models.weights import MODEL_INDEX, read_object
-from schemas.weight_files import PICKLE_SUFFIXES, WEIGHTS_SUFFIX
+from cache.models.weights import MODEL_INDEX, PICKLE_SUFFIXES, WEIGHTS_SUFFIX, read_object
 from trainer.adapters.files import write_tensors
 from trainer.adapters.header import FLOAT_DTYPES, AdapterError
 from trainer.adapters.layers import Layer

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import CheckpointException
 
 from cache.runs.training_run import checkpoint_step, list_checkpoints
-from cache.store import disk_space
+from cache.store import files
 from cache.store.files import replacing, sync, temporary
 from cache.store.json_checks import parse_json
 from trainer.adapters.files import write_tensors
@@ -203,7 +203,7 @@ def find_shortage(folder: Path, trainable: Mapping[str, torch.nn.Parameter]) -> 
     """A warning where the disk of `folder` has no room for CHECKPOINTS checkpoints of weights and two moments. The
     oldest is removed only when the newest is whole."""
     weights = sum(value.numel() * value.element_size() for value in trainable.values())
-    if shortage := disk_space.find_shortage(folder, CHECKPOINTS * 3 * weights):
+    if shortage := files.find_shortage(folder, CHECKPOINTS * 3 * weights):
         return f"{shortage}, so that saving a checkpoint may fail; free space, or set `output` to another place"
     return None
 

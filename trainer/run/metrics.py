@@ -13,7 +13,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cache.runs.best_step import describe_best
 from cache.runs.training_run import (
     METRICS_FILE,
     SMOOTHED_STEPS,
@@ -24,6 +23,7 @@ from cache.runs.training_run import (
     smoothed_loss,
     wandb_options,
 )
+from cache.runs.validations import describe_best
 from schemas.cli.console import Console
 from schemas.config.training import Train
 from schemas.text_format import to_json_values

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from cache.runs.best_step import NOTHING_HELD_OUT, measured_on
 from cache.runs.scores import read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress
+from cache.runs.validations import NOTHING_HELD_OUT, measured_on
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.pages.html import TEMPLATES, render_template

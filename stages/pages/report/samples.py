@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import quote
 
 from cache.runs.training_run import read_description, spread
-from cache.runs.validation_files import SUFFIXES, list_validations
+from cache.runs.validations import SUFFIXES, list_validations
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
-from schemas.config.validation_samples import ValidationSample, validation_samples
+from schemas.config.validation import ValidationSample, validation_samples
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.media.files import MediaError, MediaPath

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cache.runs.scores import read_lines
 from cache.runs.training_run import RunProgress, read_progress
-from cache.runs.validation_files import list_validations
+from cache.runs.validations import list_validations
 from schemas.cli.process_record import ProcessRecord
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.runs.best_step import best_checkpoint, best_evaluation, best_steps, describe_best, loss_name
+from cache.runs.validations import best_checkpoint, best_evaluation, best_steps, describe_best, loss_name
 
 
 def evaluated(step: int, loss: float | None, on: str = "a") -> dict:

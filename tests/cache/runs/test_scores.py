@@ -6,7 +6,6 @@ from statistics import stdev
 
 import pytest
 
-from cache.runs.best_step import best_steps
 from cache.runs.scores import (
     SCORES_FILE,
     Measured,
@@ -16,6 +15,7 @@ from cache.runs.scores import (
     read_samples,
     summarize_scores,
 )
+from cache.runs.validations import best_steps
 
 CLIP = {"clip_score": Measured("f1", "org/clip")}
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cache.store.disk_space import find_shortage
+from cache.store.files import find_shortage
 
 
 def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_one_above_it(tmp_path: Path) -> None:

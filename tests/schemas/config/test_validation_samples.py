@@ -3,8 +3,7 @@
 import pytest
 
 from schemas.catalog import FAMILIES
-from schemas.config.validation import Validation
-from schemas.config.validation_samples import SizedPrompt, sized_prompts, validation_samples
+from schemas.config.validation import SizedPrompt, Validation, sized_prompts, validation_samples
 
 FAMILY = FAMILIES["kandinsky5-video"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache.runs.best_step import best_evaluation
+from cache.runs.validations import best_evaluation
 from schemas.cli.console import OK, Console
 from trainer.run.metrics import StepTimer, read_metrics, show_metrics
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cache.runs.best_step import best_evaluation
+from cache.runs.validations import best_evaluation
 from cache.store.store import Store
 from schemas.tables import SAMPLES_SCHEMA
 from tests.forms import long

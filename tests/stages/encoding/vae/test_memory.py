@@ -11,7 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 from schemas.catalog import FAMILIES
 from stages import encode_latents
-from stages.encoding.vae import base, chunked, hunyuan_video
+from stages.encoding.vae import base, hunyuan_video
 from stages.encoding.vae.base import MemoryOptions
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_a_convolution_in_chunks(stride, size, channels) -> None:
             for frames in (1, 2, 3, 4, 12):
                 for over in (False, True):
                     given = x.clone()
-                    found = chunked.chunked_conv(conv, given, frames, over)
+                    found = hunyuan_video.chunked_conv(conv, given, frames, over)
                     assert (found - wanted).abs().max() <= LIMIT and found.shape == wanted.shape
                     assert over or torch.equal(given, x)
 
@@ -100,7 +100,10 @@ def test_attention_frame_by_frame_is_the_masked_one(opened) -> None:
         x = torch.randn(2, frames * each, attention.to_q.in_features, generator=torch.Generator().manual_seed(frames))
         mask = diffusers_hunyuan.prepare_causal_attention_mask(frames, each, x.dtype, x.device, batch_size=2)
         with torch.no_grad():
-            wanted, found = attention(x, attention_mask=mask), chunked.frame_causal_attention(attention, x, frames)
+            wanted, found = (
+                attention(x, attention_mask=mask),
+                hunyuan_video.frame_causal_attention(attention, x, frames),
+            )
         assert (found - wanted).abs().max() <= LIMIT
         if frames > 1:
             assert (found - attention(x)).abs().max() > 1e-4, "without the mask it is another function"
@@ -140,7 +143,7 @@ def test_a_convolution_in_chunks_in_half_precision(stride, dtype) -> None:
     with torch.no_grad():
         wanted = conv(x)
         for frames in (1, 2, 3):
-            found = chunked.chunked_conv(conv, x.clone(), frames, over=True)
+            found = hunyuan_video.chunked_conv(conv, x.clone(), frames, over=True)
             torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
