@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Generator
@@ -33,6 +34,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("patient"), max_examples=500)
 settings.load_profile("patient")
+
+# What a shell runs in the background ignores Ctrl-C, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # In memory where there is room: what the tests sync to a disk takes a tenth of their time.
 if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 6 << 30:
