@@ -1,4 +1,4 @@
-"""What belongs to an item beside its media: captions, the i2i source image, the mask.
+"""Companions of an item, beside its media: captions, the i2i source image, the mask.
 
 Captions come from text files, from file names, from one prompt for all items, or from a table that names the files.
 They are never invented: an item without one is set aside, and so is one whose name holds no word.

@@ -43,7 +43,8 @@ def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny
     pipe = pipeline(kind, tiny(kind))
     before = output(kind, pipe.transformer)
     start = trained(kind, tiny(kind), moved=0.0, **options)
-    torch.testing.assert_close(output(kind, start), before, rtol=0, atol=5e-5)  # of base weights from which a product was taken
+    # PiSSA and OLoRA take a product from the base weights.
+    torch.testing.assert_close(output(kind, start), before, rtol=0, atol=5e-5)
     model = trained(kind, tiny(kind), **options)
     export.save_lora(model, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)
