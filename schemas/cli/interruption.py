@@ -86,12 +86,12 @@ class _Interrupter:
 
     def __init__(self) -> None:
         self.asked = False
-        self._place: tuple[int, int] | None = None  # of the main thread: frame and instruction
+        self._instruction: tuple[int, int] | None = None  # of the main thread: frame and instruction
         self._since = 0.0  # when it was first seen there
 
     def interrupt(self, frame: FrameType | None) -> None:
         """For a signal handler: raise KeyboardInterrupt in `frame` or soon after."""
-        self.asked, self._place = True, None
+        self.asked, self._instruction = True, None
         self._try(frame)
 
     def end_program(self, number: int, frame: FrameType | None) -> None:
@@ -104,9 +104,9 @@ class _Interrupter:
             return
         name = frame.f_code.co_name if frame else ""
         if frame and (frame.f_globals.get("__name__") == "threading" or name in ("__enter__", "__exit__", "__del__")):
-            now, place = time.monotonic(), (id(frame), frame.f_lasti)
-            if place != self._place:
-                self._place, self._since = place, now
+            now, instruction = time.monotonic(), (id(frame), frame.f_lasti)
+            if instruction != self._instruction:
+                self._instruction, self._since = instruction, now
             if now - self._since < RETRY_S:
                 _thread.start_new_thread(_wake_main_thread, (RETRY_S,))  # Thread.start takes locks
                 return
