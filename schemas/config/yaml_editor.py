@@ -158,7 +158,8 @@ def _add(text: str, above: MappingNode, path: KeyPath, written: str) -> str:
 def _fill(text: str, root: Node, path: KeyPath, depth: int, written: str) -> str:
     """Give a key without a value the rest of the path, or the value."""
     above = _find(root, path[: depth - 1])
-    assert isinstance(above, MappingNode)
+    if not isinstance(above, MappingNode):
+        raise CannotEdit("an item without a value is edited in the text")
     key = next(key for key, _ in above.value if key.value == path[depth - 1])
     if depth == len(path):
         colon = text.index(":", key.end_mark.index) + 1
@@ -218,7 +219,7 @@ def _expected(value: Any, path: KeyPath, new: Any, remove: bool) -> Any:
         return changed
     here = changed
     for step in path[:-1]:
-        if isinstance(here, dict) and here.get(str(step)) is None:
+        if (here.get(str(step)) if isinstance(here, dict) else here[step]) is None:
             here[step] = {}
         here = here[step]
     here[path[-1]] = new

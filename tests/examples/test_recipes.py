@@ -84,11 +84,12 @@ def predict(config: Config, shape: dict[str, Any]) -> int:
 
 
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
-    """The same from two transformers of fewer blocks: each further one takes as much as the one before."""
+    """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks the
+    peak of Sana's LoRA lies elsewhere."""
     key = "num_layers" if config.model.family == "sana" else "num_visual_blocks"
     depth = shape.get(key, SANA_LAYERS)
-    few, more = (predict(config, shape | {key: blocks}) for blocks in (3, 5))
-    return few + (more - few) / 2 * (depth - 3)
+    few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 8))
+    return few + (more - few) / 4 * (depth - 4)
 
 
 @pytest.mark.slow
@@ -96,8 +97,8 @@ def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
 def test_a_recipe_fits_its_card_and_says_how_much_it_takes(name: str, is_long: bool) -> None:
     config, (card_gb, shape, _) = recipe(name), RECIPES[name]
     found = predict_by_depth(config, shape)
-    if is_long:  # 2.5 % more for Sana, whose peak lies elsewhere with few blocks
-        assert found == pytest.approx(predict(config, shape), rel=0.03)
+    if is_long:
+        assert found == pytest.approx(predict(config, shape), rel=0.01)
     assert found / 2**30 <= card_gb * 1e9 / 2**30 - RESERVED_GIB
     text = re.sub(r"\n# ", " ", (FOLDER / f"{name}.yaml").read_text())
     (said,) = re.findall(r"Predicted for training: (\d+) GiB", text)

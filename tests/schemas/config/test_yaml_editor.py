@@ -99,6 +99,13 @@ def paths_of(value: Any, above: KeyPath = ()) -> list[KeyPath]:
     return [(*above, key) for key, _ in inner] + [path for key, it in inner for path in paths_of(it, (*above, key))]
 
 
+def test_an_item_without_a_value_is_edited_by_hand_and_a_null_is_replaced() -> None:
+    assert set_value("b: [null]\n", ("b", 0, "a"), "x", True) == "b: [{a: x}]\n"
+    for text in ("b:\n-\n", "b:\n-\n- x: 1\n"):
+        with pytest.raises(CannotEdit):
+            set_value(text, ("b", 0, "a"), "x", True)
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 KEYS = st.sampled_from(["a", "b", "c d", "e"])
 SCALARS = st.one_of(st.none(), st.integers(-9, 9), st.booleans(), TEXTS)
