@@ -84,8 +84,8 @@ def predict(config: Config, shape: dict[str, Any]) -> int:
 
 
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
-    """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks the
-    peak of Sana's LoRA lies elsewhere."""
+    """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks
+    the peak of Sana's LoRA lies elsewhere."""
     key = "num_layers" if config.model.family == "sana" else "num_visual_blocks"
     depth = shape.get(key, SANA_LAYERS)
     few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 8))
