@@ -52,7 +52,7 @@ def place(table: pa.Table) -> dict[str, int]:
 def measure_padding(table: pa.Table, tokens: dict[str, int]) -> tuple[float, float]:
     """Share of padding in batches, and what the passes cost, as multiples of the texts' tokens."""
     own = padded = cost = 0
-    overhead = PASS_OVERHEAD_TOKENS["cuda"]
+    overhead = PASS_OVERHEAD_TOKENS["accelerator"]
     for unit in table.column("members").to_pylist():
         batch: list[int] = []
         for count in [*(tokens[name] for name in unit), 0]:

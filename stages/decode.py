@@ -125,7 +125,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
             for file in find_undecoded(config, folder, files, preview)
             if failed.get(str(file)) != file.stat().st_mtime_ns
         ]
-        if device.startswith("cuda"):
+        if options.device != "cpu":
             todo = _trained_after(folder, todo)
         if not todo:
             continue
@@ -171,7 +171,7 @@ def _decode_files(
             from stages.encoding.vae import base
 
         device = model_loading.select_device(options.resources(config, "decode"))
-        if device.type == "cuda" and _may_be_shared(folder):
+        if device.type != "cpu" and _may_be_shared(folder):
             model_loading.limit_memory(device)
         load: Callable[..., Any] = base.load_tiny_autoencoder if preview else base.load_autoencoder
         autoencoder = load(config, device)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from schemas.devices import to_device
+
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
 
@@ -59,13 +61,6 @@ class Batch:
         }
         extras = {name: value[rows] for name, value in self.extras.items()}
         return replace(self, **chosen, ids=[self.ids[row] for row in rows.tolist()], extras=extras)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on the device. The host does not wait for what is queued on a CUDA device, as it does where it copies
-    from pages that are not locked."""
-    pinned = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
 def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:

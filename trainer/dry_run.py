@@ -10,6 +10,7 @@ from cache.order.schedule import BatchSchedule
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
+from schemas.devices import DeviceNotFound, find_device
 from schemas.import_time import garbage_collection_paused
 from trainer.run.run_state import RunError, check_layers, read_shape
 
@@ -84,11 +85,10 @@ def try_attention(config: Config, device: str, console: Console) -> list[dict[st
     with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
         from trainer.attention import describe_backends
         from trainer.families.base import module_of
-        from trainer.setup.wrap import find_device
 
     try:
         chosen = find_device(device)
-    except RunError as error:
+    except DeviceNotFound as error:
         console.warn(f"attention backends are not tried: {error}")
         return []
     return describe_backends(config, module_of(config.model.family_spec), chosen, console)

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from cache.sets.trainset import SetError
+from schemas.devices import to_device
 from schemas.family import Family
 from schemas.identity import derive_seed
-from trainer.batch import Batch, to_device
+from trainer.batch import Batch
 
 #: Words computed at a time. On a CPU they fit its caches, and torch computes them in the calling thread, which reads
 #: ahead, as any tensor of less than 32768 numbers; elsewhere they need some 40 MiB.

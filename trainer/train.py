@@ -19,10 +19,10 @@ from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
+from schemas.devices import to_device
 from schemas.identity import derive_seed
 from schemas.text_format import shown_path
 from trainer import flow, validation
-from trainer.batch import to_device
 from trainer.data import MicroBatch, StepBatches
 from trainer.families.base import components
 from trainer.methods.base import MethodStep

@@ -12,7 +12,8 @@ import typer
 
 from schemas.config.encoding import Encoding, StageWorkers
 from schemas.config.pipeline import Config
-from schemas.config.section import DEVICE, MOST_PROCESSES
+from schemas.config.section import MOST_PROCESSES
+from schemas.devices import ACCELERATORS, DESCRIPTION, NAME_OF_DEVICE
 
 #: What is read, as a message lists it.
 SCHEDULERS = "Slurm (SLURM_ARRAY_TASK_ID, SLURM_PROCID), Kubernetes (JOB_COMPLETION_INDEX) and AWS Batch"
@@ -138,8 +139,8 @@ def parse_partition(text: str | Partition) -> Partition:
 
 
 def parse_device(text: str) -> str:
-    if not re.fullmatch(DEVICE, text):
-        raise typer.BadParameter(f"{text!r} is not one of auto, cpu, cuda, cuda:N")
+    if not re.fullmatch(NAME_OF_DEVICE, text):
+        raise typer.BadParameter(f"{text!r} is not one of {DESCRIPTION} ({', '.join(ACCELERATORS)})")
     return text
 
 
@@ -162,9 +163,7 @@ PartitionOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
-        "--device", parser=parse_device, metavar="NAME", help="auto, cpu, cuda or cuda:N.  [default: as configured]"
-    ),
+    typer.Option("--device", parser=parse_device, metavar="NAME", help=f"{DESCRIPTION}.  [default: as configured]"),
 ]
 WorkersOption = Annotated[
     int | None,

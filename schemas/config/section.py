@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from schemas.devices import ACCELERATORS, DESCRIPTION, NAME_OF_DEVICE
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 WORD = r"^[A-Za-z][A-Za-z0-9_-]*$"
 SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}(@[1-9][0-9]{0,4})?$"
 ADDRESS = r"^(auto|[A-Za-z0-9._-]+:[0-9]{1,5}|\[[0-9A-Fa-f:]+\]:[0-9]{1,5})$"
@@ -16,7 +17,7 @@ LICENSE = r"^[a-z0-9][a-z0-9.-]*$"
 #: Pattern -> its description in an error.
 PATTERNS = {
     NAME_PATTERN: "valid: letters, digits, '.', '_' and '-', beginning with a letter or digit",
-    DEVICE: "valid: auto, cpu, cuda, cuda:N",
+    NAME_OF_DEVICE: f"valid: {DESCRIPTION} ({', '.join(ACCELERATORS)})",
     ADDRESS: "valid: auto, and HOST:PORT as `ray start --head` prints it; addresses of Ray's client, ray://, are not",
     WORD: "valid: letters, digits, '_' and '-', beginning with a letter",
     SIZE: "valid: WxH or WxH@F, for example 768x512@61",
@@ -27,7 +28,7 @@ PATTERNS = {
 Name = Annotated[str, Field(pattern=NAME_PATTERN, max_length=100)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16", "float16"]
-Device = Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cuda:N")]
+Device = Annotated[str, Field(pattern=NAME_OF_DEVICE, description=DESCRIPTION)]
 AttentionBackend = Literal[  # as diffusers names them
     "native", "_native_flash", "_native_cudnn", "_native_efficient", "_native_math", "flash", "flash_hub",
     "_flash_3_hub", "xformers", "sage", "sage_hub",

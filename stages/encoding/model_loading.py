@@ -20,10 +20,12 @@ from cache.models.compatibility import check_component
 from cache.models.weights import WeightsError, load_pretrained
 from cache.shards.tensors import Array
 from schemas.config.encoding import Model, Resources
+from schemas.devices import device_memory, device_name, find_device
 from schemas.errors import LatentpressError
 
 #: Of a RuntimeError where memory ran out: from torch's allocator on the CPU, from CUDA itself, from its libraries.
 OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+MEMORY_LIMITED = ("cuda", "xpu")  # devices of which torch can limit one process's memory
 FREE_SHARE = 0.8  # of the memory that is free on a card beside the trainer
 #: Libraries that bytes may depend on, where they are installed.
 PROVENANCE_LIBRARIES = (
@@ -40,20 +42,9 @@ def disable_progress_bars() -> None:
 
 
 def select_device(resources: Resources, process: int = 0) -> torch.device:
-    """The device of process number `process`: cuda without a number gives the processes the cards in turn. Sets the
-    number of CPU threads, which shards record."""
+    """The device of process number `process`. Sets the number of CPU threads, which shards record."""
     torch.set_num_threads(resources.threads)
-    name = resources.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise LatentpressError(
-            f"the configured device is {name}, and this torch ({torch.__version__}) sees no CUDA device",
-            "use --device cpu, or install the torch build for your card (README, Installing for a GPU)",
-        )
-    if name == "cuda" and torch.cuda.device_count() > 1:
-        name = f"cuda:{process % torch.cuda.device_count()}"
-    return torch.device(name)
+    return find_device(resources.device, process)
 
 
 @contextmanager
@@ -97,9 +88,10 @@ def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, A
         with suppress(PackageNotFoundError):
             libraries[name] = version(name)
     hardware = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if where.type != "cpu":
+        hardware = device_name(where)
     if where.type == "cuda":
         libraries |= {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
-        hardware = torch.cuda.get_device_name(where)
     codecs = {name: ".".join(map(str, number)) for name, number in av.library_versions.items()}
     return {
         "libraries": libraries | {name: codecs[name] for name in ("libavcodec", "libswscale") if name in codecs},
@@ -129,9 +121,11 @@ def memory_errors(work: str) -> Iterator[None]:
 
 
 def limit_memory(device: torch.device) -> None:
-    """Leave a fifth of what is free on a card to the others that use it: the trainer must not run out of memory."""
-    free, total = torch.cuda.mem_get_info(device)
-    torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total, device)
+    """Use a part of what is free on a card alone: the trainer, which uses it too, must not run out of memory. Nothing
+    where torch can't limit the memory of one device."""
+    if device.type in MEMORY_LIMITED:
+        free, total = device_memory(device)
+        torch.get_device_module(device).set_per_process_memory_fraction(FREE_SHARE * free / total, device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -144,5 +138,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 def release_memory() -> None:
     """Return the memory that torch caches."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -86,18 +86,18 @@ def choose_workers(config: Config, resources: Encoding) -> tuple[int, str]:
         return 1, "as --workers says how many of the cluster"
     if config.cache.limit is not None:
         return 1, f"as {CACHE_LIMIT} shares the cards with training"
-    if resources.device not in ("auto", "cuda"):
+    if resources.device == "cpu" or ":" in resources.device:
         return 1, f"as the device is {resources.device}"
     cards = count_cards()
     if cards == 0:
-        return 1, "as there is no CUDA device"
-    return cards, "one for each CUDA device"
+        return 1, "as torch sees no accelerator"
+    return cards, "one for each accelerator"
 
 
 def count_cards() -> int:
-    """CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES says. torch asks NVML, so that this process makes
-    no CUDA context, which would take memory of a card beside the workers'."""
+    """Accelerators that this process may use, as CUDA_VISIBLE_DEVICES and its like say. torch asks NVML of NVIDIA's, so
+    that this process makes no CUDA context, which would take memory of a card beside the workers'."""
     with activity("loading torch, which knows the cards", at_once=True):
         import torch
 
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()

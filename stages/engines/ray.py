@@ -56,10 +56,11 @@ def run_units(
     warn: Callable[[str], object] = lambda message: None,
 ) -> Generator[UnitResult, None, None]:
     """See stages.engines.jobs.Engine. ClusterError where the cluster can't be reached or has no room for any actor."""
-    if job.resources.device.startswith("cuda:"):
+    if ":" in job.resources.device:
+        kind = job.resources.device.partition(":")[0]
         raise DeviceNotChoosable(
             f"Ray chooses the cards of its workers, and the device is {job.resources.device}",
-            "use --device cuda; num_gpus of the stage says how many cards a worker has",
+            f"use --device {kind}; num_gpus of the stage says how many cards a worker has",
         )
     begun_here = not ray.is_initialized()
     if begun_here:

@@ -82,7 +82,7 @@ def actor_options(resources: Encoding) -> dict[str, Any]:
     """Return what an actor takes of a node, and that Ray neither restarts it nor repeats a call."""
     gpus = resources.num_gpus
     if gpus is None:
-        wants = resources.device == "cuda" or (resources.device == "auto" and "GPU" in ray.cluster_resources())
+        wants = resources.device != "cpu" and (resources.device != "auto" or "GPU" in ray.cluster_resources())
         gpus = 1.0 if wants else 0.0
     return {
         "num_cpus": _cpus(resources),

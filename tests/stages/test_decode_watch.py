@@ -232,7 +232,7 @@ def test_on_a_card_it_waits_for_a_step_of_training(project) -> None:
 
 def test_beside_the_trainer_a_part_of_the_free_memory_is_used(monkeypatch) -> None:
     limits = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 40 << 30))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10 << 30, 40 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
     model_loading.limit_memory(torch.device("cuda:1"))
     assert limits == [(0.2, torch.device("cuda:1"))]

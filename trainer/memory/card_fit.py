@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-import torch
 from pydantic import ValidationError
 
 from cache.models.compatibility import bucket_side_multiple, find_published
@@ -24,6 +23,7 @@ from schemas.clips import largest_valid_frames
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.training import Train
+from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
 from schemas.geometry import Bucket, resolution_buckets
 from schemas.recipe import plan_key
 from trainer.memory import encoders as encoder_memory
@@ -135,12 +135,12 @@ def _possible_buckets(config: Config, multiple: int) -> Iterator[str]:
 
 
 def find_card(device: str) -> tuple[str, int] | None:
-    """Name and bytes of the card that a run on `device` (auto, cpu, cuda or cuda:N) would use; None without one."""
-    index = int(device.partition(":")[2] or 0)
-    if device == "cpu" or not torch.cuda.is_available() or index >= torch.cuda.device_count():
+    """Name and bytes of the card that a run on `device` would use; None without one."""
+    try:
+        chosen = find_device(device)
+    except DeviceNotFound:
         return None
-    card = torch.cuda.get_device_properties(index)
-    return card.name, card.total_memory
+    return None if chosen.type == "cpu" else (device_name(chosen), device_memory(chosen)[1])
 
 
 def explain_fit(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from schemas.config.methods import MaskedLoss
-from trainer.batch import to_device
+from schemas.devices import to_device
 from trainer.flow import loss_per_sample
 from trainer.methods.base import Method, MethodStep
 

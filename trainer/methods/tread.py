@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
-from trainer.batch import to_device
+from schemas.devices import to_device
 from trainer.families.base import KeptTokens, TokenGrid, components
 from trainer.methods.base import Method, MethodStep
 

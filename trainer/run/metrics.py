@@ -77,13 +77,14 @@ class StepTimer:
 
 
 def memory_use(device: "torch.device") -> dict[str, float]:
-    """The metrics "host_memory_gib", the most that this process has had in memory, and on CUDA "device_memory_gib", the
-    most that torch has had allocated of the device, both since the process began."""
+    """The metrics "host_memory_gib", the most that this process has had in memory, and with an accelerator
+    "device_memory_gib", the most that torch has had allocated of its memory, both since the process began; 0 where
+    torch does not count it (mps)."""
     import torch
 
     used = {"host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # in KiB on Linux
-    if device.type == "cuda":
-        used["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type != "cpu":
+        used["device_memory_gib"] = torch.accelerator.max_memory_allocated(device) / 2**30
     return used
 
 

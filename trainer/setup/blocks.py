@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from schemas.config.training import Offload, Train
+from schemas.devices import pins_memory
 from trainer.families.base import FamilyModule, components
 from trainer.run.run_state import RunError
 from trainer.setup.offload import offload_blocks
@@ -73,7 +74,7 @@ def around_forward(offload: Offload, device: torch.device) -> ExitStack:
     asked for."""
     stack = ExitStack()
     if offload.activations:
-        stack.enter_context(save_on_host(pin_memory=device.type == "cuda"))
+        stack.enter_context(save_on_host(pin_memory=pins_memory(device)))
     return stack
 
 

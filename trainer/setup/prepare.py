@@ -16,6 +16,7 @@ from cache.sets.trainset import TrainSet
 from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
+from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
@@ -176,7 +177,7 @@ def prepare_run(
     if settings.parallel.strategy == "fsdp2" and not sharded:
         console.log("train.parallel.strategy fsdp2: there is one process, so the model is whole and not sharded")
     draws = {"low_discrepancy": settings.timesteps.low_discrepancy, "draw_noise": device.type == "cpu"}
-    memory = {"reading": settings.reading, "pinned": device.type == "cuda"}
+    memory: dict[str, Any] = {"reading": settings.reading, "pinned": pins_memory(device)}
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from schemas.config.training import Parallel, Train
+from schemas.devices import pins_memory
 from trainer.families.base import FamilyModule, components
 from trainer.setup.weight_parts import take_apart
 
@@ -86,7 +87,7 @@ def shard_model(
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     split_quantized(model)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=pins_memory(device)) if settings.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     uncast = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schemas.cli.progress import activity
 from schemas.config.training import Offload, Parallel, Train
+from schemas.devices import find_device
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, components
@@ -81,26 +82,13 @@ class Denoiser(torch.nn.Module):
         return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
 
 
-def find_device(device: str) -> torch.device:
-    """The device that auto, cpu, cuda or cuda:N is here. RunError where there is no such card."""
-    if device.startswith("cuda"):
-        index, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
-        if index >= count:
-            raise RunError(
-                f"device {device} was asked for and this torch ({torch.__version__}) sees {count} CUDA devices",
-                "Use --device cpu, or install the torch build for your card (README, Installing for a GPU).",
-            )
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if device == "cpu" or accelerator is None else accelerator
-
-
 def make_accelerator(device: str) -> Accelerator:
     """Accelerate on this device. Without `find_device` it would silently use the CPU where there is no GPU."""
-    if find_device(device).index is not None:
-        torch.cuda.set_device(device)
+    chosen = find_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if chosen.index is not None:
+        torch.accelerator.set_device_index(chosen.index)
     # Without cpu=True, accelerate takes each of several CPU processes for the only one.
-    return Accelerator(cpu=device == "cpu" or not torch.accelerator.is_available(), mixed_precision="no")
+    return Accelerator(cpu=chosen.type == "cpu", mixed_precision="no")
 
 
 def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train) -> torch.nn.Module:
@@ -148,9 +136,10 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = open_store(rank, parallel.timeout)
     meet(store, rank, ranks, parallel.timeout)
-    backend = "gloo" if device == "cpu" or not torch.accelerator.is_available() else None
-    if backend is None and torch.cuda.is_available():
-        backend = "cuda:nccl,cpu:gloo" if parallel.cpu_offload else "nccl"  # shards on the host are gathered by gloo
+    kind = find_device(device, int(os.environ.get("LOCAL_RANK", 0))).type
+    backend = torch.distributed.get_default_backend_for_device(kind)
+    if parallel.cpu_offload and kind != "cpu":
+        backend = f"{kind}:{backend},cpu:gloo"  # shards on the host are gathered by gloo
     torch.distributed.init_process_group(
         backend, store=PrefixStore("group", store), rank=rank, world_size=ranks, timeout=PROCESS_TIMEOUT
     )

@@ -22,7 +22,7 @@ PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation
 
 # One more pass of Qwen2.5-VL-7B reads 14 GB of weights, as long as computing some 100 to 500 tokens takes on a GPU
 # (bandwidth against arithmetic), some 10 to 30 on a CPU. Estimated from the shapes, not measured.
-PASS_OVERHEAD_TOKENS = {"cpu": 32, "cuda": 256}
+PASS_OVERHEAD_TOKENS = {"cpu": 32, "accelerator": 256}
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,11 @@ class PrefixCachedModel:
 
         Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
         """
+        overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
         hidden_by_row: dict[int, torch.Tensor] = {}
         for shared in sorted({text.shared for text in texts}):
             group = [row for row, text in enumerate(texts) if text.shared == shared]
-            for numbers in split_by_length([texts[row].cost for row in group], PASS_OVERHEAD_TOKENS[self.device.type]):
+            for numbers in split_by_length([texts[row].cost for row in group], overhead):
                 rows = [group[number] for number in numbers]
                 hidden_BLD = self._pass([texts[row] for row in rows], shared)
                 hidden_by_row |= {row: hidden_BLD[number, : texts[row].cost] for number, row in enumerate(rows)}

@@ -15,6 +15,7 @@ from stages import bucket, discover, encode_latents
 from stages.encoding import model_loading
 from stages.encoding.vae import flux
 from stages.encoding.vae.worker import LatentsWorker
+from tests.devices import set_accelerators
 
 PIXELS = 64 * 64
 
@@ -113,13 +114,12 @@ def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, mo
 
 
 def test_processes_share_the_cards(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    set_accelerators(monkeypatch, 2)
     for name in ("auto", "cuda"):
         given = [model_loading.select_device(Resources(device=name, threads=1), process) for process in range(3)]
         assert given == [torch.device(f"cuda:{card}") for card in (0, 1, 0)]
     assert model_loading.select_device(Resources(device="cuda:1", threads=1), 2) == torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    set_accelerators(monkeypatch, 1)
     assert model_loading.select_device(Resources(device="cuda", threads=1), 1) == torch.device("cuda")
 
 

@@ -10,17 +10,18 @@ from schemas.config.encoding import Encoding
 from stages import encode_text
 from stages.encoding import model_loading
 from stages.encoding.stage_options import choose_workers
+from tests.devices import set_accelerators
 from tests.stages.encoded_photos import IMAGE, plan_four
 
 
 @pytest.mark.parametrize(
     ("cards", "given", "overrides", "workers", "reason"),
     [
-        (4, {}, [], 4, "one for each CUDA device"),
-        (4, {"device": "cuda"}, [], 4, "one for each CUDA device"),
-        (1, {}, [], 1, "one for each CUDA device"),
-        (0, {}, [], 1, "no CUDA device"),
-        (0, {"device": "cuda"}, [], 1, "no CUDA device"),  # refused when the worker loads
+        (4, {}, [], 4, "one for each accelerator"),
+        (4, {"device": "cuda"}, [], 4, "one for each accelerator"),
+        (1, {}, [], 1, "one for each accelerator"),
+        (0, {}, [], 1, "no accelerator"),
+        (0, {"device": "cuda"}, [], 1, "no accelerator"),  # refused when the worker loads
         (4, {"device": "cpu"}, [], 1, "the device is cpu"),
         (4, {"device": "cuda:2"}, [], 1, "the device is cuda:2"),
         (4, {"workers": 2}, [], 2, "as given"),
@@ -32,14 +33,13 @@ from tests.stages.encoded_photos import IMAGE, plan_four
 def test_one_for_each_card_by_default(
     project, monkeypatch, cards: int, given: dict[str, Any], overrides: list[str], workers: int, reason: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: cards)
     found, why = choose_workers(project(IMAGE).config(*overrides), Encoding(**given))
     assert found == workers and reason in why
 
 
 def test_each_worker_has_a_card_of_its_own(project, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    set_accelerators(monkeypatch, 3)
     config, resources = project(IMAGE).config(), Encoding(threads=torch.get_num_threads())
     workers, _ = choose_workers(config, resources)
     cards = {model_loading.select_device(resources, number) for number in range(workers)}

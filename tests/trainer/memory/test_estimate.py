@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from examples.tiny_shapes import KINDS, SHAPES
 from schemas.cli.console import OK
+from tests.devices import set_accelerators
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from tests.trainer.runs import moved, write
 from trainer.families.base import module_of
@@ -168,12 +168,10 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> None:
     config = ready("t2i", device="auto", batch_size=4, gradient_checkpointing=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a small card")
 
     def said(size: int) -> str:
-        card = SimpleNamespace(name="a small card", total_memory=size)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+        set_accelerators(monkeypatch, 1, memory=(size, size))
         return " ".join(program(config, dry_run=True)[2].split())
 
     shape = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())

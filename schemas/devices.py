@@ -1,0 +1,80 @@
+"""Devices: the names that a configuration may give, and the device of this machine that a name stands for.
+
+The one module of `schemas` that imports torch, and only where a function is called that needs it: trainer and stages
+choose alike. Everything goes through `torch.accelerator`, so every accelerator that torch knows is one of them.
+"""
+
+from typing import TYPE_CHECKING
+
+from schemas.errors import USAGE, LatentpressError
+
+if TYPE_CHECKING:
+    import torch
+
+#: torch's names of accelerators: NVIDIA and AMD (cuda), Intel, Apple, Ascend, Gaudi, Cambricon, Moore Threads, Meta
+ACCELERATORS = ("cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia")
+NAME_OF_DEVICE = rf"^(auto|cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,3}})?)$"
+DESCRIPTION = "auto, cpu, cuda, cuda:N, xpu, mps or another name of torch's"
+#: Their memory is this machine's, so nothing is pinned for them.
+UNIFIED_MEMORY = ("cpu", "mps")
+
+
+class DeviceNotFound(LatentpressError):
+    """The device that was asked for is not here."""
+
+    exit_code = USAGE
+
+
+def find_device(name: str, process: int = 0) -> "torch.device":
+    """The device that `name` is on this machine. auto: the accelerator that torch finds, else the CPU.
+
+    process: number of this process among those of this machine. A name without a number gives the devices to them in
+    turn. DeviceNotFound where there is no such device: it never becomes another.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "cpu" or (name == "auto" and accelerator is None):
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    kind, _, number = name.partition(":")
+    if accelerator is None or kind not in ("auto", accelerator.type) or int(number or 0) >= count:
+        here = "no accelerator" if accelerator is None else f"{count} {accelerator.type} device{'s'[: count != 1]}"
+        raise DeviceNotFound(
+            f"device {name} was asked for and this torch ({torch.__version__}) sees {here}",
+            "use --device cpu, or install the torch build for your card (README, Installing for a GPU); "
+            "`latentpress doctor` says what was found",
+        )
+    if not number and count > 1:
+        number = str(process % count)
+    return torch.device(f"{accelerator.type}:{number}" if number else accelerator.type)
+
+
+def pins_memory(device: "torch.device") -> bool:
+    """Whether host memory is pinned (page-locked) for this device, which then copies from it while the host goes on."""
+    return device.type not in UNIFIED_MEMORY
+
+
+def to_device(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """A tensor on the device. The host does not wait for what is queued there, as it does where it copies from pages
+    that are not locked."""
+    pinned = tensor.device.type == "cpu" and pins_memory(device)
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+
+
+def device_name(device: "torch.device") -> str:
+    """The card's own name, else torch's name of the device."""
+    import torch
+
+    module = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+
+
+def device_memory(device: "torch.device") -> tuple[int, int]:
+    """(free, all) bytes of an accelerator's memory; of Apple's, what torch recommends to use of the machine's."""
+    import torch
+
+    if device.type == "mps":
+        most = torch.mps.recommended_max_memory()
+        return most - torch.mps.driver_allocated_memory(), most
+    return torch.accelerator.get_memory_info(device)

@@ -1,0 +1,67 @@
+"""The device of this machine that a configured name stands for."""
+
+import re
+
+import pytest
+import torch
+
+from schemas.config.training import Train
+from schemas.devices import ACCELERATORS, DeviceNotFound, device_memory, find_device, pins_memory, to_device
+from tests.devices import set_accelerators
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "name", "process", "device"),
+    [
+        ("cuda", 0, "auto", 0, "cpu"),
+        ("cuda", 1, "auto", 3, "cuda"),
+        ("cuda", 3, "auto", 4, "cuda:1"),
+        ("cuda", 3, "cuda", 2, "cuda:2"),
+        ("cuda", 3, "cuda:1", 2, "cuda:1"),
+        ("xpu", 2, "auto", 1, "xpu:1"),
+        ("xpu", 2, "xpu:0", 1, "xpu:0"),
+        ("mps", 1, "auto", 0, "mps"),
+        ("mps", 1, "cpu", 0, "cpu"),
+    ],
+)
+def test_a_name_is_a_device_of_this_machine(monkeypatch, kind, count, name, process, device) -> None:
+    set_accelerators(monkeypatch, count, kind)
+    assert str(find_device(name, process)) == device
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "name", "here"),
+    [
+        ("cuda", 0, "cuda", "sees no accelerator"),
+        ("cuda", 1, "cuda:1", "sees 1 cuda device;"),
+        ("cuda", 2, "xpu", "sees 2 cuda devices"),
+        ("mps", 1, "cuda", "sees 1 mps device"),
+    ],
+)
+def test_a_device_that_is_not_there_never_becomes_another(monkeypatch, kind, count, name, here) -> None:
+    set_accelerators(monkeypatch, count, kind)
+    with pytest.raises(DeviceNotFound, match=f"device {name} was asked for") as caught:
+        find_device(name)
+    assert here.rstrip(";") in caught.value.message and "latentpress doctor" in caught.value.next_step
+
+
+def test_the_configuration_takes_torchs_names() -> None:
+    for name in ("auto", "cpu", "cuda:17", *ACCELERATORS, *(f"{kind}:0" for kind in ACCELERATORS)):
+        assert Train(device=name).device == name
+    for wrong in ("gpu", "cud", "cuda:", "cpu:0", "auto:1", "CUDA", "cuda:1x", "xpu:1234"):
+        with pytest.raises(ValueError, match=re.escape("string_pattern_mismatch")):
+            Train(device=wrong)
+
+
+def test_the_hosts_own_memory_is_not_pinned() -> None:
+    assert [pins_memory(torch.device(kind)) for kind in ("cpu", "mps", "cuda", "xpu")] == [False, False, True, True]
+    tensor = torch.ones(2)
+    assert to_device(tensor, torch.device("cpu")) is tensor
+
+
+def test_memory_of_an_accelerator(monkeypatch) -> None:
+    set_accelerators(monkeypatch, 1, memory=(10, 40))
+    assert device_memory(torch.device("cuda")) == (10, 40)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 12)
+    assert device_memory(torch.device("mps")) == (18, 30)
