@@ -1,0 +1,29 @@
+"""Tests on the emulated device, each in a process of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import own_process
+from tests.fork_server import ForkServer
+from tests.processes import ForkedProgram
+from tests.trainer.conftest import checkpoints, made, make_config, make_set, ready  # noqa: F401 (fixtures)
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    own_process.WITH_DEVICE.session = session
+    ForkedProgram.server = ForkServer()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if HERE not in item.path.parents:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in own_process.run_alone(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True

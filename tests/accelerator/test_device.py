@@ -1,0 +1,159 @@
+"""The emulated device refuses what CUDA refuses, and counts what the host waits for there."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator.counts import counting
+from tests.accelerator.tensors import NAME
+
+MIXED = "Expected all tensors to be on the same device"
+
+
+def on_device(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel()), device=NAME).reshape(shape)
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
+    "sum": (lambda x: x + torch.ones(3), RuntimeError, MIXED),
+    "in place": (lambda x: torch.ones(2, 3).add_(x), RuntimeError, MIXED),
+    "into a number": (lambda x: torch.tensor(0.0).add_(x.sum()), RuntimeError, MIXED),
+    "list": (lambda x: torch.cat([x, torch.ones(1, 3)]), RuntimeError, MIXED),
+    "product": (lambda x: torch.nn.functional.linear(x, torch.ones(4, 3)), RuntimeError, MIXED),
+    "where": (lambda x: torch.where(torch.ones(3, dtype=torch.bool), x, x), RuntimeError, MIXED),
+    "index_select": (lambda x: x.index_select(0, torch.tensor([0])), RuntimeError, MIXED),
+    "gather": (lambda x: x.gather(0, torch.tensor([[0]])), RuntimeError, MIXED),
+    "embedding": (lambda x: torch.nn.functional.embedding(torch.tensor([0]), x), RuntimeError, MIXED),
+    "index of the device": (lambda x: torch.ones(3)[torch.tensor([0], device=NAME)], RuntimeError, "indices should be"),
+    "assigned": (lambda x: x.__setitem__(x > 1, torch.ones(4)), RuntimeError, MIXED),
+    "numpy": (lambda x: x.numpy(), TypeError, "can't convert npu:0 device type tensor to numpy"),
+    "generator": (lambda x: torch.randn(3, device=NAME, generator=torch.Generator()), RuntimeError, "for generator"),
+    "pinned": (lambda x: x.pin_memory(), RuntimeError, "only dense CPU tensors can be pinned"),
+}
+
+
+@pytest.mark.parametrize(("attempt", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_device_refuses(attempt, error, message) -> None:
+    with pytest.raises(error, match=message):
+        attempt(on_device(2, 3))
+
+
+def test_what_a_device_takes() -> None:
+    x = on_device(2, 3)
+    assert torch.accelerator.current_accelerator(check_available=True).type == x.device.type == NAME
+    for value in (x + torch.tensor(1.0), x[torch.tensor([1, 0])], x[[0]], x[torch.tensor([True, False])], x * 2):
+        assert value.device == x.device
+    drawn = torch.randn(3, device=NAME, generator=torch.Generator(NAME).manual_seed(1))
+    assert torch.equal(drawn.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(1)))
+    padded = torch.nn.utils.rnn.pad_sequence([x, x[:1]], batch_first=True)
+    assert padded.device == x.device and padded.shape == (2, 2, 3)
+
+
+WAITS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "item"),
+    "bool": (lambda x: bool(x.any()), "item"),
+    "float": (lambda x: float(x[0, 0]), "item"),
+    "tolist": (lambda x: x.tolist(), "tolist"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "mask": (lambda x: x[x > 2], "mask"),
+    "assigned by a mask": (lambda x: x.__setitem__(x > 2, 0.0), "mask"),
+    "masked_select": (lambda x: x.masked_select(x > 2), "masked_select"),
+    "equal": (lambda x: torch.equal(x, x), "equal"),
+    "unique": (lambda x: x.unique(), "unique"),
+    "to host": (lambda x: x.cpu(), "copy to host"),
+    "into the host": (lambda x: torch.empty(2, 3).copy_(x, non_blocking=True), "copy to host"),
+    "to device": (lambda x: torch.ones(3).to(NAME), "copy to device"),
+    "to device from pages": (lambda x: torch.ones(3).to(NAME, non_blocking=True), "copy to device"),
+    "made of numbers": (lambda x: torch.tensor([1, 2], device=NAME), "copy to device"),
+    "index of the host": (lambda x: x[torch.tensor([0])], "copy of an index"),
+    "synchronize": (lambda x: torch.accelerator.synchronize(), "synchronize"),
+}
+QUEUED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "pinned": lambda x: torch.ones(3).pin_memory().to(NAME, non_blocking=True),
+    "view of pinned memory": lambda x: torch.empty(8, pin_memory=True)[2:4].view(2, 1).to(NAME, non_blocking=True),
+    "to the host": lambda x: x.to("cpu", non_blocking=True),
+    "into pinned memory": lambda x: torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True),
+    "where": lambda x: torch.where(x > 2, x, 0.0),
+    "masked_fill": lambda x: x.masked_fill(x > 2, 0.0),
+    "made there": lambda x: torch.arange(3, device=NAME) + torch.zeros(3, device=NAME),
+    "number": lambda x: x + torch.tensor(1.0),
+    "slice": lambda x: x[:, 1:],
+}
+
+
+@pytest.mark.parametrize(("ask", "kind"), WAITS.values(), ids=WAITS)
+def test_what_the_host_waits_for(ask, kind) -> None:
+    x = on_device(2, 3)
+    with counting() as counts:
+        ask(x)
+    ((found, place),) = counts.waits
+    assert found == kind and place.startswith("tests/accelerator/test_device.py:")
+
+
+@pytest.mark.parametrize("queue", QUEUED.values(), ids=QUEUED)
+def test_what_the_host_does_not_wait_for(queue) -> None:
+    x = on_device(2, 3)
+    with counting() as counts:
+        queue(x)
+    assert not counts.waits
+
+
+def test_a_copy_that_does_not_block_arrives_when_the_host_has_waited() -> None:
+    x = on_device(2, 3)
+    copied, numbers = x.to("cpu", non_blocking=True), (x > 2).to("cpu", non_blocking=True)
+    x.zero_()
+    assert copied.isnan().all() and numbers.tolist() == [[True, True, True], [False, False, False]], "not yet"
+    event = torch.Event(NAME)
+    event.record()
+    event.synchronize()
+    assert copied.tolist() == [[0, 1, 2], [3, 4, 5]] and numbers.tolist() == [[False] * 3, [True] * 3]
+
+
+def test_a_module_keeps_its_parameters() -> None:
+    module, host = torch.nn.Linear(3, 4), torch.randn(2, 3)
+    parameters, expected = [*module.parameters()], module(host).detach()
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    other = copy.deepcopy(module)
+    module.to(NAME)
+    assert all(one is other for one, other in zip(parameters, module.parameters(), strict=True))
+    assert isinstance(module.weight, torch.nn.Parameter) and module.weight.device.type == NAME
+    output = module(host.to(NAME))
+    assert torch.equal(output.cpu(), expected)
+    for each, values in ((module, output), (other, other(host))):
+        values.square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+    optimizer.step()
+    torch.optim.AdamW(other.parameters(), lr=0.1).step()
+    assert torch.equal(module.weight.cpu(), other.weight)
+    copied = copy.deepcopy(module)
+    assert isinstance(copied.weight, torch.nn.Parameter) and copied.weight.data_ptr() != module.weight.data_ptr()
+    parameter = torch.nn.Parameter(host)
+    for device in (NAME, "cpu"):
+        parameter.data = parameter.data.to(device)
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.device.type == device
+    assert torch.equal(parameter, host)
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_attention_has_the_numbers_of_the_cpu(mask) -> None:
+    parts = [torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3)]
+    bias = {None: None, "bool": torch.rand(8, 8) > 0.2, "float": torch.randn(8, 8)}[mask]
+    moved = [part.detach().to(NAME).requires_grad_() for part in parts]
+    for tensors, where in ((parts, "cpu"), (moved, NAME)):
+        own = None if bias is None else bias.to(where)
+        torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=own).square().sum().backward()
+    for part, other in zip(parts, moved, strict=True):
+        assert torch.equal(part.grad, other.grad.cpu())
+
+
+def test_autocast_lowers_what_it_lowers_on_a_cpu() -> None:
+    module, x = torch.nn.Linear(3, 4), torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+    module.to(NAME)
+    with torch.autocast(NAME, torch.bfloat16):
+        found = module(x.to(NAME))
+    assert found.dtype == torch.bfloat16 and torch.equal(found.cpu(), expected)
