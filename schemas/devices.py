@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 ACCELERATORS = ("cuda", "xpu", "mps", "npu", "hpu", "mlu", "musa", "mtia")
 NAME_OF_DEVICE = rf"^(auto|cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,3}})?)$"
 DESCRIPTION = "auto, cpu, cuda, cuda:N, xpu, mps or another name of torch's"
+#: On a stream of theirs weights are copied while another computes.
+STREAM_DEVICES = ("cuda", "xpu")
 #: Their memory is this machine's, so nothing is pinned for them.
 UNIFIED_MEMORY = ("cpu", "mps")
 

@@ -35,6 +35,7 @@ PROGRAMS = {
     "import": "an export into ordinary shards and a training set",
     "status": "per stage: done, remaining, set aside, bytes",
     "ui": "a web page: start, stop and watch the stages, plan, pictures, report, logs",
+    "doctor": "what this machine has and lacks: devices, libraries, decoders, disks, stores",
     "verify": "check every shard and table; with --repair make damaged ones again",
     "gc": "what nothing uses any longer, with sizes; removed with --yes",
 }

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from stages.engines.jobs import Job
 from tests.fork_server import ForkServer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def forget_forkserver() -> None:

@@ -97,7 +97,7 @@ def missing(extra: str, modules: set[str]) -> set[str]:
 
 
 def test_every_machine_has_what_it_imports() -> None:
-    assert missing("", loaded("import stages.cli, stages.verify")) == set()
+    assert missing("", loaded("import stages.cli, stages.verify, stages.doctor, stages.maintenance.probes")) == set()
 
 
 def test_what_reads_media_has_what_it_imports() -> None:

@@ -259,11 +259,13 @@ def make_app(
     examples: Sequence[str] = (),
     extra: str = "",
     unused: Sequence[str] = (),
+    needs_config: bool = True,
 ) -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
     examples: argument lines for --help. extra: the installation extra that the error names where a library is missing.
     unused: common options that --help leaves out. They are read, so that the program can say why it has none.
+    needs_config: False for a program that gets None for the configuration, which it reads itself.
     """
 
     hide_line()  # this module's program has been imported
@@ -280,7 +282,7 @@ def make_app(
     ) -> None:
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         with interrupted_by_sigterm():
-            raise typer.Exit(run_program(name, run, options, own, extra=extra))
+            raise typer.Exit(run_program(name, run, options, own, extra=extra, needs_config=needs_config))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):
@@ -300,12 +302,18 @@ def make_app(
 
 
 def run_program(
-    name: str, run: RunFunction, options: Options, own: Mapping[str, Any] | None = None, *, extra: str = ""
+    name: str,
+    run: RunFunction,
+    options: Options,
+    own: Mapping[str, Any] | None = None,
+    *,
+    extra: str = "",
+    needs_config: bool = True,
 ) -> int:
     """Load the configuration, run, print the report or the error; returns the exit code."""
     with noted(name) as note:
         try:
-            code = _run_program(name, run, options, own or {}, extra, note)
+            code = _run_program(name, run, options, own or {}, extra, note, needs_config)
         finally:
             show_activities(None)
         if note is not None:
@@ -314,7 +322,13 @@ def run_program(
 
 
 def _run_program(
-    name: str, run: RunFunction, options: Options, own: Mapping[str, Any], extra: str, note: NoteWriter | None
+    name: str,
+    run: RunFunction,
+    options: Options,
+    own: Mapping[str, Any],
+    extra: str,
+    note: NoteWriter | None,
+    needs_config: bool,
 ) -> int:
     from schemas.config.loading import load_config
 
@@ -326,7 +340,7 @@ def _run_program(
         end_with_parent()
         show_starting(name)
         try:
-            config = load_config(options.config, options.overrides)
+            config = load_config(options.config, options.overrides) if needs_config else None
         finally:
             hide_line()
         with limits_explained(name, options.dry_run):

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,11 @@ from schemas.config.section import FORMER_SPELLINGS
 from schemas.config.training import Parallel
 from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
+from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import find_adapter
 from trainer.run.new_data import check_new_data, list_changes
 from trainer.run.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
-QUANTIZATION_LIBRARIES = {
-    "int8-quanto": "optimum.quanto",
-    "int8-torchao": "torchao",
-    "fp8-torchao": "torchao",
-    "nf4-bnb": "bitsandbytes",
-}
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
 RANDOM_NUMBERS = "philox4x64-10"
 BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
@@ -207,8 +201,9 @@ def check_base_precision(config: Config) -> None:
     """RunError for a train.base_precision whose library is not installed."""
     name = config.train.base_precision
     library = QUANTIZATION_LIBRARIES.get(name)
-    if library and (find_spec(library.partition(".")[0]) is None or find_spec(library) is None):
-        raise RunError(f"train.base_precision: {name} needs {library}", "Install it: pip install -e '.[quant]'")
+    if library and not is_installed(library):
+        step = f"Install it: {find_library(library).command}"
+        raise RunError(f"train.base_precision: {name} needs {library}", step)
 
 
 def result_folder(config: Config) -> Path:

@@ -10,12 +10,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from schemas.config.training import Offload, Train
-from schemas.devices import pins_memory
+from schemas.devices import STREAM_DEVICES, pins_memory
 from trainer.families.base import FamilyModule, components
 from trainer.run.run_state import RunError
 from trainer.setup.offload import offload_blocks
 
-STREAM_DEVICES = ("cuda", "xpu")
 MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
 
 

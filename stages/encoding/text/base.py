@@ -5,7 +5,6 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,17 +18,16 @@ from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
+from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from schemas.text_format import shorten
 from stages.encoding import model_loading
 from stages.encoding.text.prefix_cache import EncoderStats, PrefixCachedModel, find_prefix_ids
 from stages.media.files import MediaError
 
 CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
-INSTALL_COMMAND = "pip install -e '.[quant]'"
 #: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
 #: not quantized, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
-QUANTIZATION_LIBRARIES = {"int8-quanto": "optimum.quanto", "nf4-bnb": "bitsandbytes"}
 DEFAULT_OPTIONS = Text()
 
 
@@ -203,7 +201,7 @@ def _check_options(model_class: Any, device: torch.device, options: Text) -> Non
             f"text.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
             "remove text.attention, or use eager or flash_attention_2",
         )
-    if options.attention == "flash_attention_2" and (device.type != "cuda" or find_spec("flash_attn") is None):
+    if options.attention == "flash_attention_2" and (device.type != "cuda" or not is_installed("flash_attn")):
         raise OptionError(
             f"text.attention: flash_attention_2 needs a CUDA device (this is {device.type}) and the package flash-attn",
             "remove text.attention, or install flash-attn for your torch and card",
@@ -216,9 +214,9 @@ def _check_options(model_class: Any, device: torch.device, options: Text) -> Non
             f"text.quantization: {options.quantization} and text.offload: {options.offload} do not go together",
             "use one of them: quantized, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
         )
-    if find_spec(library.split(".")[0]) is None or find_spec(library) is None:
+    if not is_installed(library):
         problem = f"text.quantization: {options.quantization} needs {library}"
-        raise OptionError(problem, f"install it: {INSTALL_COMMAND}")
+        raise OptionError(problem, f"install it: {find_library(library).command}")
 
 
 def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:

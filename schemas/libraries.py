@@ -1,0 +1,138 @@
+"""Libraries that an installation may lack: what each is for, how it is installed, and which options need it."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from schemas.config.pipeline import Config
+from schemas.optimizers import DISTRIBUTIONS, find_optimizer
+
+QUANTIZATION_LIBRARIES = {
+    "int8-quanto": "optimum.quanto",
+    "int8-torchao": "torchao",
+    "fp8-torchao": "torchao",
+    "nf4-bnb": "bitsandbytes",
+}
+#: Values of attention options -> the package with the kernels; of "hub" the one that loads them from the Hub.
+ATTENTION_LIBRARIES = {
+    "flash_attention_2": "flash_attn",
+    "flash": "flash_attn",
+    "xformers": "xformers",
+    "sage": "sageattention",
+    "flash_hub": "kernels",
+    "_flash_3_hub": "kernels",
+    "sage_hub": "kernels",
+}
+
+
+class Library(NamedTuple):
+    """module: what is imported. distribution: what pip installs. purpose: what it is for. extra: of latentpress that
+    has it, or "" for one that is installed by its own name. imported: whether importing it can fail where it is
+    installed, as it may not fit torch or the driver."""
+
+    module: str
+    distribution: str
+    purpose: str
+    extra: str = ""
+    imported: bool = False
+
+    @property
+    def command(self) -> str:
+        return f"pip install -e '.[{self.extra}]'" if self.extra else f"pip install {self.distribution}"
+
+
+LIBRARIES = (
+    Library("torch", "torch", "encoding and training", "train", imported=True),
+    Library("diffusers", "diffusers", "encoding and training", "train", imported=True),
+    Library("transformers", "transformers", "text encoders", "encode", imported=True),
+    Library("accelerate", "accelerate", "training", "train", imported=True),
+    Library("peft", "peft", "LoRA", "train", imported=True),
+    Library("av", "av", "reading and writing video", "media", imported=True),
+    Library("PIL", "Pillow", "reading and writing images", "media"),
+    Library("pillow_heif", "pillow-heif", "HEIC images", "heif"),
+    Library("decord", "decord", "latents.decoder: decord", "decord", imported=True),
+    Library("scenedetect", "scenedetect-headless", "video.scenes", "scenes"),
+    Library("bitsandbytes", "bitsandbytes", "nf4-bnb, 8-bit optimizers", "quant", imported=True),
+    Library("optimum.quanto", "optimum-quanto", "int8-quanto", "quant", imported=True),
+    Library("torchao", "torchao", "int8-torchao, fp8-torchao", "quant", imported=True),
+    Library("flash_attn", "flash-attn", "attention backend flash, flash_attention_2", imported=True),
+    Library("xformers", "xformers", "attention backend xformers", imported=True),
+    Library("sageattention", "sageattention", "attention backend sage", imported=True),
+    Library("kernels", "kernels", "attention backends of the Hub"),
+    Library("prodigyopt", "prodigyopt", "optimizer prodigy", "optimizers"),
+    Library("schedulefree", "schedulefree", "optimizer adamw-schedulefree", "optimizers"),
+    Library("optimi", "torch-optimi", "optimizers optimi-*", "optimizers"),
+    Library("s3fs", "s3fs", "s3:// addresses", "s3"),
+    Library("gcsfs", "gcsfs", "gs:// addresses", "gcs"),
+    Library("aiohttp", "aiohttp", "http:// addresses", "http"),
+    Library("datasets", "datasets", "datasets of the Hugging Face Hub", "huggingface"),
+    Library("ray", "ray", "stages.engine: ray", "ray"),
+    Library("bokeh", "bokeh", "report", "report"),
+    Library("starlette", "starlette", "ui", "ui"),
+    Library("tensorboard", "tensorboard", "train.trackers: tensorboard", "train"),
+    Library("wandb", "wandb", "train.trackers: wandb", "wandb"),
+    Library("apprise", "apprise", "notify: format apprise", "notify"),
+)
+
+
+def is_installed(module: str) -> bool:
+    """Whether it is found; it is not imported."""
+    parent = module.rpartition(".")[0]
+    return (not parent or is_installed(parent)) and find_spec(module) is not None
+
+
+def find_library(module: str) -> Library:
+    """The row of a module; for another, which an optimizer's dotted path names, one by its package's name."""
+    package = module.partition(".")[0]
+    row = next((library for library in LIBRARIES if library.module in (module, package)), None)
+    return row or Library(package, DISTRIBUTIONS.get(package, package), "an optimizer")
+
+
+def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
+    """(module, the option that needs it), for all stages and training."""
+    for module in ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "PIL"):
+        yield module, f"model.family {config.model.family}"
+    quantizations = {"text.quantization": config.text.quantization, "train.base_precision": config.train.base_precision}
+    for option, value in quantizations.items():
+        if value in QUANTIZATION_LIBRARIES:
+            yield QUANTIZATION_LIBRARIES[value], f"{option} {value}"
+    attention = {
+        "text.attention": config.text.attention,
+        "train.attention_backend": config.train.attention_backend,
+        "validation.attention_backend": config.validation.attention_backend,
+    }
+    for option, name in attention.items():
+        if name in ATTENTION_LIBRARIES:
+            yield ATTENTION_LIBRARIES[name], f"{option} {name}"
+    optimizer = config.train.optimizer.name
+    yield find_optimizer(optimizer).path.partition(".")[0], f"train.optimizer.name {optimizer}"
+    for tracker in config.train.trackers:
+        yield tracker, f"train.trackers {tracker}"
+    if config.stages.engine == "ray":
+        yield "ray", "stages.engine ray"
+    if config.latents.decoder == "decord":
+        yield "decord", "latents.decoder decord"
+    if any(hook.format == "apprise" for hook in config.notify.webhooks):
+        yield "apprise", "notify.webhooks format apprise"
+    for dataset in config.datasets:
+        if dataset.disabled:
+            continue
+        if dataset.source == "huggingface":
+            yield "datasets", f"datasets.{dataset.id}.source huggingface"
+        if dataset.video.scenes:
+            yield "scenedetect", f"datasets.{dataset.id}.video.scenes"
+    for option, url in needed_stores(config):
+        for scheme, module in (("s3", "s3fs"), ("gs", "gcsfs"), ("gcs", "gcsfs"), ("http", "aiohttp")):
+            if url.startswith((f"{scheme}://", f"{scheme}a://", f"{scheme}s://")):
+                yield module, f"{option} {scheme}://"
+
+
+def needed_stores(config: Config) -> Iterator[tuple[str, str]]:
+    """(option, URL) of what is read and written over the network."""
+    if "://" in str(config.root):
+        yield "root", str(config.root)
+    for dataset in config.datasets:
+        for key in ("instance_data_dir", "conditioning_data", "mask_data"):
+            url = getattr(dataset, key) or ""
+            if "://" in url and not dataset.disabled:
+                yield f"datasets.{dataset.id}.{key}", url

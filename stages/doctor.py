@@ -1,0 +1,281 @@
+"""doctor: what this machine has for latentpress (devices, libraries, decoders, disks, stores), what follows where
+something is not there, and how it is put right.
+
+It needs the base install alone and no configuration; with one it also says what that needs and does not find. Each
+probe is a process with a time limit, so that nothing it tries can end or hold up the program.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cache.store.files import find_shortage
+from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.config.encoding import cores
+from schemas.config.loading import load_config
+from schemas.config.pipeline import Config
+from schemas.devices import STREAM_DEVICES
+from schemas.errors import LatentpressError
+from schemas.libraries import LIBRARIES, Library, find_library, is_installed, needed_libraries, needed_stores
+from schemas.text_format import format_bytes
+from stages.discovery.sources.urls import strip_secrets
+from stages.maintenance.probes import TIME_LIMIT_S, run_probe
+
+MOST_PROBES = 4  # at a time: each may import torch
+LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
+DEFAULT_CONFIG = Path("pipeline.yaml")
+INSTALL_TORCH = "install the torch build for the card (README, Installing for a GPU)"
+DTYPE_ADVICE = {
+    "bfloat16": "set precisions to float32, or choose another device",
+    "float16": "set precisions to bfloat16 or float32",
+    "float8": "choose int8-torchao or int8-quanto, not fp8-torchao",
+}
+
+Row = dict[str, Any]
+#: Key -> what a probe found: of "devices", of "decoders", of a library's module, of a store's address.
+Findings = Mapping[str, Mapping[str, Any]]
+
+
+def run(
+    config: None,
+    options: Options,
+    console: Console,
+    *,
+    time_limit: Annotated[
+        float, typer.Option(min=1, max=3600, metavar="SECONDS", help="Of one probe; what takes longer is reported.")
+    ] = TIME_LIMIT_S,
+) -> Report:
+    report = Report("doctor", dry_run=options.dry_run, what="probes")
+    configuration = _read_configuration(options, report)
+    tasks = dict(_list_probes(configuration))
+    if options.dry_run:
+        report.remaining, report.details["probes"] = len(tasks), [strip_secrets(key) for key in tasks]
+        return report
+    findings = _run_probes(tasks, time_limit, console)
+    report.done = len(findings)
+    sections = {
+        "machine": _describe_machine(),
+        "devices": _describe_devices(findings.get("devices", {"problem": "torch is not installed"})),
+        "libraries": _describe_libraries(findings),
+        "decoders": _describe_decoders(findings.get("decoders", {"problem": "av is not installed"})),
+        "disks": _describe_disks(configuration),
+        "stores": _describe_stores(findings),
+    }
+    report.details |= {name: rows for name, section in sections.items() if (rows := list(section))}
+    if configuration is not None:
+        report.failed += _list_failures(configuration, findings)
+    return report
+
+
+def _read_configuration(options: Options, report: Report) -> Config | None:
+    """The configuration, where there is one. One that is not valid is among the failures, and the probes go on."""
+    if options.config == DEFAULT_CONFIG and not DEFAULT_CONFIG.exists():
+        report.details["configuration"] = "none here: nothing is compared with what it needs; --config FILE names one"
+        return None
+    report.details["configuration"] = str(options.config)
+    try:
+        return load_config(options.config, options.overrides)
+    except LatentpressError as error:
+        if not options.config.exists():
+            raise
+        report.failed.append(_failure(str(options.config), error.message, error.next_step))
+        return None
+
+
+def _failure(item: str, problem: str, remedy: str) -> Row:
+    return {"item": item, "path": item, "reason": problem, "message": remedy}
+
+
+def _list_devices(configuration: Config) -> dict[str, str]:
+    """Option -> the device that it names."""
+    stages = configuration.stages
+    named = {
+        "train.device": configuration.train.device,
+        "stages.encode-text.device": stages.encode_text.device,
+        "stages.encode-latents.device": stages.encode_latents.device,
+        "stages.decode.device": stages.decode.device,
+        "stages.score.device": stages.score.device,
+    }
+    return named | ({"stages.encode-vision.device": stages.encode_vision.device} if configuration.vision.model else {})
+
+
+def _list_probes(configuration: Config | None) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Key of the findings, and the probe with its arguments; the slowest first."""
+    if is_installed("torch"):
+        yield "devices", ("devices", *(dict.fromkeys(_list_devices(configuration).values()) if configuration else ()))
+    for library in _list_libraries(configuration):
+        if library.imported and library.module != "torch" and is_installed(library.module):
+            yield library.module, ("library", library.module, library.distribution)
+    if is_installed("av"):
+        yield "decoders", ("decoders",)
+    for _, url in needed_stores(configuration) if configuration else ():
+        yield url, ("store", url)
+
+
+def _list_libraries(configuration: Config | None) -> list[Library]:
+    needed = [find_library(module) for module, _ in needed_libraries(configuration)] if configuration else []
+    return list(dict.fromkeys([*LIBRARIES, *needed]))
+
+
+def _run_probes(tasks: Mapping[str, Sequence[str]], time_limit: float, console: Console) -> dict[str, dict[str, Any]]:
+    findings = {}
+    with (
+        console.progress(len(tasks), "probing", unit="probes") as progress,
+        ThreadPoolExecutor(min(MOST_PROBES, cores())) as pool,
+    ):
+        running = {pool.submit(run_probe, *task, time_limit=time_limit): key for key, task in tasks.items()}
+        for ended in as_completed(running):
+            findings[running[ended]] = ended.result()
+            progress.advance()
+    return findings
+
+
+def _row(what: str, found: str, follows: str = "", remedy: str = "") -> Row:
+    return {"what": what, "found": found, "what_follows": follows, "remedy": remedy}
+
+
+def _describe_machine() -> Iterator[Row]:
+    yield _row("latentpress", version("latentpress"))
+    yield _row("Python", f"{platform.python_version()}, {sys.executable}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield _row("machine", f"{platform.machine()}, {cores()} cores, {format_bytes(memory)} of memory")
+
+
+def _describe_devices(found: Mapping[str, Any]) -> Iterator[Row]:
+    if "problem" in found:
+        yield _row("torch", found["problem"], "no encoding and no training", find_library("torch").command)
+        return
+    devices = found["devices"]
+    follows = "encoding and training on the CPU, which is for tests" if len(devices) == 1 else ""
+    yield _row("torch", f"{found['version']}, built for {found['build']}", follows, INSTALL_TORCH if follows else "")
+    for device in devices:
+        memory = (
+            f", {format_bytes(device['memory'])}, {format_bytes(device['free'])} free" if "memory" in device else ""
+        )
+        yield _row(device["device"], f"{device['name']}{memory}")
+        absent = [dtype for dtype in DTYPE_ADVICE if dtype not in device["dtypes"] and device["device"] != "cpu"]
+        follows = f"it does not compute in {', '.join(absent)}" if absent else ""
+        advice = "; ".join(DTYPE_ADVICE[dtype] for dtype in absent)
+        yield _row(f"{device['device']}: dtypes", ", ".join(device["dtypes"]), follows, advice)
+        yield _row(f"{device['device']}: attention", ", ".join(["native", *device["attention"]]))
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    follows = "" if compiler else "no train.compile; Kandinsky's sparse attention computes every block"
+    yield _row("C++ compiler", compiler or "none", follows, "" if compiler else "apt install g++, or the like")
+
+
+def _describe_libraries(findings: Findings) -> Iterator[Row]:
+    for library in LIBRARIES:
+        if library.module == "torch":
+            continue
+        finding = findings.get(library.module)
+        if not is_installed(library.module):
+            yield _row(library.distribution, "not installed", f"no {library.purpose}", library.command)
+        elif finding and "problem" in finding:
+            remedy = f"install the version for this torch and driver: {library.command}"
+            yield _row(library.distribution, finding["problem"], f"no {library.purpose}", remedy)
+        else:
+            yield _row(library.distribution, finding["version"] if finding else version(library.distribution))
+
+
+def _describe_decoders(found: Mapping[str, Any]) -> Iterator[Row]:
+    if "problem" in found:
+        yield _row("FFmpeg", found["problem"], "no videos are read or written", find_library("av").command)
+        return
+    for codec, present in found.items():
+        advice = "install PyAV's own wheel: pip install --force-reinstall av; or convert these videos"
+        follows = () if present else ("videos of this codec are set aside", advice)
+        yield _row(codec, "decoded" if present else "no decoder", *follows)
+
+
+def _describe_disks(configuration: Config | None) -> Iterator[Row]:
+    places = {"this folder": Path()}
+    if configuration is not None:
+        places = {"root": Path(configuration.root), "output": Path(configuration.output)}
+    for name, place in places.items():
+        if "://" in str(place):
+            continue
+        folder = next(part for part in (place.absolute(), *place.absolute().parents) if part.is_dir())
+        advice: tuple[str, str] | tuple[()] = ()
+        if not os.access(folder, os.W_OK):
+            advice = "nothing can be written there", f"choose another place for {name}, or allow this user to write"
+        elif find_shortage(place, LEAST_SPACE):
+            advice = "little room for caches and checkpoints", "free space, or choose a place on another disk"
+        yield _row(name, f"{folder}: {format_bytes(shutil.disk_usage(folder).free)} free", *advice)
+
+
+def _describe_stores(findings: Findings) -> Iterator[Row]:
+    for url, finding in findings.items():
+        if "://" not in url:
+            continue
+        if "problem" in finding:
+            yield _row(strip_secrets(url), finding["problem"], "nothing is read or written there", STORE_ADVICE)
+        else:
+            yield _row(strip_secrets(url), f"reached, {finding['entries']} names")
+
+
+STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/cluster.md)"
+
+
+def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
+    """What the configuration needs and this machine lacks, with the option that needs it."""
+    for module, option in dict(needed_libraries(configuration)).items():
+        library = find_library(module)
+        if not is_installed(module):
+            yield _failure(option, f"{library.distribution} is not installed", library.command)
+        elif "problem" in (finding := findings.get("devices" if module == "torch" else module, {})):
+            yield _failure(option, f"{library.distribution} can't be used: {finding['problem']}", library.command)
+    for option, url in needed_stores(configuration):
+        if "problem" in findings.get(url, {}):
+            yield _failure(option, f"{strip_secrets(url)}: {findings[url]['problem']}", STORE_ADVICE)
+    for row in _describe_disks(configuration):
+        if "written" in row["what_follows"]:
+            yield _failure(row["what"], f"{row['found']}, and {row['what_follows']}", row["remedy"])
+    found = findings.get("devices", {})
+    if "devices" in found:
+        yield from _list_device_failures(configuration, found)
+
+
+def _list_device_failures(configuration: Config, found: Mapping[str, Any]) -> Iterator[Row]:
+    model, train = configuration.model.precision, configuration.train
+    precisions = {
+        "train.device": model,
+        "stages.encode-text.device": configuration.text.precision or model,
+        "stages.encode-latents.device": configuration.latents.precision or model,
+        "stages.encode-vision.device": configuration.vision.precision or model,
+    }
+    for option, name in _list_devices(configuration).items():
+        if name in found["missing"]:
+            yield _failure(option, found["missing"][name], f"use cpu, or {INSTALL_TORCH}")
+            continue
+        device = next(row for row in found["devices"] if row["type"] == found["chosen"][name])
+        dtypes: list[str] = [precisions.get(option, "float32")]
+        if option == "train.device" and train.base_precision == "fp8-torchao" and device["type"] == "cuda":
+            dtypes.append("float8")
+        for dtype in dtypes:
+            if dtype not in device["dtypes"]:
+                yield _failure(option, f"{device['device']} does not compute in {dtype}", DTYPE_ADVICE[dtype])
+        if option == "train.device" and train.offload.streams and device["type"] not in STREAM_DEVICES:
+            problem = f"train.offload.streams: {device['device']} has no streams to copy on"
+            yield _failure(option, problem, "set train.offload.streams to false")
+
+
+app = make_app(
+    "doctor",
+    "What is installed and found on this machine, what is missing and how to get it; whether it suffices for the "
+    "configuration.",
+    run,
+    examples=["--config other.yaml", "--json"],
+    unused=NOT_DIVIDED,
+    needs_config=False,
+)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,152 @@
+"""Probes of this machine for `doctor`, each in a process of its own, since importing a library or opening a store may
+crash, hang or print: `python -m stages.maintenance.probes` reads a list, the probe and its arguments, as JSON, and
+prints what it found. Addresses, which may hold passwords, are no arguments of a process for that reason."""
+
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from schemas.text_format import shorten
+
+if TYPE_CHECKING:
+    import torch
+
+TIME_LIMIT_S = 120.0  # torch from a cold disk and the first use of a card take a minute
+DTYPES = ("float32", "bfloat16", "float16")
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper
+#: train.attention_backend -> torch's name of the kernels of scaled_dot_product_attention
+ATTENTION_KERNELS = {
+    "_native_flash": "FLASH_ATTENTION",
+    "_native_efficient": "EFFICIENT_ATTENTION",
+    "_native_cudnn": "CUDNN_ATTENTION",
+    "_native_math": "MATH",
+}
+#: Codec -> FFmpeg's decoders of it; one is enough.
+DECODERS = {
+    "H.264": ("h264",),
+    "H.265": ("hevc",),
+    "VP9": ("vp9", "libvpx-vp9"),
+    "AV1": ("libdav1d", "av1"),
+    "ProRes": ("prores",),
+}
+
+
+def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> dict[str, Any]:
+    """What a probe finds; {"problem": why} where its process fails or takes longer than `time_limit` seconds."""
+    command, asked = [sys.executable, "-m", "stages.maintenance.probes"], json.dumps([probe, *arguments])
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=time_limit, input=asked)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"no answer in {time_limit:g} s"}
+    try:
+        return json.loads(ended.stdout)
+    except ValueError:
+        lines = ended.stderr.strip().splitlines()
+        return {"problem": shorten(lines[-1], 200) if lines else f"its process ended with {ended.returncode}"}
+
+
+def probe_devices(*names: str) -> dict[str, Any]:
+    """torch, and the devices that it finds. names: of configured devices; `missing`: why one of them is not here."""
+    import torch
+
+    from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
+
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    build = next((f"{name} {number}" for name, number in builds.items() if number), "CPU")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [_describe("cpu", torch.backends.cpu.get_cpu_capability(), torch.device("cpu"))]
+    kind = accelerator.type if accelerator is not None else "cpu"
+    for number in range(torch.accelerator.device_count() if kind != "cpu" else 0):
+        device = torch.device(kind, number)
+        row = _describe(str(device), device_name(device), device)
+        row["free"], row["memory"] = device_memory(device)
+        devices.append(row)
+    missing, chosen = {}, {}
+    for name in names:
+        try:
+            chosen[name] = find_device(name).type
+        except DeviceNotFound as error:
+            missing[name] = error.message
+    return {"version": torch.__version__, "build": build, "devices": devices, "missing": missing, "chosen": chosen}
+
+
+def _describe(name: str, model: str, device: "torch.device") -> dict[str, Any]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    row: dict[str, Any] = {"device": name, "type": device.type, "name": model, "dtypes": [], "attention": []}
+    for dtype in DTYPES:
+        with suppress(RuntimeError, TypeError):
+            matrix = torch.ones(16, 16, dtype=getattr(torch, dtype), device=device)
+            if bool((matrix @ matrix == 16).all()):
+                row["dtypes"].append(dtype)
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    ):
+        row["dtypes"].append("float8")
+    for backend, kernels in ATTENTION_KERNELS.items():
+        with suppress(RuntimeError, AttributeError), sdpa_kernel(getattr(SDPBackend, kernels)):
+            query = torch.ones(1, 2, 16, 64, dtype=torch.bfloat16, device=device)
+            if bool(torch.nn.functional.scaled_dot_product_attention(query, query, query).isfinite().all()):
+                row["attention"].append(backend)
+    return row
+
+
+def probe_library(module: str, distribution: str) -> dict[str, Any]:
+    """Import a library; its version."""
+    importlib.import_module(module)
+    with suppress(PackageNotFoundError):
+        return {"version": version(distribution)}
+    return {"version": "of unknown version"}
+
+
+def probe_decoders() -> dict[str, Any]:
+    """Whether FFmpeg, as PyAV has it, decodes each codec."""
+    import av
+
+    return {name: any(decoder in av.codecs_available for decoder in known) for name, known in DECODERS.items()}
+
+
+def probe_store(url: str) -> dict[str, Any]:
+    """List the first level of a store."""
+    from stages.discovery.sources.object_store import open_filesystem
+
+    filesystem, path = open_filesystem(url)
+    try:
+        return {"entries": len(filesystem.ls(path, detail=False))}
+    except FileNotFoundError:
+        return {"entries": 0}
+
+
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "devices": probe_devices,
+    "library": probe_library,
+    "decoders": probe_decoders,
+    "store": probe_store,
+}
+
+
+def main() -> None:
+    from stages.discovery.sources.urls import scrub_secrets
+
+    probe, *arguments = json.load(sys.stdin)
+    warnings.simplefilter("ignore")
+    with redirect_stdout(sys.stderr):
+        try:
+            found = PROBES[probe](*arguments)
+        except Exception as error:  # of any kind: it is what was asked for
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            found = {"problem": scrub_secrets(shorten(message, 200), *arguments[:1])}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
