@@ -17,13 +17,13 @@ import pyarrow as pa
 
 from benchmarks.common import make_parser, print_header, print_row, run_silently, time_call, write_shard
 from benchmarks.planning import make_project, run_bucket
+from cache.sets.set_lookup import current_plan
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.config.loading import load_config
 from stages import index
 from stages.encoding.stage_registry import required_stages
-from stages.planning.plan_lookup import current_plan
 
 
 def write_shards(path: Path) -> None:

@@ -33,12 +33,12 @@ import numpy as np
 from benchmarks import common
 from benchmarks.common import medians, print_header, print_row, run_silently, time_call, write_config
 from benchmarks.discover import make_jpeg, make_video, unique_jpeg, unique_video, write_item
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from examples import tiny_models
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
 from stages import bucket, discover, encode_latents
-from stages.planning.plan_lookup import current_plan
 
 PR_SET_CHILD_SUBREAPER = 36
 SIZES = ((1152, 896), (1600, 1200), (1024, 1408))

@@ -36,8 +36,8 @@ from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_he
 from cache.sets.set_lookup import open_set
 from cache.shards.shard import ShardMeta
 from cache.store.store import Store
-from cache.supply.fitting_order import FittingOrder
 from cache.supply.local_cache import Ranks, supply_from_copies
+from cache.supply.step_needs import FittingOrder
 from schemas.config.training import Train
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.data import BatchLoader

@@ -25,6 +25,7 @@ import xxhash
 from benchmarks import common
 from benchmarks.common import MIB, medians, print_header, print_row, run_silently, time_call
 from benchmarks.planning import make_project
+from cache.sets.set_lookup import current_plan
 from cache.shards import shard
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensors import Array
@@ -34,7 +35,6 @@ from schemas.config.loading import load_config
 from stages import bucket, verify
 from stages.encoding import stage_registry
 from stages.maintenance import checks
-from stages.planning.plan_lookup import current_plan
 
 SHAPES = {"latents": ("latent", (16, 1, 128, 128)), "text": ("embeds", (100, 3584))}
 PROGRAMS = ("encode-text", "encode-latents", "status", "gc")

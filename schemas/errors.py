@@ -12,6 +12,12 @@ INCOMPLETE = 3  # work remains, or failed
 DAMAGE = 4  # damaged data was found
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 TERMINATED = 143  # SIGTERM, likewise
+EXIT_CODES = (
+    "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage; "
+    "130 interrupted."
+)
+#: True of every program: files appear whole or not at all.
+RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
 
 
 class LatentpressError(Exception):
@@ -30,3 +36,9 @@ class LatentpressError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The value of "error" in a JSON report; subclasses add their attributes."""
         return {"type": type(self).__name__, "message": self.message, "next_step": self.next_step}
+
+
+class Interrupted(LatentpressError):
+    """Ctrl-C."""
+
+    exit_code = INTERRUPTED

@@ -19,6 +19,11 @@ def escape_unprintable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def escape_lines(text: str) -> str:
+    """The same of each line: line breaks stay."""
+    return "\n".join(map(escape_unprintable, text.split("\n")))
+
+
 def format_bytes(count: float) -> str:
     """Like "512 bytes", "3.1 MiB" or "15.4 GiB"."""
     if count < 1024:

@@ -131,7 +131,7 @@ def _quarantine_damaged(store: Store, options: Options, console: Console) -> Non
 
 def probe_prompt_image(path: Path, kind: str) -> TableRow:
     """Columns of a validation prompt's file. kind: "image", or "video" for a condition of several frames."""
-    from stages.media.probe import probe_media
+    from stages.discovery.item_reader import probe_media
 
     try:
         return probe_media(path, kind, animations="video" if kind == "video" else "first-frame")

@@ -27,11 +27,10 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage_options import UsageError
-from stages.engines.stage_processes import StageProcesses
+from stages.engines.stage_processes import StageProcesses, remove_unfinished
 from stages.follow.trackers import open_trackers
 from stages.follow.watchers import Watch, is_watcher
-from stages.maintenance.run_results import remove_unfinished
-from stages.media.preview_mark import is_preview, preview_mark
+from stages.media.image import is_preview, preview_mark
 from stages.pages import training_samples
 
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}

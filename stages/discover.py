@@ -28,8 +28,8 @@ from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery import listing_diff, media_table
 from stages.discovery.listing_diff import KnownRows, ListingDiff
+from stages.discovery.media_locations import RemovalCheck, describe_ignored
 from stages.discovery.media_table import DiscoverySettings, SpillBuffer, media_table_path, read_media_table
-from stages.discovery.missing_media import RemovalCheck, describe_ignored
 from stages.discovery.sources.base import CHUNK_ROWS, Source, open_source
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_state import MIN_REJECT_BASE

@@ -138,8 +138,8 @@ def _run_probes(tasks: Mapping[str, Sequence[str]], time_limit: float, console: 
     return findings
 
 
-def _row(what: str, found: str, follows: str = "", remedy: str = "") -> Row:
-    return {"what": what, "found": found, "what_follows": follows, "remedy": remedy}
+def _row(what: str, finding: str, follows: str = "", remedy: str = "") -> Row:
+    return {"what": what, "found": finding, "what_follows": follows, "remedy": remedy}
 
 
 def _describe_machine() -> Iterator[Row]:
@@ -149,13 +149,14 @@ def _describe_machine() -> Iterator[Row]:
     yield _row("machine", f"{platform.machine()}, {cores()} cores, {format_bytes(memory)} of memory")
 
 
-def _describe_devices(found: Mapping[str, Any]) -> Iterator[Row]:
-    if "problem" in found:
-        yield _row("torch", found["problem"], "no encoding and no training", find_library("torch").command)
+def _describe_devices(finding: Mapping[str, Any]) -> Iterator[Row]:
+    if "problem" in finding:
+        yield _row("torch", finding["problem"], "no encoding and no training", find_library("torch").command)
         return
-    devices = found["devices"]
+    devices = finding["devices"]
     follows = "encoding and training on the CPU, which is for tests" if len(devices) == 1 else ""
-    yield _row("torch", f"{found['version']}, built for {found['build']}", follows, INSTALL_TORCH if follows else "")
+    build = f"{finding['version']}, built for {finding['build']}"
+    yield _row("torch", build, follows, INSTALL_TORCH if follows else "")
     for device in devices:
         memory = (
             f", {format_bytes(device['memory'])}, {format_bytes(device['free'])} free" if "memory" in device else ""
@@ -185,28 +186,29 @@ def _describe_libraries(findings: Findings) -> Iterator[Row]:
             yield _row(library.distribution, finding["version"] if finding else version(library.distribution))
 
 
-def _describe_decoders(found: Mapping[str, Any]) -> Iterator[Row]:
-    if "problem" in found:
-        yield _row("FFmpeg", found["problem"], "no videos are read or written", find_library("av").command)
+def _describe_decoders(finding: Mapping[str, Any]) -> Iterator[Row]:
+    if "problem" in finding:
+        yield _row("FFmpeg", finding["problem"], "no videos are read or written", find_library("av").command)
         return
-    for codec, present in found.items():
+    for codec, present in finding.items():
         advice = "install PyAV's own wheel: pip install --force-reinstall av; or convert these videos"
         follows = () if present else ("videos of this codec are set aside", advice)
         yield _row(codec, "decoded" if present else "no decoder", *follows)
 
 
 def _describe_disks(configuration: Config | None) -> Iterator[Row]:
-    places = {"this folder": Path()}
+    locations = {"this folder": "."}
     if configuration is not None:
-        places = {"root": Path(configuration.root), "output": Path(configuration.output)}
-    for name, place in places.items():
-        if "://" in str(place):
+        locations = {"root": configuration.root, "output": configuration.output}
+    for name, location in locations.items():
+        if "://" in location:
             continue
-        folder = next(part for part in (place.absolute(), *place.absolute().parents) if part.is_dir())
+        path = Path(location).absolute()
+        folder = next(part for part in (path, *path.parents) if part.is_dir())
         advice: tuple[str, str] | tuple[()] = ()
         if not os.access(folder, os.W_OK):
             advice = "nothing can be written there", f"choose another place for {name}, or allow this user to write"
-        elif find_shortage(place, LEAST_SPACE):
+        elif find_shortage(location, LEAST_SPACE):
             advice = "little room for caches and checkpoints", "free space, or choose a place on another disk"
         yield _row(name, f"{folder}: {format_bytes(shutil.disk_usage(folder).free)} free", *advice)
 
@@ -225,7 +227,7 @@ STORE_ADVICE = "check the address, the network, and the credentials in the envir
 
 
 def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
-    """What the configuration needs and this machine lacks, with the option that needs it."""
+    """Needs of the configuration that this machine lacks, with the option that needs it."""
     for module, option in dict(needed_libraries(configuration)).items():
         library = find_library(module)
         if not is_installed(module):
@@ -238,12 +240,11 @@ def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
     for row in _describe_disks(configuration):
         if "written" in row["what_follows"]:
             yield _failure(row["what"], f"{row['found']}, and {row['what_follows']}", row["remedy"])
-    found = findings.get("devices", {})
-    if "devices" in found:
-        yield from _list_device_failures(configuration, found)
+    if "devices" in findings.get("devices", {}):
+        yield from _list_device_failures(configuration, findings["devices"])
 
 
-def _list_device_failures(configuration: Config, found: Mapping[str, Any]) -> Iterator[Row]:
+def _list_device_failures(configuration: Config, finding: Mapping[str, Any]) -> Iterator[Row]:
     model, train = configuration.model.precision, configuration.train
     precisions = {
         "train.device": model,
@@ -252,10 +253,10 @@ def _list_device_failures(configuration: Config, found: Mapping[str, Any]) -> It
         "stages.encode-vision.device": configuration.vision.precision or model,
     }
     for option, name in _list_devices(configuration).items():
-        if name in found["missing"]:
-            yield _failure(option, found["missing"][name], f"use cpu, or {INSTALL_TORCH}")
+        if name in finding["missing"]:
+            yield _failure(option, finding["missing"][name], f"use cpu, or {INSTALL_TORCH}")
             continue
-        device = next(row for row in found["devices"] if row["type"] == found["chosen"][name])
+        device = next(row for row in finding["devices"] if row["type"] == finding["chosen"][name])
         dtypes: list[str] = [precisions.get(option, "float32")]
         if option == "train.device" and train.base_precision == "fp8-torchao" and device["type"] == "cuda":
             dtypes.append("float8")

@@ -12,8 +12,8 @@ from cache.sets.exporter import MIB, Exporter
 from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
 from cache.shards.shard import SUFFIXES
+from cache.shards.shard_supply import SupplyError
 from cache.store.store import Store
-from cache.supply.limited_shards import SupplyError
 from cache.supply.local_cache import supply_whole_set
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.encoding import CACHE_LIMIT

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.runs.process_record import append_stage, clear_failure, read_failure, record_failure
-from cache.runs.training_run import METRICS_FILE
+from cache.runs.training_run import METRICS_FILE, append_stage, clear_failure, read_failure, record_failure
 from cache.runs.validations import BEST_KEYS
+from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.files import check_writable
@@ -32,10 +32,8 @@ from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
-from stages.engines.stage_processes import StageFailed, StageProcesses
+from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.watchers import Watchers, check_models
-from stages.maintenance.run_results import find_folders, put_results_last, remove_unfinished
-from stages.planning.plan_lookup import NoPlan
 
 #: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
 MADE_BY = {OtherSettings.__name__: "discover", NoPlan.__name__: "bucket", SetNotFound.__name__: "index"}
@@ -99,7 +97,7 @@ def run(
                 if row["remaining"] and read_failure(folder) is None:
                     record_failure(folder, row["stage"], f"it left {row['remaining']} to do", *report.next_steps[:1])
     if not aside:
-        report.details = put_results_last(report.details | find_folders(folder))
+        report.details = sort_results(report.details | find_folders(folder))
         if report.set_aside:
             report.next_steps.append("latentpress status --rejects   # what was set aside, by reason")
     if watchers.failed:

@@ -30,7 +30,7 @@ from stages.follow.measures import LoadedMeasure, Measure, plan_measures
 from stages.follow.trackers import Tracker, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.files import MediaError, unreadable_error
-from stages.media.preview_mark import is_preview
+from stages.media.image import is_preview
 
 
 @dataclass(frozen=True)

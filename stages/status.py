@@ -17,6 +17,7 @@ from cache.models.weights import WeightsError
 from cache.runs.training_run import read_progress
 from cache.sets import rejects, set_lookup
 from cache.sets.plans import Plan
+from cache.sets.set_lookup import current_plan
 from cache.sets.trainset import SetError
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import ENCODE_PROGRAMS, DamageError
@@ -29,14 +30,13 @@ from schemas.cli.process_record import ProcessRecord, read_record
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
+from stages.discovery.media_locations import spread_evenly
 from stages.discovery.media_table import find_media_table
-from stages.discovery.missing_media import spread_evenly
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import JobReport, count_states, describe_jobs, list_jobs, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
 from stages.maintenance.set_aside import report_rejects
-from stages.planning.plan_lookup import current_plan
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cache.sets.set_lookup import current_plan
 from cache.shards import shard
 from cache.store.damage import SHARD_PROGRAMS, DamageError, rebuild_program
 from cache.store.files import StoreError
@@ -28,7 +29,6 @@ from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import StageState
 from stages.maintenance import checks
 from stages.maintenance.checks import DamageByPath, ExpectedShards, UnmappedStore
-from stages.planning.plan_lookup import current_plan
 
 MAX_WORKERS = 8  # by default: a disk is faster with a few requests at once, not with many
 SETTLE_S = 2.0  # seconds before a missing shard is looked for again

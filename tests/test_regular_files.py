@@ -15,10 +15,10 @@ from schemas.config.datasets import Dataset
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.prompt_library import PromptLibraryError, read_prompts
 from schemas.errors import LatentpressError
+from stages.discovery.item_reader import probe_media
 from stages.discovery.sources.base import open_source
 from stages.maintenance.checks import UnmappedStore
 from stages.media.files import MediaError, open_media
-from stages.media.probe import probe_media
 from trainer.adapters.header import AdapterError, find_adapter
 from trainer.run.resume import read_checkpoint
 

@@ -149,7 +149,7 @@ def check_format(adapter: AdapterFile, form: FileFormat) -> None:
 def fit_to_model(adapter: AdapterFile, folder: Path, parts: list[str]) -> AdapterFile:
     """The adapter with the model's module paths. AdapterError where it is for another model. parts: the components
     that it may be for."""
-    from trainer.adapters.merging import read_weight_shapes
+    from trainer.adapters.files import read_weight_shapes
 
     shapes = {name: shape for part in parts for name, shape in read_weight_shapes(folder, part).items()}
     adapter = resolve_names(adapter, shapes, str(folder))
@@ -231,8 +231,7 @@ def merge_adapter(
     config: Config, adapter: AdapterFile, to: Path, whole: bool, scale: float, report: Report, console: Console
 ) -> list[Path]:
     """Write the checkpoint's transformer with the adapter added, or all of the checkpoint; returns the folder."""
-    from trainer.adapters.files import load_layers
-    from trainer.adapters.merging import copy_rest, list_parts, merge_component, weight_files
+    from trainer.adapters.files import copy_rest, list_parts, load_layers, merge_component, weight_files
     from trainer.run.output_folder import explain_failures
 
     model, parts = config.model, find_parts(config, adapter)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from schemas.config.objective import Loss
+from schemas.config.methods import Loss
 
 SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
 BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1

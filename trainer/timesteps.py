@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.config.objective import Timesteps
+from schemas.config.methods import Timesteps
 from schemas.identity import derive_seed
 from schemas.randomness import permute
 from trainer.flow import shift_sigma

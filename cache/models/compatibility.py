@@ -37,7 +37,10 @@ def check_task(model: Model) -> None:
         return
     wanted = model.family_spec.pipelines[model.task]
     made_for = [
-        f"{one.name} {task}" for one in FAMILIES.values() for task, name in one.pipelines.items() if name in pipelines
+        f"{family.name} {task}"
+        for family in FAMILIES.values()
+        for task, name in family.pipelines.items()
+        if name in pipelines
     ]
     if wanted not in pipelines and made_for:
         raise CheckpointMismatch(

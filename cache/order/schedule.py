@@ -262,11 +262,11 @@ class WholeOrder:
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         listed, size = self._draws.listed(epoch), self._draws.size
         within = (numbers >= listed.first) & (numbers < listed.first + listed.steps * size)
-        step, place = np.divmod(numbers[within] - listed.first, size)
+        step, offset = np.divmod(numbers[within] - listed.first, size)
         key = derive_seed(f"{self._draws.seed}/{epoch}", "batches")
         places = numbers.copy()
         if len(step):
-            places[within] = listed.first + permute(step, listed.steps, key) * size + place
+            places[within] = listed.first + permute(step, listed.steps, key) * size + offset
         return listed.find(places)
 
     def draw(self, epoch: int, bucket: int, numbers: Ints) -> tuple[Ints, Ints]:

@@ -1,17 +1,20 @@
 """Values of a set's memory-mapped tables without Arrow's objects, and without a copy of a column.
 
 Arrow makes an object for each value that is asked for: ten of them for each sample took as long as copying 1 MiB. An
-index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing pays from twenty rows on.
+index into a memoryview takes a tenth of a microsecond; numpy's fancy indexing pays from twenty rows on. And of whole
+columns the runs of equal values.
 """
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 View = TypeVar("View")
@@ -143,3 +146,27 @@ def _numbers(chunk: pa.Array) -> memoryview:
 
 def _bit(bits: memoryview, number: int) -> bool:
     return bool(bits[number >> 3] >> (number & 7) & 1)
+
+
+def find_runs(table: pa.Table, keys: tuple[str, ...]) -> list[tuple[tuple, int, int]]:
+    """(values of `keys`, first row, row after the last) of each run of rows in which they are equal."""
+    with ThreadPoolExecutor(2) as pool:
+        starts = np.unique(np.concatenate([*pool.map(_run_starts, (table.column(key) for key in keys))]))
+    columns = [table.column(key).take(pa.array(starts)).to_pylist() for key in keys]
+    runs: list[tuple[tuple, int, int]] = []
+    bounds = pairwise([*starts.tolist(), table.num_rows])
+    for (start, stop), values in zip(bounds, zip(*columns, strict=True), strict=True):
+        if runs and runs[-1][0] == values:  # a chunk ended within the run
+            start = runs.pop()[1]
+        runs.append((values, start, stop))
+    return runs
+
+
+def _run_starts(column: pa.ChunkedArray) -> Ints:
+    """Rows at which a run of equal values, or a chunk, begins."""
+    firsts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+    starts = [np.zeros(0, np.int64)]
+    for first, chunk in zip(firsts, column.chunks, strict=False):
+        ends = np.asarray(pc.run_end_encode(chunk).run_ends)
+        starts.append(first + np.concatenate([[0], ends[:-1]]) if len(chunk) else starts[0])
+    return np.concatenate(starts)

@@ -118,12 +118,14 @@ def append_step(
             for group in dict.fromkeys(sample.group for sample in samples)
         },
         "samples": [
-            {"name": each.name, "prompt": each.group, "seed": each.seed, "content": each.content,
-             "scores": {name: _rounded(each.scores[name]) for name in measured}}
-            for each in samples
+            {"name": sample.name, "prompt": sample.group, "seed": sample.seed, "content": sample.content,
+             "scores": {name: _rounded(sample.scores[name]) for name in measured}}
+            for sample in samples
         ],
         "missing": sorted(missing),
-        "measures": {name: {"fingerprint": each.fingerprint, "model": each.model} for name, each in measured.items()},
+        "measures": {
+            name: {"fingerprint": measure.fingerprint, "model": measure.model} for name, measure in measured.items()
+        },
     }  # fmt: skip
     path = folder / SCORES_FILE
     with explained(str(path)):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.order.set_columns import find_runs
 from cache.sets import exported_set, plans, set_lookup
 from cache.sets.exported_set import (
     PROMPTS_KIND,
@@ -24,7 +25,6 @@ from cache.sets.exported_set import (
     row_bytes,
     write_shard,
 )
-from cache.sets.table_runs import find_runs
 from cache.sets.trainset import TrainSet, packed_row_id
 from cache.shards.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensor_checks import SAMPLE, kind_of

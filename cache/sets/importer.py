@@ -23,8 +23,8 @@ from cache.sets.exported_set import (
     source_fingerprints,
     write_shard,
 )
-from cache.sets.set_files import read_set_table
 from cache.sets.set_lookup import publish_set
+from cache.sets.table_checks import read_set_table
 from cache.shards.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensor_checks import SAMPLE
 from cache.store.damage import DamageError

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cache.order.schedule import Ints
 from cache.order.set_columns import IntColumn
 from cache.sets.draws import NO_TEXT
-from cache.sets.set_files import PLANNED
+from cache.sets.table_checks import PLANNED
 from cache.sets.trainset import SetError, TrainSet
 from cache.shards.shard import RejectedMember
 from cache.shards.shard_supply import ShardSupply
@@ -144,11 +144,11 @@ class PlannedSet(TrainSet):
         for number, (row, text) in enumerate(zip(rows.tolist(), texts.tolist(), strict=True)):
             places = [(shards.get(row), numbers.get(row)) for shards, numbers in samples]
             places += [(text_shards.get(text), text_rows.get(text))] if text != NO_TEXT else []
-            for shard, place in places:
+            for shard, member_row in places:
                 if (members := self.members(shard)) is None:
                     continue
                 lacking = True
-                if (member := members.aside.get(place)) is not None:
+                if (member := members.aside.get(member_row)) is not None:
                     if member.reason == "missing":
                         raise MissingMedia(f"set {self.id}: {member.message}", MISSING_STEP)
                     absent[number] = True

@@ -231,8 +231,8 @@ def find_damage(store: Store, name: str) -> DamageError | None:
         load_plan(store, name)
         for what in PLAN_TABLES:
             read_plan_table(store, name, what)
-    except DamageError as found:
-        return found
+    except DamageError as damage:
+        return damage
     return None
 
 

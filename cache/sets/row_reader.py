@@ -28,16 +28,16 @@ NO_LAYOUT = RowLayout(())
 class StoredRow:
     """Row `row` of shard `number`. Its tensors stand `layout.tensors[i].start` bytes after address `base`.
 
-    id: which row the set expects. place: its number in the file. codes: of its shard, as they were when it was found.
-    held: what keeps the memory at `base`, where that is not the shard. hash: of a row that is compared with `checksum`
-    once it is copied: to be updated with the head and the bytes of each tensor.
+    id: which row the set expects. stored_row: its number in the file. codes: of its shard, as they were when it was
+    found. held: what keeps the memory at `base`, where that is not the shard. hash: of a row that is compared with
+    `checksum` once it is copied: to be updated with the head and the bytes of each tensor.
     """
 
     part: str
     number: int
     row: int
     id: str
-    place: int = 0
+    stored_row: int = 0
     base: int = 0
     layout: RowLayout = NO_LAYOUT
     shard: MappedShard | None = None
@@ -110,7 +110,7 @@ class RowReader:
             rows = self.data.part_rows(row, names.values())
             return [self._take(replace(whole, part=part), rows[name], bucket) for part, name in names.items()]
         self._locate(whole, bucket)
-        if whole.codes is None or not whole.codes[whole.place]:
+        if whole.codes is None or not whole.codes[whole.stored_row]:
             self.data.part_rows(row)  # a row's first reading: whether its parts are those of the set, too
         if whole.hash is not None and whole.shard is not None:
             start, view = whole.base - whole.shard.address, whole.shard.view
@@ -125,7 +125,7 @@ class RowReader:
 
     def _locate(self, stored: StoredRow, bucket: str) -> StoredRow:
         """Complete a row."""
-        stored.place = position = self.data.stored_row(stored.number, stored.row)
+        stored.stored_row = position = self.data.stored_row(stored.number, stored.row)
         shard = self.shards.find(stored.number) or self.shards.open(stored.number)
         if shard is None or position >= len(shard.starts):
             return self._read_carefully(stored, bucket)
@@ -165,12 +165,12 @@ class RowReader:
         """A row of a tar, verified in its place, of which the layout is kept."""
         assert shard.reader is not None
         with shard.lock:
-            row = shard.reader.read(stored.place)
+            row = shard.reader.read(stored.stored_row)
         self.data.check_id(row, stored.location)
         stored.layout = self.shards.same_layout(view_layout(row.tensors, stored.base))
         stored.held = row
         self._check_shapes(stored, bucket)
-        stored.codes[stored.place] = self.shards.code(stored.layout)
+        stored.codes[stored.stored_row] = self.shards.code(stored.layout)
         return stored
 
     def _read_carefully(self, stored: StoredRow, bucket: str) -> StoredRow:
@@ -212,8 +212,8 @@ class RowReader:
         if stored.hash.hexdigest().encode() != stored.checksum:
             self.data.read_row(stored.location)
             raise self.data.damage(stored.location, "it was written to while it was read")
-        if not stored.codes[stored.place]:
-            stored.codes[stored.place] = self.shards.code(stored.layout)
+        if not stored.codes[stored.stored_row]:
+            stored.codes[stored.stored_row] = self.shards.code(stored.layout)
 
     def close(self) -> None:
         self.shards.close()

@@ -1,4 +1,5 @@
-"""Finds and opens training sets: the one that the configuration makes, or another that `train.set` names.
+"""Finds the published plan that a configuration uses, and finds and opens training sets: the one that the configuration
+makes, or another that `train.set` names.
 
 Several configurations may share a root. Each published set has two pointers: as the newest of its family and task, and
 as the one that its configuration makes, in a file named after the configuration's settings (`schemas/recipe.py`) and
@@ -17,17 +18,20 @@ import pyarrow as pa
 
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
+from cache.sets import plans
 from cache.sets.exported_set import ExportedSet
 from cache.sets.planned_set import PlannedSet
-from cache.sets.set_files import PLANNED
+from cache.sets.table_checks import PLANNED
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
 from cache.store.damage import DamageError
 from cache.store.json_checks import PATH_NAME_PATTERN, printable
 from cache.store.store import Store
+from schemas.cli.progress import activity
 from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
 from schemas.identity import hash_json
-from schemas.recipe import build_recipe
+from schemas.recipe import build_recipe, plan_key
 from schemas.tables import SET_VERSIONS
 
 #: Files that point to the set of a configuration.
@@ -42,6 +46,22 @@ RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
 PROMPTS_HINT = "Run `latentpress run --prompts`, which encodes the validation prompts and makes a set with them"
 
 JsonDict = dict[str, Any]
+
+
+class NoPlan(LatentpressError):
+    """There is none of this configuration."""
+
+
+def current_plan(store: Store, config: Config) -> plans.Plan:
+    """The plan of this configuration. NoPlan if there is none yet."""
+    with activity(f"reading the plan in {store.path('plans')}"):
+        plan = plans.newest_plan(store, plan_key(config, bucket_side_multiple(config.model)))
+    if plan is None:
+        raise NoPlan(
+            "there is no plan for this configuration (none was made, or its datasets, model or validation changed)",
+            "run `latentpress discover`, then `latentpress bucket`",
+        )
+    return plan
 
 
 class WeightsMismatch(SetError):

@@ -3,9 +3,12 @@
 A checksum proves that a table is as it was written. These checks prove that its values are possible, so that a table
 made with intent, or by a mistake of ours, ends as damage and not as a wrong crop or a traceback. Each function raises
 ValueError with the problem.
+
+The files of a training set, sets/<id>, are read and checked here: its tables and set.json.
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,15 +16,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.store import json_checks
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.damage import ENCODE_PROGRAMS, as_damage
+from cache.store.json_checks import (
+    check_count,
+    check_list,
+    check_name,
+    check_names,
+    check_object,
+    check_prompt_image,
+    check_text,
+)
 from cache.store.layout import UNIT_PATTERN
+from cache.store.store import Store
 from schemas import tables
+from schemas.config.section import NAME_PATTERN
 from schemas.geometry import Bucket
 
 MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = ("train", "eval")
+PLANNED = "rolling"  # in set.json of a set that was made of the plan, and whose shards come and go (cache.rolling)
 _KINDS = ("image", "video")
+PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
 
 
 def check_samples(table: pa.Table) -> None:
@@ -218,3 +234,39 @@ def _check_crops(table: pa.Table, name: str) -> None:
     fits &= (numbers["y"] >= 0) & (numbers["y"] + height <= numbers["resize_h"]) & (numbers["resize_h"] <= MAX_SIDE)
     if not fits.all():
         raise ValueError(f"a {name} cuts outside of the picture")
+
+
+TABLE_CHECKS = {"index": check_index, "texts": check_set_texts, "shards": check_set_shards}
+
+
+def read_set_table(store: Store, id: str, name: str) -> pa.Table:
+    """The table "index", "texts" or "shards" of a set. DamageError where it is not as it was written."""
+    rel = f"sets/{id}/{name}.arrow"
+    with as_damage(store.path(rel), "it can't be read"):
+        return store.read_table(rel, TABLE_CHECKS[name])
+
+
+def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
+    """One of PARSE_ERRORS where set.json refers to a text or shard beyond the `texts` and `shards` that the set has."""
+    numbers = [] if meta["null_text"] is None else [meta["null_text"]]
+    for entry in check_list(meta["validation"], "validation"):
+        prompt = check_object(entry, "a validation prompt")
+        if not PROMPT_NAME_PATTERN.fullmatch(check_name(prompt["name"], "the name of a validation prompt")):
+            raise ValueError(f"{prompt['name']!r} can't be the name of a validation prompt")
+        check_name(prompt["bucket"], "the bucket of a validation prompt")
+        numbers += [prompt["text"], prompt["negative"]]
+        for key in ("prompt", "negative_prompt"):
+            check_text(prompt[key], key)
+        check_prompt_image(prompt)
+        if prompt["condition"] is not None:
+            image = check_object(prompt["condition"], "a condition")
+            check_count(image["row"], "the row of a condition")
+            if check_count(image["shard"], "the shard of a condition") >= shards:
+                raise ValueError(f"a condition in shard {image['shard']} of {shards}")
+    if PLANNED in meta:
+        planned = check_object(meta[PLANNED], PLANNED)
+        check_names(planned["tensors"], "tensors")
+        if len([check_count(size, "bytes") for size in check_list(planned["bytes"], "bytes")]) != shards:
+            raise ValueError(f"it has sizes of {len(planned['bytes'])} shards, and there are {shards}")
+    if any(check_count(number, "the number of a text") >= texts for number in numbers):
+        raise ValueError(f"it names a text beyond the {texts} of the set")

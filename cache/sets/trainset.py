@@ -19,13 +19,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.order.schedule import BatchSchedule, Ints, Span
-from cache.order.set_columns import IntColumn
+from cache.order.set_columns import IntColumn, find_runs
 from cache.order.shard_order import order_by_shards
 from cache.sets import plans
 from cache.sets.draws import RowTexts
-from cache.sets.set_files import check_set_json, read_set_table
-from cache.sets.table_checks import SET_ROLES, check_set_references
-from cache.sets.table_runs import find_runs
+from cache.sets.table_checks import SET_ROLES, check_set_json, check_set_references, read_set_table
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import ReaderPool
 from cache.shards.shard_supply import ShardSupply, StoredShards

@@ -105,19 +105,19 @@ def describe_row(
     """The fixed bytes and the layout of a validated batch of one row, a view into `size` bytes at `address`."""
     fixed: list[BytesSpan] = []
 
-    def place(buffer: pa.Buffer | None) -> BytesSpan:
+    def span_of(buffer: pa.Buffer | None) -> BytesSpan:
         assert buffer is not None
         return buffer.address - address, buffer.address - address + buffer.size
 
     def keep(buffers: Sequence[pa.Buffer | None]) -> None:
-        fixed.extend(place(buffer) for buffer in buffers if buffer is not None and buffer.size)
+        fixed.extend(span_of(buffer) for buffer in buffers if buffer is not None and buffer.size)
 
     def values(number: int, offset: str) -> BytesSpan:
         """The bytes of a text or of a tensor; its offsets and validity are fixed."""
         *before, data = batch.column(number).buffers()
         keep(before)
         first, end = (int(offset_value) for offset_value in np.frombuffer(before[-1], offset)[:2])
-        begin = place(data)[0]
+        begin = span_of(data)[0]
         return begin + first, begin + end
 
     try:

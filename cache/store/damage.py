@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from cache.store import json_checks
 from cache.store.files import explained
-from cache.store.retries import notes_of
+from cache.store.store_requests import notes_of
 from schemas.errors import DAMAGE, LatentpressError
 
 #: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is

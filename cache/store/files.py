@@ -314,14 +314,16 @@ def _start_writeback(file: int, offset: int, length: int) -> None:
 SPACE_ADVICE = "free space, set `root` to another place, or limit the cache: cache.rolling (docs/rolling.md)"
 
 
-def find_shortage(place: str | Path, needed: int) -> str | None:
-    """Return a warning where the disk of `place` has fewer free bytes than `needed`. place: a folder, which need not be
-    there yet; None for a URL."""
-    if "://" in str(place):
+def find_shortage(target: str | Path, needed: int) -> str | None:
+    """Return a warning where the disk of `target` has fewer free bytes than `needed`; None for a URL. target: a folder,
+    which need not be there yet."""
+    if "://" in str(target):
         return None
-    folder = Path(place).absolute()
+    folder = Path(target).absolute()
     there = next(part for part in (folder, *folder.parents) if part.is_dir())
     free = shutil.disk_usage(there).free
     if free >= needed:
         return None
-    return f"about {format_bytes(needed)} will be written, but the disk of {shown_path(place)} has {format_bytes(free)}"
+    return (
+        f"about {format_bytes(needed)} will be written, but the disk of {shown_path(target)} has {format_bytes(free)}"
+    )

@@ -9,8 +9,7 @@ from typing import Any
 import fsspec
 
 from cache.store.files import Entry, StoreError
-from cache.store.range_file import FileReplaced, Read
-from cache.store.retries import GOOGLE, watch_log
+from cache.store.store_requests import GOOGLE, FileReplaced, Read, watch_log
 
 PROTOCOLS = ("gs://", "gcs://")
 PAGE = 1000  # objects of a listing

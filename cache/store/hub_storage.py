@@ -10,7 +10,7 @@ from urllib.parse import quote
 import fsspec
 
 from cache.store.files import Entry, StoreError
-from cache.store.range_file import FileReplaced, Read
+from cache.store.store_requests import FileReplaced, Read
 
 BUCKETS = "hf://buckets/"
 PART_BYTES = 32 << 20  # of an object, read at a time

@@ -31,8 +31,8 @@ def parse_json(data: Any) -> Any:
         value = _DECODER.decode(text.decode())
         layer = [value] if text.count(b"{") + text.count(b"[") > MAX_DEPTH else []
         for _ in range(MAX_DEPTH):
-            nested = [each for each in layer if isinstance(each, (dict, list))]
-            layer = [inner for each in nested for inner in (each.values() if isinstance(each, dict) else each)]
+            nested = [item for item in layer if isinstance(item, (dict, list))]
+            layer = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
         if layer:
             raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
         if b"\\u" in text:  # half a surrogate pair can be read, but not written again

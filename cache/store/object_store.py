@@ -23,9 +23,9 @@ from cache.store.files import Entry, StoreError, explained
 from cache.store.google_storage import PROTOCOLS as GOOGLE
 from cache.store.google_storage import google_info, google_ranges, is_google, list_google, open_google
 from cache.store.hub_storage import copy_from_hub, hub_info, hub_ranges, is_hub, list_hub, open_hub, put_to_hub
-from cache.store.range_file import RangeFile
 from cache.store.s3_storage import list_pages, list_s3, s3_options
 from cache.store.store_errors import NO_BUCKET, explained_object
+from cache.store.store_requests import RangeFile
 
 #: Read with the first request that touches the end of a file, where an Arrow file has its description.
 TAIL_BYTES = 256 << 10

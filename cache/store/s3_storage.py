@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from cache.store.retries import S3, note_s3_answer, watch_log
+from cache.store.store_requests import S3, note_s3_answer, watch_log
 
 #: Tries of one request, unless AWS_MAX_ATTEMPTS says otherwise.
 ATTEMPTS = 5

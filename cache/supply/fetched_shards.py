@@ -1,7 +1,7 @@
 """Shards of a remote set as whole copies on this machine: fetched before a step needs them, verified, and removed when
 others need the room.
 
-Threads fetch what `cache.supply.shard_queue` says. Each copy is verified whole by this process before it is used,
+Threads fetch what `cache.supply.limited_folder` says. Each copy is verified whole by this process before it is used,
 whoever fetched it; a damaged one is fetched again, up to ANSWERS times in all. Damage that stays is in the store:
 reading the row says so, as it does where the set is local.
 """
@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 
 from cache.shards.shard import BaseShardReader
+from cache.shards.shard_supply import LimitedShards, SupplyError
 from cache.store.damage import ANSWERS, note_bad_answer
 from cache.store.files import StoreError
-from cache.supply.limited_shards import LimitedShards, SupplyError
+from cache.supply.limited_folder import ShardQueue
 from cache.supply.remote_shards import ShardCopies
-from cache.supply.shard_queue import ShardQueue
 from cache.supply.step_needs import StepNeeds
 
 STEPS_AT_A_TIME = 16  # read from the plan before the next shard is fetched

@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
+from cache.shards.shard_supply import SupplyError
 from cache.store.files import check_folder
 from cache.supply.fetched_shards import FetchedShards
-from cache.supply.fitting_order import (
+from cache.supply.limited_folder import LimitedFolder
+from cache.supply.remote_shards import ShardCopies
+from cache.supply.step_needs import (
     CHECKED_DRAWS,
     FittingOrder,
     checked_steps,
     explain_order,
     largest_window,
     mean_bytes,
+    needed_shards,
     round_up_gb,
 )
-from cache.supply.limited_folder import LimitedFolder
-from cache.supply.limited_shards import SupplyError
-from cache.supply.remote_shards import ShardCopies
-from cache.supply.step_needs import needed_shards
 from schemas.config.training import LocalCache, Train
 
 DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less

@@ -53,12 +53,11 @@ from schemas.cli.progress import (
     TerminalDisplay,
     show_activities,
 )
-from schemas.cli.report import Report
+from schemas.cli.report import Report, fold_message, report_width
 from schemas.cli.starting import OUR_PACKAGES, hide_line, print_for_reader, show_starting
-from schemas.cli.tables import fold_message, report_width
-from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, OK, USAGE, LatentpressError
+from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
 from schemas.import_time import silence_libraries
-from schemas.text_format import escape_unprintable, to_json_values
+from schemas.text_format import escape_lines, to_json_values
 
 # Everything that a program needs, in one import.
 __all__ = [
@@ -77,12 +76,6 @@ __all__ = [
 
 #: Common options of which a program that computes nothing has no use: `unused` of make_app.
 NOT_DIVIDED = ("shard", "device", "workers")
-#: True of every program: files appear whole or not at all.
-RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
-EXIT_CODES = (
-    "Exit codes: 0 everything done; 2 wrong usage or configuration; 3 work remains or failed; 4 damage; "
-    "130 interrupted."
-)
 
 silence_libraries()
 
@@ -142,7 +135,7 @@ class Console:
 
     def _print(self, message: str, style: str | None = None) -> None:
         """On a terminal folded to its width; elsewhere a message stays a line, which other programs look for."""
-        lines = _escape_lines(message).split("\n")
+        lines = escape_lines(message).split("\n")
         if self._kept is not None:
             self._kept.add("\n".join(lines))
         if self._on_terminal:
@@ -209,7 +202,7 @@ class Console:
             if live is None:
                 live = Live(console=self._rich, auto_refresh=False, transient=True)
                 live.start()
-            live.update(Text(_escape_lines(text)), refresh=True)
+            live.update(Text(escape_lines(text)), refresh=True)
 
         try:
             yield show
@@ -225,7 +218,7 @@ class Console:
         if self._kept is not None and self._kept.path is not None:
             stream = LastingStream(self.stdout)
             if not self.json:
-                self._kept.add(_escape_lines(text))
+                self._kept.add(escape_lines(text))
         print_for_reader(text, stream)
         return report.exit_code
 
@@ -238,14 +231,6 @@ class Console:
             document = {"program": name, "error": error.to_dict(), "exit_code": error.exit_code}
             print(json.dumps(to_json_values(document), indent=2, ensure_ascii=False), file=self.stdout, flush=True)
         return error.exit_code
-
-
-class Interrupted(LatentpressError):
-    exit_code = INTERRUPTED
-
-
-def _escape_lines(message: str) -> str:
-    return "\n".join(map(escape_unprintable, message.split("\n")))
 
 
 RunFunction = Callable[..., Report]
@@ -278,11 +263,11 @@ def make_app(
         shard: PartitionOption = NOT_PARTITIONED,
         device: DeviceOption = None,
         workers: WorkersOption = None,
-        **own: Any,
+        **own_options: Any,
     ) -> None:
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         with interrupted_by_sigterm():
-            raise typer.Exit(run_program(name, run, options, own, extra=extra, needs_config=needs_config))
+            raise typer.Exit(run_program(name, run, options, own_options, extra=extra, needs_config=needs_config))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):
@@ -291,10 +276,10 @@ def make_app(
             hidden = copy(option)
             hidden.hidden = True
             common[number] = parameter.replace(annotation=Annotated[kind, hidden])
-    own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    own_parameters = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
     # typer reads a program's options from its signature.
-    command.__signature__ = inspect.Signature([*common, *own])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in (*common, *own)}
+    command.__signature__ = inspect.Signature([*common, *own_parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*common, *own_parameters)}
     shown = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, help=f"{help}\n\nExamples:\n\n{shown}\n\n{EXIT_CODES}")(command)
@@ -305,7 +290,7 @@ def run_program(
     name: str,
     run: RunFunction,
     options: Options,
-    own: Mapping[str, Any] | None = None,
+    own_options: Mapping[str, Any] | None = None,
     *,
     extra: str = "",
     needs_config: bool = True,
@@ -313,7 +298,7 @@ def run_program(
     """Load the configuration, run, print the report or the error; returns the exit code."""
     with noted(name) as note:
         try:
-            code = _run_program(name, run, options, own or {}, extra, note, needs_config)
+            code = _run_program(name, run, options, own_options or {}, extra, note, needs_config)
         finally:
             show_activities(None)
         if note is not None:
@@ -325,7 +310,7 @@ def _run_program(
     name: str,
     run: RunFunction,
     options: Options,
-    own: Mapping[str, Any],
+    own_options: Mapping[str, Any],
     extra: str,
     note: NoteWriter | None,
     needs_config: bool,
@@ -344,10 +329,10 @@ def _run_program(
         finally:
             hide_line()
         with limits_explained(name, options.dry_run):
-            report = run(config, options, console, **own)
+            report = run(config, options, console, **own_options)
         complete = options.add_given_options
         steps = [complete(step) for step in report.next_steps]
-        details = {key: complete(it) if isinstance(it, str) else it for key, it in report.details.items()}
+        details = {key: complete(value) if isinstance(value, str) else value for key, value in report.details.items()}
         return console.print_report(replace(report, dry_run=options.dry_run, next_steps=steps, details=details))
     except LatentpressError as error:
         error.next_step = options.add_given_options(error.next_step)

@@ -5,7 +5,7 @@ A kind of process with more to say adds fields. `RecordWriter` writes again what
     <output>/<run>/logs/run.json, $LATENTPRESS_NOTES/<program>.json   programs, by `noted`
     <output>/.ui/starts/<job>.json             what the page started (stages/pages/ui/child_programs.py)
     <root>/jobs/<stage>/<fingerprint>/*.json   jobs of the encoding stages (stages/encoding/job_reports.py)
-    <output>/<run>/failure.json                the last attempt of a run (cache/runs/process_record.py)
+    <output>/<run>/failure.json                the last attempt of a run (cache/runs/training_run.py)
 
 `latentpress ui` sets $LATENTPRESS_NOTES for the programs that it starts, and they pass it on to those that they start.
 So a page that is opened later still knows what runs, how far it is, and how it ended. A record that can't be written

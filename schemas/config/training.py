@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from schemas.config.adapter import Adapter
-from schemas.config.methods import Methods
-from schemas.config.objective import Loss, Timesteps
+from schemas.config.methods import Loss, Methods, Timesteps
 from schemas.config.section import (
     MOST_STEPS,
     AttentionBackend,

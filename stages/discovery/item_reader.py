@@ -1,12 +1,79 @@
-"""Reads one item for discover, in a sandbox process: headers, content for its id, captions, companions."""
+"""Reads one item for discover, in a sandbox process: headers, content for its id, captions, companions.
+
+Of a media file it finds the columns of the media table that a listing lacks: from the header, of videos from the
+packets if the header does not suffice; only `scenes` decodes a file, with PySceneDetect's detector on frames of our own
+readers, so that the times agree with theirs.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 from schemas.config.datasets import Dataset
 from stages.discovery.sources.base import open_source
-from stages.media.files import media_size, unreadable_error
-from stages.media.probe import probe_companion, probe_media
+from stages.media import animation, files, video
+from stages.media.files import MediaPath, media_size, unreadable_error
+from stages.media.image import ImageInfo, probe_image
+from stages.media.video import VideoInfo, probe_video
+
+# Large enough to detect a cut, with a sixtieth of the pixels of 1080p.
+_THUMBNAIL_EDGE = 240
+
+
+def probe_media(path: MediaPath, kind: str, *, animations: str = "first-frame", scenes: bool = False) -> dict[str, Any]:
+    """Columns of schemas.tables.MEDIA_SCHEMA by name: media_id, kind, width, height, frames, rate, duration,
+    constant_rate, scenes. Raises MediaError.
+
+    kind: "image" or "video", as listed; with animations="video" an animated image becomes a video. Images have None for
+    frames, rate, duration, constant_rate and scenes; videos for scenes if they are not detected.
+    """
+    columns = _probe_file(path, kind, animations)
+    if scenes and columns["kind"] == "video":
+        columns["scenes"] = find_scenes(path)
+    return {"media_id": files.compute_media_id(path), **columns}
+
+
+def probe_companion(path: MediaPath, kind: str) -> dict[str, Any]:
+    """Columns of an i2i source or a mask: id, kind, width, height, frames, rate, duration, constant_rate. Raises
+    MediaError."""
+    columns = _probe_file(path, kind, "first-frame")
+    del columns["scenes"]
+    return {"id": files.compute_media_id(path), **columns}
+
+
+def _probe_file(path: MediaPath, kind: str, animations: str) -> dict[str, Any]:
+    info: ImageInfo | VideoInfo = probe_video(path) if kind == "video" else probe_image(path)
+    if isinstance(info, ImageInfo) and info.is_animated and animations == "video":
+        info = animation.probe_animation(path)
+    columns = {"kind": "video" if isinstance(info, VideoInfo) else "image", "width": info.width, "height": info.height}
+    names = ("frames", "rate", "duration", "constant_rate", "scenes")
+    return columns | {name: getattr(info, name, None) for name in names}  # an image has none of these
+
+
+def find_scenes(path: MediaPath) -> list[float]:
+    """Seconds from the first shown frame at which a new scene begins, ascending; [] for a single scene.
+
+    Finds hard cuts: frames that differ from the previous one far more than their neighbors do, so not a pan or fast
+    motion, and a fade or dissolve only if it is fast. Decodes the whole file, with a few small frames in memory. Raises
+    MediaError, and ValueError if PySceneDetect is not installed.
+    """
+    try:
+        import scenedetect
+    except ImportError as error:
+        raise ValueError(
+            f"video.scenes can't be used here ({error}); set it to false, or pip install 'latentpress[scenes]'"
+        ) from error
+    # Scenes may have any length: a clip across a short one would contain its cuts as well.
+    detector = scenedetect.AdaptiveDetector(min_scene_len=1)
+    thumbnails = animation.iter_thumbnails if animation.is_animation(path) else video.iter_thumbnails
+    times, cuts = [], []
+    for index, (time, picture) in enumerate(thumbnails(path, _THUMBNAIL_EDGE)):
+        times.append(time)
+        # The detector needs only the order of the frames: any rate will do.
+        timecode = scenedetect.FrameTimecode(index, fps=25.0)
+        cuts += detector.process_frame(timecode, picture[..., ::-1].copy())
+    if times:
+        cuts += detector.post_process(scenedetect.FrameTimecode(len(times) - 1, fps=25.0))
+    return sorted({times[cut.frame_num] for cut in cuts if cut.frame_num > 0})
 
 
 @dataclass(frozen=True, slots=True)

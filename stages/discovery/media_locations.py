@@ -1,8 +1,23 @@
-"""The places of the files of a plan's members on this machine. Needs no media library, so any program may use it."""
+"""The places of the files of a plan's members on this machine, and whether these are there. Needs no media library, so
+any program may use it.
 
+Missing media is not bad media: if a disk is not mounted or `media_root` was forgotten, every file would be set aside,
+and training would continue with the rest. So before a stage opens media, and again when a unit lacks files, it looks
+for some files of each place; if most of them are missing it stops and changes nothing.
+
+discover makes the same check of its listings (`RemovalCheck`): what it does not find leaves the media table, and with
+the next plan the training set. That is right for deleted files, and wrong for a disk that is not mounted.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -10,8 +25,13 @@ from cache.sets.plans import Plan, RowLookup
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
-from stages.discovery.sources.base import Source, open_source
-from stages.media.files import MediaError, MediaPath, require_unchanged
+from schemas.tables import MEDIA_SCHEMA
+from schemas.text_format import escape_unprintable
+from stages.discovery.sources.base import VIDEO_EXTENSIONS, Source, extensions_of_dataset, open_source
+from stages.discovery.sources.urls import display_location
+from stages.media.files import Blob, MediaError, MediaPath, media_size, require_unchanged
+
+MAX_PROBED_FILES = 16  # of each dataset
 
 
 class RequiredFile(NamedTuple):
@@ -131,3 +151,149 @@ def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
     if not option or not getattr(dataset, option):
         option = "media_root" if dataset.media_root else "instance_data_dir"
     return f"datasets.{dataset.id}.{option}", getattr(dataset, option)
+
+
+class MissingMediaError(LatentpressError):
+    """Most of the files that were looked for in a place are missing."""
+
+
+# -- before a stage opens media --------------------------------------------------------------------------------------
+
+
+def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILES) -> list[str]:
+    """At most `most` of them, from the first to the last."""
+    rows = np.linspace(0, len(names) - 1, min(most, len(names))).astype(np.int64)
+    return names.take(pa.array(rows)).to_pylist()
+
+
+def select_probed_members(plan: Plan, kind: str, members: pa.Array) -> tuple[str, ...]:
+    """Some of `members` of this kind ("text", "latents", "vision") of each dataset that have files."""
+    if kind == "text":
+        table, name, dataset = plan.text_table, "text_id", "image_dataset"
+    else:
+        table, name, dataset = plan.active, "sample_id", "dataset"
+    table = table.select([name, dataset]).filter(pc.is_valid(table.column(dataset)))
+    table = table.filter(pc.is_in(table.column(name), value_set=members))
+    probed: list[str] = []
+    for value in pc.unique(table.column(dataset)).to_pylist():
+        probed += spread_evenly(table.filter(pc.equal(table.column(dataset), value)).column(name))
+    return tuple(probed)
+
+
+def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> None:
+    """Look for the files of some members; MissingMediaError if more than half of those of one place are missing."""
+    groups: dict[tuple[str, str], dict[str, RequiredFile]] = {}
+    for name in members:
+        for need in places.required_files(kind, name):
+            groups.setdefault((need.dataset, need.role), {})[need.path] = need
+    for (dataset, role), needs in groups.items():
+        key, location = places.location_option(dataset, role)
+        if dataset == VALIDATION:
+            step = "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
+        else:
+            name = key.rpartition(".")[2]
+            option = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"
+            step = (
+                f"mount the disk, restore the files, or say where they are on this machine: {option}; nothing was set "
+                "aside. Files deleted for good leave the plan by `latentpress discover` and then `latentpress bucket`"
+            )
+        missing: list[MediaError] = []
+        present: list[MediaPath] = []
+        try:
+            for need in needs.values():
+                try:
+                    present.append(places.backing_file(need))
+                except MediaError as error:
+                    missing.append(error)
+        except LatentpressError as error:
+            raise MissingMediaError(f"{key}: {error.message}", step) from error
+        with ThreadPoolExecutor(MAX_PROBED_FILES) as pool:
+            missing += [error for error in pool.map(_absence_error, present) if error]
+        if 2 * len(missing) > len(needs):
+            state = ""
+            if location and "://" not in location and not os.path.exists(location):
+                state = " is not there"
+            elif location and os.path.isdir(location) and not os.listdir(location):
+                state = " is an empty folder"
+            raise MissingMediaError(
+                f"{key}: {display_location(location)}{state}{': ' if location else ''}{len(missing)} of {len(needs)} "
+                f"files that were looked for are missing; the first: {escape_unprintable(str(missing[0].path))}: "
+                f"{missing[0].problem}",
+                step,
+            )
+
+
+def _absence_error(file: MediaPath) -> MediaError | None:
+    """Why a file is missing, None if it is there. A store that doesn't answer or denies access counts as empty."""
+    try:
+        media_size(file)
+    except MediaError as error:
+        return error if error.reason == "missing" or (error.reason == "unreadable" and isinstance(file, Blob)) else None
+    return None
+
+
+# -- in a listing ----------------------------------------------------------------------------------------------------
+
+
+def describe_ignored(counts: Counter[str]) -> str:
+    """Files that were left alone, by extension or reason: "12: .json 3, .md 9"."""
+    parts = (f"{reason or 'no extension'} {count}" for reason, count in sorted(counts.items()))
+    return f"{counts.total()}: {', '.join(parts)}"
+
+
+@dataclass
+class RemovalCheck:
+    """Compares how many items and companions a listing has with how many the last discovery found."""
+
+    dataset: Dataset
+    before: pa.Table | None
+    listed: Counter[str] = field(default_factory=Counter)
+
+    def count(self, chunk: pa.Table) -> None:
+        """Count rows of a listing."""
+        self.listed["media"] += len(chunk)
+        for role in ("source", "mask"):
+            self.listed[role] += len(chunk) - chunk[role].null_count
+
+    def require_media(self, missing: int, fraction: float, accept_removed: bool, ignored: Counter[str]) -> None:
+        """Raise MissingMediaError if most is gone. missing: listed items that are not there; fraction: the share of
+        them that is accepted if it is more than half (max_reject_fraction)."""
+        listed = self.listed["media"]
+        if missing > max(0.5, fraction) * listed:
+            step = "or raise stages.max_reject_fraction, if they are gone for good and you want to go on without them"
+            raise self._error("media", f"{missing} of {listed} items that are listed are not there", step)
+        if accept_removed:
+            return
+        dataset, before = self.dataset, self.before or MEDIA_SCHEMA.empty_table()
+        if not listed and not len(before):
+            key, location = location_option(dataset, "media")
+            video = dataset.dataset_type == "video"
+            problem = f"{key}: {display_location(location)} holds no {'images or videos' if video else 'images'}"
+            if not ignored:
+                step = "mount the disk, correct the place or media_root, or set disabled: true for this dataset"
+                raise LatentpressError(f"{problem}: it is empty", step)
+            formats = ", ".join(sorted(ending[1:] for ending in extensions_of_dataset(dataset)))
+            step = f"convert them to a format that is read ({formats}), or correct the place"
+            if not video and any(ending in VIDEO_EXTENSIONS for ending in ignored):
+                step = f"set dataset_type: video for the videos; {step}"
+            raise LatentpressError(f"{problem}; left alone: {describe_ignored(ignored)}", step)
+        for role, column, name, configured in (
+            ("media", "path", "items", True),
+            ("source", "source", "source images", dataset.conditioning_data or dataset.conditioning_column),
+            ("mask", "mask", "masks", dataset.mask_data or dataset.mask_column),
+        ):
+            was = len(before) - before[column].null_count
+            now = self.listed[role] - (missing if role == "media" else 0)
+            if configured and 2 * now < was:
+                others = f"; other files: {describe_ignored(ignored)}" if ignored and not now else ""
+                problem = f"{now} {name} are there, and the last discovery found {was}{others}"
+                step = "if they were removed on purpose: `latentpress discover --accept-removed`"
+                raise self._error(role, problem, step)
+
+    def _error(self, role: str, problem: str, step: str) -> MissingMediaError:
+        key, location = location_option(self.dataset, role)
+        option = "media_root (where the media are on this machine)" if role == "media" else key.rpartition(".")[2]
+        return MissingMediaError(
+            f"{key}: {display_location(location)}: {problem}. Nothing was changed",
+            f"mount the disk, or correct {option}; {step}",
+        )

@@ -150,8 +150,8 @@ def load_known_rows(
     known_rows = KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
     for other in discovered:
         rows = _rows_of_same_files(store, dataset, other, settings)
-        _, own = known_rows.find(rows["path"], ["version"])
-        rows = rows.filter(pa.array(~equal_mask(rows["version"], own["version"])))
+        _, known_versions = known_rows.find(rows["path"], ["version"])
+        rows = rows.filter(pa.array(~equal_mask(rows["version"], known_versions["version"])))
         known_rows = KnownRows(concat_media([known_rows.table, rows])) if len(rows) else known_rows
     return tables.get(media_table_path(dataset.id)), known_rows
 

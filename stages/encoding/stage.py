@@ -21,6 +21,7 @@ import typer
 from cache.models.compatibility import pin_revision
 from cache.sets import rejects
 from cache.sets.plans import Plan, Unit
+from cache.sets.set_lookup import current_plan
 from cache.shards.shard import TruncatedText, find_done_units
 from cache.store.damage import DamageError
 from cache.store.files import SPACE_ADVICE, find_shortage
@@ -33,15 +34,12 @@ from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.text_format import shorten
-from stages.discovery.media_locations import MediaLocations
-from stages.discovery.missing_media import require_media, select_probed_members
-from stages.encoding.followed_units import FollowedUnits, followed_units, has_followed_set
+from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.stage_options import UsageError, check_stealing, choose_engine, choose_resources
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
-from stages.encoding.unit_queue import Shards, TimedUnits, take_units
+from stages.encoding.unit_queue import FollowedUnits, Shards, TimedUnits, followed_units, has_followed_set, take_units
 from stages.engines.jobs import Job, Worker, load_engine
-from stages.planning.plan_lookup import current_plan
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
@@ -255,15 +253,15 @@ class EncodingStage:
             store.publish_bytes(path, data)
 
     def _run_units(
-        self, job: Job, state: StageState, own: list[Unit], units: TimedUnits, stop_handler: StopHandler,
+        self, job: Job, state: StageState, own_units: list[Unit], units: TimedUnits, stop_handler: StopHandler,
         limit: RejectLimit, console: Console, report: Report, part: Partition, followed: FollowedUnits | None = None,
     ) -> None:  # fmt: skip
-        """Encode the units that `units` gives, of which `own` are this process' part, until they end or a stop is asked
-        for. followed: what `units` come from, again and again."""
+        """Encode the units that `units` gives, of which `own_units` are this process' part, until they end or a stop is
+        asked for. followed: what `units` come from, again and again."""
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         self._write_provenance(store, job)
         written, stolen, smaller_batches, remarks = 0, 0, 0, Counter[str]()
-        names = {unit.unit_id for unit in own}
+        names = {unit.unit_id for unit in own_units}
         what = "texts" if self.member_kind == "text" else "samples"
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
@@ -276,8 +274,8 @@ class EncodingStage:
             engine=job.config.stages.engine,
             workers=job.resources.worker_count,
             shard=str(part),
-            members=count_members(own),
-            units=len(own),
+            members=count_members(own_units),
+            units=len(own_units),
         )
         with (
             stop_handler.stop_on_signals(),

@@ -75,7 +75,7 @@ def count_members(units: Sequence[Unit]) -> int:
 
 class RejectLimit:
     """Counts the wanted members that were tried and that were set aside, in this run and in earlier ones. Missing media
-    do not count: `missing_media` stops a stage that finds most of them missing, and index stops for any.
+    do not count: `require_media` stops a stage that finds most of them missing, and index stops for any.
 
     LatentpressError, from the constructor or from `add`, where more than `max_reject_fraction` of them were set
     aside. The next run stops in the same way until the items are corrected or the limit is raised.

@@ -1,5 +1,5 @@
 """The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards
-meanwhile."""
+meanwhile. What is of frames is pooled to latent frames: means over the area and the frames that each one covers."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from cache.sets import plans
 from cache.sets.plans import Unit
@@ -18,7 +19,7 @@ from cache.shards.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardM
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from stages.discovery import missing_media
+from stages.discovery import media_locations
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import member_reader, model_loading
 from stages.encoding.member_reader import MemberPixels, NextUnit, Prefetcher, ReadRequest
@@ -178,10 +179,10 @@ class UnitWorker(ABC):
 
     def _require_media(self, unit: Unit) -> None:
         """Stop where most files are missing, rather than publish a shard without their members."""
-        some = pa.array(missing_media.spread_evenly(pa.array(unit.members, pa.string())))
+        some = pa.array(media_locations.spread_evenly(pa.array(unit.members, pa.string())))
         wanted = self.plan.active_text_ids if self.kind == "text" else self.plan.active_sample_ids
         tried = wanted.filter(pc.is_in(wanted, value_set=some)).to_pylist()
-        missing_media.require_media(self.locations, self.kind, {*self.job.probed_members, *tried})
+        media_locations.require_media(self.locations, self.kind, {*self.job.probed_members, *tried})
 
 
 class _UnitShard:
@@ -270,3 +271,34 @@ class _UnitShard:
     def drop(self) -> None:
         """Remove what was written of an unfinished shard."""
         self._writer.__exit__(None, None, None)
+
+
+def overlap_weights(fine: int, coarse: int) -> torch.Tensor:
+    """(coarse, fine) float32: the share of each fine cell in each coarse cell, where both divide the same length.
+
+    Rows sum to one. Integers until the last step, so that the shares are the nearest float32.
+    """
+    assert 0 < coarse <= fine, f"{fine} cells can't be pooled to {coarse}"
+    # In units of 1 / (fine * coarse) of the length every boundary is an integer.
+    starts_F, starts_C = torch.arange(fine) * coarse, torch.arange(coarse) * fine
+    ends = torch.minimum(starts_F + coarse, (starts_C + fine)[:, None])
+    return (ends - torch.maximum(starts_F, starts_C[:, None])).clamp(min=0).float() / fine
+
+
+def pool_space(features_BHWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """float32 features_BHWC on a coarser (or the same) grid: the mean over each cell's area."""
+    features_BHWC = features_BHWC.float()
+    for axis, coarse in ((1, grid[0]), (2, grid[1])):
+        fine = features_BHWC.shape[axis]
+        if fine != coarse:
+            shares = overlap_weights(fine, coarse).to(features_BHWC.device)
+            features_BHWC = torch.tensordot(features_BHWC, shares, dims=([axis], [1])).movedim(-1, axis)
+    return features_BHWC
+
+
+def pool_time(features_FHWC: torch.Tensor, stride: int) -> torch.Tensor:
+    """features_THWC of the latent frames of a clip: frame 0 alone, then the mean of each `stride` frames."""
+    frames = features_FHWC.shape[0]
+    assert (frames - 1) % stride == 0, f"{frames} frames are not 1 + a multiple of {stride}"
+    later = features_FHWC[1:].unflatten(0, (-1, stride)).mean(1) if frames > 1 else features_FHWC[1:]
+    return torch.cat([features_FHWC[:1], later])

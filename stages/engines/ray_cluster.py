@@ -167,13 +167,13 @@ class UnitActor:
     def load(self, code: str, plan: str) -> LatentpressError | None:
         """Check that this node has the program's code and root, and load the model."""
         try:
-            if (found := digest_code()) != code:
+            if digest_code() != code:
                 raise CodeMismatch(
                     f"the sources of latentpress there ({SOURCES}) are not those of this program",
                     "install the same version, or check out the same commit, on all nodes, and restart Ray there",
                 )
-            if (found := digest_plan(self._job)) != plan:
-                what = "a different" if found else "no"
+            if (own_plan := digest_plan(self._job)) != plan:
+                what = "a different" if own_plan else "no"
                 raise RootMismatch(
                     f"there is {what} plan {self._job.generation} under {self._job.config.root} there",
                     "the root must be the same place on all nodes: mount it at the same path, or give a URL",

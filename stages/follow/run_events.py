@@ -17,9 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cache.runs.process_record import read_failure
 from cache.runs.scores import read_lines
-from cache.runs.training_run import CHECKPOINTS, METRICS_FILE, RunProgress, read_last_metrics, read_progress, step_of
+from cache.runs.training_run import (
+    CHECKPOINTS,
+    METRICS_FILE,
+    RunProgress,
+    read_failure,
+    read_last_metrics,
+    read_progress,
+    step_of,
+)
 from cache.runs.validations import find_picture
 from cache.store.files import replacing
 from cache.store.json_checks import parse_json

@@ -122,7 +122,7 @@ async def _post(client: "AsyncClient", url: str, body: Body) -> Answer:
 
     content: dict[str, Any] = {"json": body.document}
     if body.files:
-        files = {f"files[{number}]": (each.name, each.data, each.media_type) for number, each in enumerate(body.files)}
+        files = {f"files[{number}]": (file.name, file.data, file.media_type) for number, file in enumerate(body.files)}
         content = {"data": {"payload_json": json.dumps(body.document)}, "files": files}
     try:
         async with asyncio.timeout(WHOLE_S) as limit:

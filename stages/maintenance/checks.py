@@ -20,8 +20,8 @@ import pyarrow as pa
 from cache.sets import plans, table_checks
 from cache.sets.exported_set import ExportedSet
 from cache.sets.plans import Unit
-from cache.sets.set_files import PLANNED, TABLE_CHECKS, read_set_table
 from cache.sets.set_lookup import read_pointer
+from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
 from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from cache.sets import plans, set_lookup
 from cache.sets.plans import Plan
-from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, parse_set_path, read_pointer
+from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, current_plan, parse_set_path, read_pointer
 from cache.store.files import Entry
 from cache.store.json_checks import printable
 from cache.store.store import Store
@@ -19,7 +19,6 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
 from stages.maintenance.checks import set_pointer_paths, shards_of_set
-from stages.planning.plan_lookup import current_plan
 
 CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run
 

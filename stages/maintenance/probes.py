@@ -38,7 +38,7 @@ DECODERS = {
 
 
 def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> dict[str, Any]:
-    """What a probe finds; {"problem": why} where its process fails or takes longer than `time_limit` seconds."""
+    """The findings of a probe; {"problem": why} where its process fails or takes longer than `time_limit` seconds."""
     command, asked = [sys.executable, "-m", "stages.maintenance.probes"], json.dumps([probe, *arguments])
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=time_limit, input=asked)
@@ -141,11 +141,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with redirect_stdout(sys.stderr):
         try:
-            found = PROBES[probe](*arguments)
+            findings = PROBES[probe](*arguments)
         except Exception as error:  # of any kind: it is what was asked for
             message = f"{type(error).__name__}: {error}".splitlines()[0]
-            found = {"problem": scrub_secrets(shorten(message, 200), *arguments[:1])}
-    print(json.dumps(found))
+            findings = {"problem": scrub_secrets(shorten(message, 200), *arguments[:1])}
+    print(json.dumps(findings))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ from typing import Any, TextIO
 
 from cache.sets import rejects
 from cache.sets.plans import Plan
+from cache.sets.set_lookup import current_plan
 from cache.store.files import check_folder, explained, replacing
 from cache.store.store import Store
 from schemas.cli.progress import activity
-from schemas.cli.report import Report
-from schemas.cli.tables import WIDTH, fold
+from schemas.cli.report import WIDTH, Report, fold
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable
 from stages.encoding import stage_registry
-from stages.planning.plan_lookup import current_plan
 
 CSV_COLUMNS = ("stage", "dataset", "item", "path", "reason", "message", "remedy")
 #: Of a cell that spreadsheets take for a formula; tabs and line breaks are escaped before.
@@ -79,7 +78,7 @@ def group_by_reason(items: Iterable[SetAside]) -> list[RejectGroup]:
     for item in items:
         groups.setdefault((item.stage, item.reason), []).append(item)
     stages = list(dict.fromkeys(stage for stage, _ in groups))
-    ordered = sorted(groups.items(), key=lambda each: (stages.index(each[0][0]), -len(each[1]), each[0][1]))
+    ordered = sorted(groups.items(), key=lambda group: (stages.index(group[0][0]), -len(group[1]), group[0][1]))
     return [
         RejectGroup(*key, items, dict(Counter(map(_general_remedy, items)).most_common())) for key, items in ordered
     ]

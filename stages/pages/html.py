@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from schemas.cli.tables import heading
+from schemas.cli.report import heading
 from schemas.text_format import escape_unprintable, shorten
 from stages.pages.pictures import Picture
 

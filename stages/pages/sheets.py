@@ -21,7 +21,7 @@ from cache.store.files import replacing
 from schemas.config.pipeline import Config
 from schemas.config.validation import validation_samples
 from schemas.text_format import escape_unprintable
-from stages.media.preview_mark import is_preview
+from stages.media.image import is_preview
 from stages.media.video import probe_video, read_frames
 from stages.pages.pictures import Picture
 from stages.pages.result_page import SampleResult, format_psnr

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets.set_lookup import current_plan
 from cache.store.files import replacing
 from cache.store.store import Store
 from schemas.cli.console import Console
@@ -26,7 +27,6 @@ from schemas.geometry import Bucket
 from stages.media.files import MediaError
 from stages.pages.plan_table import EncodedPlan, PlanTable
 from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
-from stages.planning.plan_lookup import current_plan
 
 FOLDER = "samples/training"
 ORIGINAL, RECONSTRUCTION, DESCRIPTION = "original", "reconstruction", "sample.json"

@@ -92,9 +92,9 @@ class EncodedMembers:
 
     def find(self, names: pa.Array | pa.ChunkedArray) -> IntArray:
         """(m,) indices of `names` in the wanted ids, which contain all of them; -1 for null."""
-        found = self.wanted_ids.find(names)
-        assert np.count_nonzero(found < 0) == names.null_count, "the plan refers to ids that it does not contain"
-        return found
+        indices = self.wanted_ids.find(names)
+        assert np.count_nonzero(indices < 0) == names.null_count, "the plan refers to ids that it does not contain"
+        return indices
 
     def is_encoded(self, members: IntArray) -> BoolArray:
         """(m,) whether each of these members, indices in the wanted ids, is encoded; False for -1."""

@@ -138,15 +138,15 @@ def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.in
     used = [identity.id_prefixes(pc.list_flatten(active.column("texts")))]
     used_at = [np.repeat(places, counts)]
     if active.column("null_text").null_count < len(places):
-        own = active.column("null_text").is_valid()
-        used.append(identity.id_prefixes(active.column("null_text").filter(own)))
-        used_at.append(places[np.asarray(own)])
+        has_null_text = active.column("null_text").is_valid()
+        used.append(identity.id_prefixes(active.column("null_text").filter(has_null_text)))
+        used_at.append(places[np.asarray(has_null_text)])
     by_id = np.argsort(prefixes)
     known, names = prefixes[by_id], np.concatenate(used)
     at = np.minimum(np.searchsorted(known, names), len(known) - 1)
-    found = known[at] == names
+    is_known = known[at] == names
     first = np.full(len(prefixes), len(places))
-    np.minimum.at(first, by_id[at[found]], np.concatenate(used_at)[found])
+    np.minimum.at(first, by_id[at[is_known]], np.concatenate(used_at)[is_known])
     first[first == len(places)] = -1
     return first
 

@@ -15,8 +15,8 @@ ROWS = ("schemas/catalog.py", "schemas/families/")
 OWN = {
     "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/hunyuan_video.py",),
     "stages/encoding/text/kandinsky5.py": (
-        "stages/encoding/text/prompt_images.py",
-        "stages/encoding/text/prompt_images.py",
+        "stages/encoding/text/kandinsky5.py",
+        "stages/encoding/text/kandinsky5.py",
     ),
     "trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",),
 }

@@ -3,10 +3,10 @@
 from functools import partial
 from typing import Any
 
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.cli.console import Report
 from stages import bucket, discover, preview
-from stages.planning.plan_lookup import current_plan
 from tests.stages.html_page import Page
 
 

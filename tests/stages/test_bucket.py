@@ -13,11 +13,11 @@ import pytest
 
 from cache.sets import plans
 from cache.sets.plans import RowLookup
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents
-from stages.planning.plan_lookup import current_plan
 from tests.s3_server import BUCKET
 
 

@@ -19,7 +19,7 @@ from stages import bucket, decode, discover, encode_latents, encode_text, index,
 from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.follow.watchers import Watch, decodes_while_training
-from stages.media.preview_mark import is_preview
+from stages.media.image import is_preview
 from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, verify
 from stages.encoding import member_reader
-from stages.planning.plan_lookup import current_plan
 from tests.processes import in_child
 
 

@@ -11,15 +11,15 @@ import transformers
 from PIL import Image
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
+from cache.sets.set_lookup import current_plan
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_vision
-from stages.encoding.vision.dinov2 import IMAGENET_MEAN, IMAGENET_STD, Encoder
+from stages.encoding.vision.worker import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from stages.media.video import read_frames
-from stages.planning.plan_lookup import current_plan
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from cache.store import files
 from stages import decode, notify, push, report, score
-from stages.maintenance.run_results import remove_unfinished
+from stages.engines.stage_processes import remove_unfinished
 from tests.processes import in_child
 from tests.project import Project
 from tests.stages.follow.test_watchers import hold

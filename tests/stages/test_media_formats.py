@@ -20,12 +20,12 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
+from cache.sets.set_lookup import current_plan
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.cli.console import Options, Report, run_program
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
-from stages.planning.plan_lookup import current_plan
 from tests.project import SETTINGS, Project
 from tests.stages import media_cases, media_files
 from tests.stages.media_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
-from schemas.cli.tables import heading
+from schemas.cli.report import heading
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from stages import discover, preview
 from stages.media.files import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 from stages.pages import sample_preview
-from stages.pages.plan_page import MAX_EXAMPLES
 from stages.pages.plan_table import PlanTable
-from stages.planning.plan_lookup import current_plan
+from stages.preview import MAX_EXAMPLES
 from tests.stages.html_page import alike, decoded
 from tests.stages.plan_previews import planned, rows, settings, show, video_settings
 

@@ -10,8 +10,8 @@ from stages.encoding.stage_options import UsageError
 from stages.media.files import MediaError
 from stages.pages.html import Section, render_template
 from stages.pages.pictures import Picture
-from stages.pages.plan_page import plan_card
 from stages.pages.sample_preview import PageItem, PreviewPictures
+from stages.preview import plan_card
 from tests.stages.html_page import HOSTILE, SEEN, Page
 from tests.stages.plan_previews import planned, rows, settings, show
 

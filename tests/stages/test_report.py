@@ -14,8 +14,8 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
-from cache.runs.process_record import append_stage
 from cache.runs.scores import Measured, SampleScores, append_step
+from cache.runs.training_run import append_stage
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages import bucket, discover, report

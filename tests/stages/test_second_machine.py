@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.runs.process_record import noting_failure
+from cache.runs.training_run import noting_failure
 from stages import decode
 from tests.background import until
 from tests.processes import ForkedProgram

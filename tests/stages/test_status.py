@@ -16,7 +16,7 @@ from schemas.cli.console import Console, Options, Report
 from schemas.cli.process_record import NoteWriter
 from schemas.config.pipeline import Config
 from stages import bucket, discover, encode_latents, encode_text, index, status
-from stages.discovery.missing_media import spread_evenly
+from stages.discovery.media_locations import spread_evenly
 from tests.stages.report_run import FakeRun, step_line
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from stages import bucket, discover
-from stages.pages.ui.set_aside_page import MOST_SHOWN
+from stages.pages.ui.records import MOST_SHOWN
 from tests.project import Project
 from tests.stages.ui_server import UiServer
 

@@ -15,9 +15,9 @@ import pytest
 
 from cache.sets import rejects
 from cache.sets.rejects import make_reject
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, verify
-from stages.planning.plan_lookup import current_plan
 from tests.processes import Child
 from tests.project import Project
 from tests.torture.conftest import Steps

@@ -12,9 +12,9 @@ import pytest
 import xxhash
 
 from cache.sets import plans, rejects, table_checks
-from cache.sets.set_files import TABLE_CHECKS as SET_TABLES
-from cache.sets.set_files import read_set_table
 from cache.sets.set_lookup import newest_pointer, open_set
+from cache.sets.table_checks import TABLE_CHECKS as SET_TABLES
+from cache.sets.table_checks import read_set_table
 from cache.store import arrow_ipc
 from cache.store.damage import PARSE_ERRORS, DamageError
 from cache.store.store import Store

@@ -10,7 +10,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config.objective import Loss
+from schemas.config.methods import Loss
 from trainer.batch import Batch, pad_text
 from trainer.flow import (
     LOSS_TYPES,

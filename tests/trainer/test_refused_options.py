@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from schemas.config.adapter import Adapter
-from schemas.config.methods import CREPA, MaskedLoss, ScheduledSampling, Tread
-from schemas.config.objective import Loss, Timesteps
+from schemas.config.methods import CREPA, Loss, MaskedLoss, ScheduledSampling, Timesteps, Tread
 from schemas.config.section import Section
 from schemas.config.training import Train
 

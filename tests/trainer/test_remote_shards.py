@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cache.shards.shard_supply import SupplyError
 from cache.store.store import Store
-from cache.supply.limited_shards import SupplyError
 from schemas.cli.console import OK
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE

@@ -26,21 +26,21 @@ from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError
 from cache.shards.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardRow, unit_name
 from cache.shards.shard_io import open_writer
+from cache.shards.shard_supply import SupplyError
 from cache.shards.tensors import Array
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.store import Store
 from cache.supply.encoded_folder import (
     GB,
     EncodedFolder,
+    EncodedShards,
     Position,
     ReadingOrder,
     RunNeeds,
     check_room,
     pinned_shards,
 )
-from cache.supply.encoded_shards import EncodedShards
-from cache.supply.limited_shards import SupplyError
-from cache.supply.shard_queue import ShardQueue
+from cache.supply.limited_folder import ShardQueue
 from schemas.cli import progress
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
@@ -50,8 +50,8 @@ from tests.background import repeated
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
 from tests.forms import long
 from trainer import data as trainer_data
+from trainer.__main__ import follow_encoding
 from trainer.data import BatchLoader
-from trainer.followed_encoding import follow_encoding
 
 pytestmark = pytest.mark.slow
 

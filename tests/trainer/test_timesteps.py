@@ -10,7 +10,7 @@ from diffusers.schedulers import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from scipy import stats
 
-from schemas.config.objective import Timesteps
+from schemas.config.methods import Timesteps
 from trainer.flow import shift_sigma
 from trainer.run.run_state import shift_by_tokens
 from trainer.timesteps import TIMESTEP_SAMPLING, sample_sigma, spread_uniform

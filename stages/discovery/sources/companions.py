@@ -234,8 +234,8 @@ class CompanionFinder:
     role: "source" or "mask", which may be a video. key: the option that named the place, for messages.
     """
 
-    def __init__(self, place: str, role: str, key: str = "", follow_links: bool = False) -> None:
-        self.place, self.role, self._key, self._follow_links = place, role, key, follow_links
+    def __init__(self, location: str, role: str, key: str = "", follow_links: bool = False) -> None:
+        self.location, self.role, self._key, self._follow_links = location, role, key, follow_links
         self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
 
     def add(self, columns: dict[str, pa.Array]) -> None:
@@ -249,7 +249,7 @@ class CompanionFinder:
         columns[f"{self.role}_version"] = take_rows(table.column("version"), row)
         if self.role == "mask":
             columns["mask_kind"] = take_rows(table.column("kind"), row)
-        name, folder = COMPANION_NAMES[self.role], display_location(self.place).rstrip("/")
+        name, folder = COMPANION_NAMES[self.role], display_location(self.location).rstrip("/")
         step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
         step = pc.if_else(pc.match_substring_regex(stems, _ABSOLUTE), _NO_RELATIVE_NAME_ADVICE, step)
         several = pa.array(counts > 1)
@@ -259,7 +259,7 @@ class CompanionFinder:
 
     def open(self, path: str) -> MediaPath:
         """The companion at a path that `add` found."""
-        return file_below(self.place, path)
+        return file_below(self.location, path)
 
     @cached_property
     def _listed(self) -> tuple[pa.Table, TextLookup]:
@@ -275,15 +275,15 @@ class CompanionFinder:
         return table, TextLookup(table.column("stem"))
 
     def _walk(self) -> Iterator[tuple[str, str | None, str]]:
-        if "://" in self.place:
-            for level in walk_objects(self.place, Counter()):
+        if "://" in self.location:
+            for level in walk_objects(self.location, Counter()):
                 for path, _, version in level:
                     ending = os.path.splitext(path)[1].lower()
                     if ending in self._kinds:
                         yield path, version, self._kinds[ending]
             return
-        require_folder(self.place, self._key)
-        for folder in walk(self.place, self._kinds, self._follow_links, Counter()):
+        require_folder(self.location, self._key)
+        for folder in walk(self.location, self._kinds, self._follow_links, Counter()):
             for name, size, time, kind in zip(folder.names, folder.sizes, folder.times, folder.kinds, strict=True):
                 yield folder.prefix + name, f"{size}:{time}", kind
 
@@ -291,9 +291,9 @@ class CompanionFinder:
 def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
     """The roles of a dataset whose companions are found by name: {"source": ..., "mask": ...}, or fewer."""
     return {
-        role: CompanionFinder(place, role, f"datasets.{dataset.id}.{option}", dataset.follow_links)
+        role: CompanionFinder(location, role, f"datasets.{dataset.id}.{option}", dataset.follow_links)
         for role, option in (("source", "conditioning_data"), ("mask", "mask_data"))
-        if (place := getattr(dataset, option))
+        if (location := getattr(dataset, option))
     }
 
 

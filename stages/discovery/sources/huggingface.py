@@ -186,9 +186,9 @@ class HuggingFaceSource(CommonSource):
 class TableCell(Blob):
     """The bytes in one cell of a dataset."""
 
-    def __init__(self, place: DatasetLocation, column: str, row: int, path: str, size: int) -> None:
-        self._place, self._column, self._row, self._size = place, column, row, size
-        self.name = f"{place.root}/{path}"
+    def __init__(self, location: DatasetLocation, column: str, row: int, path: str, size: int) -> None:
+        self._place, self._column, self._row, self._size = location, column, row, size
+        self.name = f"{location.root}/{path}"
 
     def open(self) -> BinaryIO:
         data, _ = _bytes_and_files(load_rows(self._place)[self._row : self._row + 1].column(self._column))

@@ -1,23 +1,185 @@
 """Kandinsky 5: Qwen2.5-VL's hidden states and CLIP's pooled output, equal to the pipelines' `encode_prompt`.
 
-The template's prefix is computed once (`prefix_cache.py`), and so are the features of each distinct image
-(`prompt_images.py`).
+The template's prefix is computed once (`prefix_cache.py`), and so are Qwen2.5-VL's vision features of each distinct
+image inside prompts.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
+import numpy as np
 import torch
+import xxhash
+from PIL import Image
+from torch.nn.functional import interpolate
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from cache.models.weights import WeightsError, load_pretrained
 from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, TextResult, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel
-from stages.encoding.text.prompt_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
+from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX_TOKENS = 3
+
+
+class QwenImageProcessor(Qwen2VLImageProcessorPil):
+    """Qwen2-VL's image processor with the pipelines' results, which are torchvision's, without torchvision.
+
+    transformers has one on tensors, by torchvision, and one on Pillow images. They differ by 8-bit levels in some
+    pixels and in the order of the arithmetic. This one computes as the first and takes everything else from the second:
+    torchvision's bicubic resize is one call of torch (transforms/v2/functional/_geometry.py). It is used where
+    torchvision is installed, too, so bytes do not depend on that. Images are uint8 (3, H, W) until they are normalized.
+
+    The resize computes in integers with weights of 16 bits, with and without AVX2, so its bytes are the same on every
+    CPU; one subtraction and one division in float32 follow.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.resample != Image.Resampling.BICUBIC:
+            raise WeightsError(
+                f"tokenizer/preprocessor_config.json has resample: {self.resample}; it should be 3 (bicubic)",
+                "replace the file with that of the published checkpoint",
+            )
+
+    def resize(  # type: ignore[override]  # as the parent's own resize
+        self, image: np.ndarray, size: Any, resample: Any, factor: int, **_: Any
+    ) -> np.ndarray:
+        height, width = image.shape[-2:]
+        wanted = smart_resize(height, width, factor, size.shortest_edge, size.longest_edge)
+        if wanted == (height, width):
+            return image
+        pixels_1CHW = torch.from_numpy(np.ascontiguousarray(image))[None]
+        resized = interpolate(pixels_1CHW, size=wanted, mode="bicubic", align_corners=False, antialias=True)
+        return resized[0].numpy()
+
+    def rescale(self, image: np.ndarray, scale: float, *_: Any, **__: Any) -> np.ndarray:
+        """`normalize` does this, too."""
+        assert self.do_normalize
+        return image
+
+    def normalize(self, image: np.ndarray, mean: Any, std: Any, *_: Any, **__: Any) -> np.ndarray:
+        factor = 1.0 / self.rescale_factor
+        mean_C11, std_C11 = (torch.tensor(values)[:, None, None] * factor for values in (mean, std))
+        return torch.from_numpy(np.ascontiguousarray(image)).float().sub_(mean_C11).div_(std_C11).numpy()
+
+
+# A source of 1024 x 1024 has 324 tokens, 2.3 MB of bfloat16 features on the device, 6 MB of pixels on the host.
+MAX_CACHED_FEATURES = 64
+MAX_CACHED_IMAGES = 16
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """An image, ready for the vision model. key: hash of its content. grid_3: patches in time, height and width."""
+
+    key: bytes
+    pixels: torch.Tensor
+    grid_3: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PreparedImagePrompt(PreparedPrompt):
+    """positions_3L: of the tokens after the shared ones."""
+
+    picture: ProcessedImage | None = None
+    positions_3L: torch.Tensor | None = None
+
+
+class CachedImageProcessor:
+    """Prepares Pillow images and caches the last few, since a source has several captions and a null prompt."""
+
+    def __init__(self, folder: Path) -> None:
+
+        self._images = QwenImageProcessor.from_pretrained(folder)
+        self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._lock = Lock()
+
+    def tokens(self, image: Image.Image) -> int:
+        """The number of tokens of an image. Raises ValueError or ZeroDivisionError for one that can't be used."""
+        patches = self._images.get_number_of_image_patches(image.height // 2, image.width // 2)
+        return patches // self._images.merge_size**2
+
+    def picture(self, image: Image.Image) -> ProcessedImage:
+        """Prepared as by the pipeline: each side halved, Pillow's default filter."""
+        half = image.resize((image.width // 2, image.height // 2))
+        key = xxhash.xxh3_128(half.tobytes(), seed=half.width).digest()
+        with self._lock:
+            processed = self._kept.pop(key, None)
+            if processed is None:
+                made = self._images(images=[half], return_tensors="pt")
+                processed = ProcessedImage(key, made["pixel_values"], made["image_grid_thw"][0])
+            self._kept[key] = processed
+            while len(self._kept) > MAX_CACHED_IMAGES:
+                self._kept.popitem(last=False)
+        return processed
+
+
+class ImagePromptModel(PrefixCachedModel):
+    """Reads prompts with an image: features replace its placeholders' embeddings, positions are three-dimensional."""
+
+    def __init__(
+        self, whole: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
+    ) -> None:
+        """whole: the Qwen2_5_VLModel, whose language model reads the prompts."""
+        super().__init__(whole.language_model, prefix, pad_id, device, layers)
+        self._whole = whole
+        self._image_id = whole.config.image_token_id
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._batch_features: dict[bytes, torch.Tensor] = {}  # (tokens, D) of the batch that is being read
+
+    def prompt_positions(self, ids: list[int], shared: int, picture: ProcessedImage) -> torch.Tensor:
+        """positions_3L of the tokens after the shared ones.
+
+        The image's tokens must be marked: otherwise the positions silently become one-dimensional.
+        """
+        ids_1L = torch.tensor([ids])
+        marks_1L = (ids_1L == self._image_id).int()
+        positions_31L, _ = self._whole.get_rope_index(ids_1L, marks_1L, image_grid_thw=picture.grid_3[None])
+        return positions_31L[:, 0, shared:]
+
+    @torch.no_grad()
+    def hidden_states(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
+        """Encodes the batch's images first, since its passes are divided by length and not by image.
+
+        Each image is encoded alone, so that its features depend on nothing else. The last ones are cached, since a
+        batch may end between the texts of one image.
+        """
+        self._batch_features = {}
+        for text in texts:
+            assert isinstance(text, PreparedImagePrompt) and text.picture is not None
+            features = self._kept.pop(text.picture.key, None)
+            if features is None:
+                self.stats.images += 1
+                grid_13, pixels = text.picture.grid_3[None].to(self.device), text.picture.pixels.to(self.device)
+                features = torch.cat(tuple(self._whole.get_image_features(pixels, grid_13).pooler_output))
+            else:
+                self.stats.reused += 1
+            self._kept[text.picture.key] = self._batch_features[text.picture.key] = features
+        while len(self._kept) > MAX_CACHED_FEATURES:
+            self._kept.popitem(last=False)
+        return super().hidden_states(texts)
+
+    def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
+        embeds_BLD = super().embeds(texts, ids_BL)
+        for row, text in enumerate(texts):
+            assert isinstance(text, PreparedImagePrompt) and text.picture is not None
+            # Without the padding, which could be the image's token in an odd tokenizer.
+            columns = (ids_BL[row, : text.cost] == self._image_id).nonzero()[:, 0]
+            embeds_BLD[row, columns] = self._batch_features[text.picture.key].to(embeds_BLD.dtype)
+        return embeds_BLD
+
+    def positions(self, texts: Sequence[PreparedPrompt], shared: int, length: int) -> torch.Tensor:
+        positions_3BL = torch.zeros(3, len(texts), length, dtype=torch.long)
+        for row, text in enumerate(texts):
+            assert isinstance(text, PreparedImagePrompt) and text.positions_3L is not None
+            positions_3BL[:, row, : text.cost] = text.positions_3L
+        return positions_3BL.to(self.device)
 
 
 @dataclass(frozen=True)

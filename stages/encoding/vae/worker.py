@@ -13,8 +13,7 @@ from schemas.identity import derive_seed
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.vae import base
-from stages.encoding.vision.pooling import pool_space, pool_time
-from stages.encoding.worker import UnitWorker
+from stages.encoding.worker import UnitWorker, pool_space, pool_time
 from stages.engines.jobs import Job
 
 

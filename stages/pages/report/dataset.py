@@ -15,13 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets.plans import Plan, list_plans, load_plan
+from cache.sets.set_lookup import current_plan
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten
-from stages.discovery.missing_media import spread_evenly
+from stages.discovery.media_locations import spread_evenly
 from stages.discovery.sources.base import Source, open_source
 from stages.encoding import stage_registry
 from stages.engines.sandbox import SandboxPool, WorkerFailure
@@ -29,7 +30,6 @@ from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
 from stages.pages.report.plots import Plot, draw_bars
-from stages.planning.plan_lookup import current_plan
 
 MAX_BUCKETS = 30  # bars
 MAX_LISTED = 100  # rows of what was set aside

@@ -23,7 +23,7 @@ from schemas.config.validation import ValidationSample, validation_samples
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.media.files import MediaError, MediaPath
-from stages.media.preview_mark import is_preview
+from stages.media.image import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Figure, Gallery
 from stages.pages.pictures import THUMBNAIL_BOX, Picture, kept_pictures, picture_key, shrink_clip, shrink_file

@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from cache.runs.process_record import read_stages
 from cache.runs.scores import SCORES_FILE, ScoreCurve
-from cache.runs.training_run import RunProgress
+from cache.runs.training_run import RunProgress, read_stages
 from cache.runs.validations import Evaluation, best_evaluation, best_steps, loss_name
 from cache.store.files import walk
 from cache.store.store import Store

@@ -34,7 +34,7 @@ DONE_WORDS = {
 
 @dataclass
 class Card:
-    """A job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; said: more of it.
+    """A job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; remark: more of it.
 
     done, total: of the bar; total None where the end is not known, both None without a bar. facts: beside it, after
     count, rate and time left. can: what its buttons do. log: the job whose log it has.
@@ -43,7 +43,7 @@ class Card:
     name: str
     what: str
     state: str = "to do"
-    said: str = ""
+    remark: str = ""
     done: float | None = None
     total: float | None = None
     count: str = ""
@@ -89,15 +89,15 @@ def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
     at_work = (programs.last_start(other) for other in list_conflicts(name))
     conflict = any(other is not None and other.is_running for other in at_work)
     if programs.is_restarting(name):
-        card.state, card.said, card.can = "restarting", "stopping, to start again", ["kill"]
+        card.state, card.remark, card.can = "restarting", "stopping, to start again", ["kill"]
     elif start is not None and start.is_running:
         since = _ago(start.began)
-        card.state, card.said, card.can = "running", f"for {since}", ["stop", "restart"]
+        card.state, card.remark, card.can = "running", f"for {since}", ["stop", "restart"]
         if start.stop_asked is not None:
-            card.state, card.said, card.can = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
+            card.state, card.remark, card.can = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
     else:
         if start is not None and not _is_outdated(start, programs.last_start("run")):
-            card.state, card.said = _describe_end(start)
+            card.state, card.remark = _describe_end(start)
         card.can = [] if conflict else ["start"]
     return card
 
@@ -177,7 +177,7 @@ def _add_training(card: Card, progress: RunProgress) -> None:
     card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
     card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
     if progress.state == "running" and card.state not in AT_WORK:
-        card.state, card.said = "running", "not started from this page"
+        card.state, card.remark = "running", "not started from this page"
     else:
         _settle(card, progress.state == "finished")
 
@@ -208,7 +208,7 @@ def _add_state(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
     """Add the state of a stage which `run` runs."""
     for job, note in notes:
         if card.state not in AT_WORK:
-            card.state, card.said, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
+            card.state, card.remark, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
 
 
 def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:

@@ -12,13 +12,17 @@ from statistics import fmean
 import pytest
 
 from cache.runs import training_run
-from cache.runs.process_record import FAILURE_NOTE, clear_failure, noting_failure, read_failure, record_failure
 from cache.runs.training_run import (
+    FAILURE_NOTE,
+    clear_failure,
     is_running,
     may_be_running,
+    noting_failure,
+    read_failure,
     read_last_metrics,
     read_metrics,
     read_progress,
+    record_failure,
     smoothed_loss,
 )
 from schemas.config.pipeline import Config

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from cache.order.schedule import BatchSchedule, Span
+from cache.order.set_columns import find_runs
 from cache.sets import plans, trainset
 from cache.sets.set_lookup import open_set
-from cache.sets.table_runs import find_runs
 from cache.sets.trainset import MAX_OPEN_SHARDS, SetError, TrainSet
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_writer

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache.order.set_columns import find_runs
 from cache.sets import exported_set, table_checks
-from cache.sets.table_runs import find_runs
 from schemas.tables import INDEX_SCHEMA
 
 ROWS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0.5, 1.0]), st.integers(0, 1)), max_size=40)

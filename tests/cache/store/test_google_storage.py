@@ -6,7 +6,7 @@ import sys
 import pyarrow as pa
 import pytest
 
-from cache.store import retries
+from cache.store import store_requests
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
@@ -89,7 +89,7 @@ def test_wrong_answers_are_asked_for_again(store: Store, google: GoogleServer, k
 
 
 def test_a_retry_is_said_with_its_reason(store: Store, google: GoogleServer, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(retries.GOOGLE, "_said", -retries.PAUSE_S)
+    monkeypatch.setattr(store_requests.GOOGLE, "_said", -store_requests.PAUSE_S)
     show_activities(Console())
     try:
         store.publish_bytes("a", b"bytes")

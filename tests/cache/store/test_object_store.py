@@ -15,7 +15,7 @@ import pytest
 from cache.shards import shard_io
 from cache.shards.shard import ShardMeta, ShardRow, find_done_units
 from cache.shards.tensors import Array
-from cache.store import files, object_store, retries
+from cache.store import files, object_store, store_requests
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
@@ -174,8 +174,8 @@ def test_a_retry_is_said_once_with_its_reason(store: Store, s3: S3Server, monkey
     show_activities(Console())
     try:
         for trouble, reason in (("throttled", "SlowDown Please reduce your request rate."), ("cut", "")):
-            monkeypatch.setattr(retries.S3, "_said", -retries.PAUSE_S)
-            monkeypatch.setattr(retries.S3, "_unsaid", 0)
+            monkeypatch.setattr(store_requests.S3, "_said", -store_requests.PAUSE_S)
+            monkeypatch.setattr(store_requests.S3, "_unsaid", 0)
             s3.fail(trouble, 2, "GetObject")
             assert store.read_bytes("x") == b"bytes"
             said = capsys.readouterr().err.splitlines()
@@ -189,12 +189,12 @@ def test_a_retry_is_said_once_with_its_reason(store: Store, s3: S3Server, monkey
 
 def test_retries_are_counted_between_two_messages(capsys) -> None:
     now = [0.0]
-    notes = retries.RetryNotes("s3", lambda: now[0])
+    notes = store_requests.RetryNotes("s3", lambda: now[0])
     show_activities(Console())
     try:
         for _ in range(3):
             notes.note("SlowDown\nPlease")
-        now[0] += retries.PAUSE_S
+        now[0] += store_requests.PAUSE_S
         notes.note("503")
     finally:
         show_activities(None)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache.shards.shard_supply import SupplyError
 from cache.store.store import Store
 from cache.supply import step_needs
-from cache.supply.limited_shards import SupplyError
 from tests.background import until
 from tests.cache.sets.test_row_reader import FORMS
 from tests.cache.store.remote_place import COUNT, Place, read, sizes, total

@@ -10,9 +10,9 @@ import pytest
 from cache.sets.exported_set import ExportedSet
 from cache.sets.exporter import Exporter
 from cache.sets.importer import Importer
+from cache.shards.shard_supply import SupplyError
 from cache.store.files import StoreError
 from cache.store.store import Store
-from cache.supply.limited_shards import SupplyError
 from cache.supply.local_cache import cache_folder, cache_limit, supply_whole_set
 from schemas.config.training import LocalCache
 from tests.cache.sets.exports import export, files, import_, make_source, opened

@@ -10,8 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from cache.store.store import Store
-from schemas.cli.report import Report
-from schemas.cli.tables import WIDTH
+from schemas.cli.report import WIDTH, Report
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, gc, status
 from stages.encoding import job_reports

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cache.runs.process_record import record_failure
+from cache.runs.training_run import record_failure
 from schemas.errors import LatentpressError
 from stages import notify
 from tests.project import Project

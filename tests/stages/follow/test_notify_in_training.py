@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jsonschema
 import pytest
 
-from cache.runs.process_record import KILLED, begin_record, clear_failure, noting_failure, record_failure
+from cache.runs.training_run import KILLED, begin_record, clear_failure, noting_failure, record_failure
 from schemas.errors import LatentpressError
 from stages import notify
 from stages.follow import run_events

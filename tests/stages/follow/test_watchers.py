@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from cache.runs.process_record import begin_record, clear_failure
-from cache.runs.training_run import LOCK_NAME
+from cache.runs.training_run import LOCK_NAME, begin_record, clear_failure
 from schemas.cli import progress
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import StopHandler

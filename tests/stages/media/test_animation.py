@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from stages.discovery.item_reader import probe_media
 from stages.media.animation import is_animation, probe_animation, read_frames
 from stages.media.image import load_image, probe_image
-from stages.media.probe import probe_media
 from tests.stages.media_files import reason
 
 LASTING = [100, 40, 200, 60, 500, 30, 70]  # milliseconds; GIF counts in hundredths of a second

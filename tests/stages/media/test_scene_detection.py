@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stages.media.probe import find_scenes, probe_media
+from stages.discovery.item_reader import find_scenes, probe_media
 from stages.media.video import read_frames
 from tests.stages.media_files import video
 

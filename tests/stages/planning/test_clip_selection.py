@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from stages import bucket, discover
 from stages.media.sample_reader import read_sample_frames
-from stages.planning.plan_lookup import current_plan
 from tests.stages.media_files import video
 
 BITS = 8

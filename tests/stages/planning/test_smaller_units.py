@@ -4,9 +4,9 @@ import pytest
 
 from cache.sets import plans
 from cache.sets.plans import Unit
+from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
-from stages.planning.plan_lookup import current_plan
 from tests.project import Project
 
 pytestmark = pytest.mark.slow

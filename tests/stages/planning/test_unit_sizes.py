@@ -3,10 +3,10 @@
 import pytest
 from PIL import Image
 
+from cache.sets.set_lookup import current_plan
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from stages import bucket, discover, encode_latents
-from stages.planning.plan_lookup import current_plan
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.family import Task, Template
 from stages.encoding.text.base import RequestError, TextRequest
-from stages.encoding.text.kandinsky5 import Encoder
-from stages.encoding.text.prompt_images import QwenImageProcessor
+from stages.encoding.text.kandinsky5 import Encoder, QwenImageProcessor
 
 
 def kind_of(family: str, task: Task) -> tuple[str, Template]:

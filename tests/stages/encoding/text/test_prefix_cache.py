@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.encoding.text import prompt_images
+from stages.encoding.text import kandinsky5
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.prefix_cache import split_by_length
 
@@ -93,8 +93,8 @@ def test_an_image_passes_the_vision_model_once(make, encoded, monkeypatch):
     assert (encoder.stats.images, encoder.stats.reused) == (3, 3)
 
     # No more are kept than the limit says; what was forgotten is computed again, to the same bytes.
-    monkeypatch.setattr(prompt_images, "MAX_CACHED_FEATURES", 1)
-    monkeypatch.setattr(prompt_images, "MAX_CACHED_IMAGES", 1)
+    monkeypatch.setattr(kandinsky5, "MAX_CACHED_FEATURES", 1)
+    monkeypatch.setattr(kandinsky5, "MAX_CACHED_IMAGES", 1)
     encoded(encoder, ["a cat"], blue)
     again = encoded(encoder, ["a cat", "a dog", ""], red)
     assert (encoder.stats.images, encoder.stats.reused) == (4, 6)

@@ -20,7 +20,7 @@ from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
-from stages.encoding.text.prompt_images import CachedImageProcessor, QwenImageProcessor
+from stages.encoding.text.kandinsky5 import CachedImageProcessor, QwenImageProcessor
 from tests.processes import in_child
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from stages import bucket, discover, encode_latents, encode_text, index
-from stages.encoding.text import base, gemma, kandinsky5, prompt_images
+from stages.encoding.text import base, gemma, kandinsky5
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.worker import CLIP_TRUNCATED_REMARK, TextWorker
 from stages.engines.sandbox import SandboxPool
@@ -108,8 +108,8 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(
     project, monkeypatch, encoders, read, batch_tokens, unit_mib
 ) -> None:
     """More images than features are kept of; texts in one batch, each in its own, or a few, and in several units."""
-    monkeypatch.setattr(prompt_images, "MAX_CACHED_FEATURES", 1)
-    monkeypatch.setattr(prompt_images, "MAX_CACHED_IMAGES", 1)
+    monkeypatch.setattr(kandinsky5, "MAX_CACHED_FEATURES", 1)
+    monkeypatch.setattr(kandinsky5, "MAX_CACHED_IMAGES", 1)
     home = project("kandinsky5-image-i2i", cache={"unit_mib": unit_mib}, text={"batch_tokens": batch_tokens})
     home.settings["datasets"][0]["conditioning_data"] = "source"
     images = 5

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from schemas.cli.report import Report
-from schemas.cli.tables import WIDTH, fold, fold_message, format_table
+from schemas.cli.report import WIDTH, Report, fold, fold_message, format_table
 
 NAMES = st.text(min_size=1, max_size=60) | st.sampled_from(
     ["日本語の写真 🐈 " * 4, "\x1b[2J\r\n", "=1+1", "a" * 60, "\u202e"]

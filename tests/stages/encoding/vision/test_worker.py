@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from cache.models.weights import WeightsError
-from stages.encoding.vision.dinov2 import IMAGENET_MEAN, IMAGENET_STD, Encoder, resize_frames
+from stages.encoding.vision.worker import IMAGENET_MEAN, IMAGENET_STD, Encoder, resize_frames
 
 CPU = torch.device("cpu")
 CLASSES = {"dinov2": transformers.Dinov2Model, "registers": transformers.Dinov2WithRegistersModel}

@@ -1,7 +1,9 @@
-"""Messages about requests to a store that its library makes again, with their reason: the first at once, others at most
-once a minute. Without them one would see only that something takes long."""
+"""Requests to stores: a file object over those for ranges of bytes, and messages about those that a store's library
+makes again, with their reason: the first at once, others at most once a minute. Without them one would see only that
+something takes long."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,36 @@ PAUSE_S = 60.0  # between two messages about a store
 LONGEST = 200  # characters of a reason
 TROUBLE = (429, 500, 502, 503, 504)  # HTTP status of an answer after which a request is tried again
 ASKED_AGAIN = ("SlowDown", "RequestTimeout", "RequestLimitExceeded", "Throttling", "ThrottlingException")
+
+Read = Callable[[int, int], bytes]
+
+
+class RangeFile:
+    """read(start, stop) -> these bytes, of `size` in all."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read, self._size, self._at = read, size, 0
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._size if size < 0 else min(self._at + size, self._size)
+        data = self._read(self._at, stop) if stop > self._at else b""
+        self._at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        pass
+
+
+class FileReplaced(OSError):
+    """An object is not the one that was opened."""
 
 
 class RetryNotes:

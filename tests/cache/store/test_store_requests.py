@@ -9,7 +9,7 @@ import pytest
 
 from cache.sets import rejects
 from cache.shards import shard_io
-from cache.store import damage, retries
+from cache.store import damage, store_requests
 from cache.store.damage import ANSWERS, DamageError
 from cache.store.store import Store
 from schemas.cli.console import Console
@@ -90,7 +90,7 @@ def test_what_stays_damaged_is_damage(store: Store, s3: S3Server) -> None:
 
 def test_wrong_answers_are_said_and_counted(store: Store, s3: S3Server, monkeypatch, capsys) -> None:
     now = [0.0]
-    notes = retries.RetryNotes("s3", lambda: now[0])
+    notes = store_requests.RetryNotes("s3", lambda: now[0])
     monkeypatch.setattr(damage, "notes_of", {"s3": notes}.__getitem__)
     show_activities(Console())
     try:

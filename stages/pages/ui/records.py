@@ -1,7 +1,9 @@
-"""The logs of what was started from the page, and of what `run` starts beside training: the end of each, and what is
-added to it."""
+"""The pages of what was recorded. The logs of what was started from the page, and of what `run` starts beside training:
+the end of each, and what is added to it. What was set aside, by stage and reason, with the remedy, searched by words.
+"""
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -10,11 +12,15 @@ from starlette.responses import JSONResponse, Response
 
 from cache.runs.training_run import is_running
 from schemas.cli.kept_log import LOGS
+from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
+from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason
 from stages.pages.ui.app import Page, Site, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
 
 BESIDE = "beside-"  # before the name of a watcher
+SET_ASIDE_PATH = "/set-aside"
+MOST_SHOWN = 200  # items on one page
 PIECE_BYTES = 64 << 10  # of a log that one answer has
 MAX_LINE = 2000  # characters
 _TERMINAL = re.compile(  # what terminals take as commands: colors, moves of the cursor, titles
@@ -22,7 +28,7 @@ _TERMINAL = re.compile(  # what terminals take as commands: colors, moves of the
 )
 
 
-def show(request: Request) -> Response:
+def show_logs(request: Request) -> Response:
     programs = site_of(request).programs
     name = request.path_params.get("job")
     if name is None:
@@ -114,4 +120,45 @@ def readable(raw: bytes) -> str:
     return "\n".join(shorten(escape_unprintable(line.replace("\t", "    ")), MAX_LINE) for line in lines)
 
 
-PAGE = Page("Logs", "/logs", (get("/logs", show), get("/logs/{job}", show), get("/logs/{job}/tail", tail)))
+def show_set_aside(request: Request) -> Response:
+    given = {name: request.query_params.get(name, "") for name in ("words", "stage", "reason")}
+    items: Sequence[SetAside] = ()
+    error: LatentpressError | None = None
+    try:
+        items = site_of(request).set_aside()
+    except LatentpressError as problem:
+        error = problem
+    chosen = search(items, **given)
+    first = request.query_params.get("first", "")
+    start = min(int(first), len(chosen)) if first.isdecimal() and len(first) < 10 else 0
+    return render(
+        request,
+        "set_aside.html",
+        title="Set aside",
+        error=error,
+        total=len(items),
+        count=len(chosen),
+        groups=group_by_reason(chosen[start : start + MOST_SHOWN]),
+        start=start,
+        end=min(start + MOST_SHOWN, len(chosen)),
+        step=MOST_SHOWN,
+        stages=list(dict.fromkeys(item.stage for item in items)),
+        reasons=sorted({item.reason for item in items}),
+        given=given,
+    )
+
+
+def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
+    """Find the items of a stage and reason, where these are given, that have each of the words, in any case."""
+    wanted = words.casefold().split()
+    chosen = [item for item in items if stage in ("", item.stage) and reason in ("", item.reason)]
+    if not wanted:
+        return chosen
+    texts = ("\n".join(getattr(item, column) for column in CSV_COLUMNS).casefold() for item in chosen)
+    return [item for item, text in zip(chosen, texts, strict=True) if all(word in text for word in wanted)]
+
+
+PAGES = (
+    Page("Set aside", SET_ASIDE_PATH, (get(SET_ASIDE_PATH, show_set_aside),)),
+    Page("Logs", "/logs", (get("/logs", show_logs), get("/logs/{job}", show_logs), get("/logs/{job}/tail", tail))),
+)
