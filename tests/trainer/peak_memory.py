@@ -26,7 +26,7 @@ from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer import train as loop
 from trainer.setup.prepare import TrainState
-from trainer.setup.weight_parts import take_apart
+from trainer.setup.quantize import take_apart
 
 #: Freed memory goes back at once.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}

@@ -35,9 +35,8 @@ from trainer.memory.meter import (
 from trainer.methods.selection import make_methods
 from trainer.setup.adapters import MUTATING_INITS
 from trainer.setup.attach import fit_initial, make_trainable
-from trainer.setup.blocks import checkpoint_blocks
+from trainer.setup.blocks import checkpoint_blocks, largest_groups
 from trainer.setup.load import choose_dtypes
-from trainer.setup.offload import largest_groups
 from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
 from trainer.setup.wrap import Denoiser
 

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from schemas.config.training import Parallel, Train
 from schemas.devices import pins_memory
 from trainer.families.base import FamilyModule, components
-from trainer.setup.weight_parts import take_apart
+from trainer.setup.quantize import take_apart
 
 #: With older versions a group of modules does not come back whole from torch.utils.checkpoint.
 GATHERS_GROUPS = torch.__version__ >= "2.13"

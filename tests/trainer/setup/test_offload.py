@@ -13,8 +13,8 @@ from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.setup.test_quantize import NAMES, adapted, step
 from trainer.setup import blocks
 from trainer.setup.adapters import trainable_parameters
-from trainer.setup.offload import BlockGroup, GroupScheduler, copy_weight, largest_groups, offload_blocks
-from trainer.setup.weight_parts import take_apart
+from trainer.setup.blocks import BlockGroup, GroupScheduler, copy_weight, largest_groups, offload_blocks
+from trainer.setup.quantize import take_apart
 
 CPU = torch.device("cpu")
 KIND = "kandinsky5-image-t2i"

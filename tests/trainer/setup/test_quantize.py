@@ -17,16 +17,15 @@ from trainer.run.run_state import RunError
 from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
-from trainer.setup.blocks import checkpoint_blocks, compile_blocks
-from trainer.setup.offload import offload_blocks
+from trainer.setup.blocks import checkpoint_blocks, compile_blocks, offload_blocks
 from trainer.setup.quantize import (
     base_matrices,
     check_setup,
     count_numbers,
     packed_bytes,
     quantize_base,
+    stored_bytes,
 )
-from trainer.setup.weight_parts import stored_bytes
 
 WIDE = ["kandinsky5-image-t2i", "sana"]
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]

@@ -18,7 +18,7 @@ from tests.trainer.setup.test_quantize import NAMES, adapted, errors, step
 from trainer.run.sharded import local
 from trainer.setup import shard
 from trainer.setup.blocks import checkpoint_blocks, compile_blocks
-from trainer.setup.weight_parts import stored_bytes
+from trainer.setup.quantize import stored_bytes
 
 pytestmark = pytest.mark.slow
 
