@@ -49,7 +49,15 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     made, gradient, tensor.grad = value.detach(), tensor.grad, None
     made.requires_grad_(tensor.requires_grad)
     swap_tensors(tensor, torch.nn.Parameter(made, made.requires_grad) if is_parameter(tensor) else made)
-    tensor.grad = gradient
+    if gradient is not None:  # torch lets no gradient be elsewhere
+        gradient.data = gradient.to(value.device)
+        tensor.grad = gradient
+
+
+def can_set_data(
+    tensor: torch.Tensor, value: torch.Tensor, real: Any = torch._has_compatible_shallow_copy_type
+) -> bool:
+    return isinstance(tensor, Emulated) or isinstance(value, Emulated) or real(tensor, value)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -174,6 +182,7 @@ def install() -> torch.device:
     for name in LOWERED:
         library.impl(name, lowered(getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, set_data)
+    torch._has_compatible_shallow_copy_type = can_set_data  # by which `Module.to` keeps parameters, as on CUDA
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned
     torch.empty, torch.empty_like, torch.zeros = map(with_pinning, (torch.empty, torch.empty_like, torch.zeros))
     torch.Generator, torch.Event, torch.Stream = Generator, Event, Stream

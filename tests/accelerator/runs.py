@@ -1,11 +1,94 @@
-"""Runs of the trainer on the emulated device and on the CPU, in turn in one process."""
+"""Runs of the trainer on the emulated device and on the CPU, in turn in one process, and whether they are equal."""
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 from accelerate.test_utils.testing import AccelerateTestCase
+from safetensors.torch import load_file
 
+from schemas.config.pipeline import Config
+from tests.accelerator.tensors import NAME
 from tests.trainer import runs
+from tests.trainer.runs import result, trained_weights
+from trainer.run import metrics
+from trainer.train import TrainState
+
+DEVICES = ("cpu", NAME)
+UNEQUAL = ("_s", "_share", "_left", "_gib")  # how the names of metrics end that depend on the clock or the machine
 
 
-def train(config) -> dict:
+def forget_device() -> None:
+    """Let the next run of this process have another device."""
+    AccelerateTestCase("run").tearDown()
+
+
+def train(config: Config) -> dict:
     """On the device that the configuration names."""
-    AccelerateTestCase("run").tearDown()  # forgets the device of another run
+    forget_device()
     return runs.train(config)
+
+
+def prepared(config: Config) -> TrainState:
+    forget_device()
+    return runs.prepared(config)
+
+
+def on_device(config: Config, device: str, **train: object) -> Config:
+    """The same run on another device, with other options of training."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"device": device, **train})})
+
+
+def train_on_both(make: Callable[[str], Config]) -> tuple[Config, Config]:
+    """The configurations that `make` gives for the CPU and for the device, trained."""
+    configs = tuple(make(device) for device in DEVICES)
+    for config in configs:
+        train(config)
+    return configs
+
+
+def numbers(config: Config) -> dict[str, Any]:
+    """What a run has logged, but for what it took."""
+    found = {}
+    for line in metrics.read_metrics(config.run_folder / "metrics.jsonl"):
+        for key, value in line.items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            if not key.endswith(UNEQUAL):
+                found |= {f"step {line['step']}: {key} {name}": part for name, part in parts}
+    return found
+
+
+def tensors(config: Config) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a run has left: trained weights, the result, validation latents."""
+    yield from trained_weights(config).items()
+    yield from result(config).items()
+    folder = Path(config.run_folder)
+    for path in sorted(folder.glob("validation/*/*.safetensors")):
+        yield path.relative_to(folder).as_posix(), load_file(path)["latent"]
+
+
+def adds_in_order(config: Config) -> bool:
+    """Whether gradients are added in the same order on a device, whose backward pass has a thread of its own: not where
+    blocks are computed again, nor those of weights that all blocks use."""
+    train = config.train
+    adapted = train.adapter.type != "full" and config.model.family != "sana"
+    return adapted and not train.gradient_checkpointing
+
+
+def check_equal(found: Config, expected: Config) -> None:
+    """Within rounding, which AdamW enlarges where a gradient is near 0: a step moves a weight by about 2e-3."""
+    half = expected.train.precision == "bfloat16"
+    own, other = numbers(found), numbers(expected)
+    assert other and own.keys() == other.keys()
+    for name, value in other.items():
+        near = pytest.approx(value, rel=1e-2 if half else 1e-5) if isinstance(value, float) else value
+        assert own[name] == near, name
+    own, other = dict(tensors(found)), dict(tensors(expected))
+    assert own.keys() == other.keys() and own
+    differences = {name: (own[name].double() - value.double()).abs() for name, value in other.items()}
+    if adds_in_order(expected) and not half:
+        worst = max(differences, key=lambda name: differences[name].max())
+        assert differences[worst].max() < 2e-6, worst
+    assert torch.cat([each.flatten() for each in differences.values()]).mean() < (5e-4 if half else 5e-5)

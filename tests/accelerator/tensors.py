@@ -34,14 +34,6 @@ class Emulated(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return compute(func, args, kwargs or {})
 
-    # By these two torch takes it for a wrapper of tensors, whose parameters `Module.to` keeps: as on CUDA.
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["raw"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> "Emulated":
-        return Emulated(inner["raw"])
-
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         copied = self.detach().clone().requires_grad_(self.requires_grad)
         copied.__dict__ |= {name: value for name, value in vars(self).items() if name != "raw"}

@@ -130,11 +130,18 @@ def test_a_module_keeps_its_parameters() -> None:
     assert torch.equal(module.weight.cpu(), other.weight)
     copied = copy.deepcopy(module)
     assert isinstance(copied.weight, torch.nn.Parameter) and copied.weight.data_ptr() != module.weight.data_ptr()
-    parameter = torch.nn.Parameter(host)
-    for device in (NAME, "cpu"):
-        parameter.data = parameter.data.to(device)
-        assert isinstance(parameter, torch.nn.Parameter) and parameter.device.type == device
-    assert torch.equal(parameter, host)
+
+
+def test_a_parameter_keeps_its_identity_and_gradient_wherever_it_moves() -> None:
+    module = torch.nn.Linear(3, 4)
+    parameter, host = module.weight, module.weight.detach().clone()
+    parameter.grad = torch.ones(4, 3)
+    for move in (module.to, lambda device: setattr(parameter, "data", parameter.data.to(device))):
+        for device in (NAME, "cpu"):
+            move(device)
+            assert module.weight is parameter and isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+            assert parameter.device.type == parameter.grad.device.type == device
+    assert torch.equal(parameter, host) and torch.equal(parameter.grad, torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])

@@ -1,0 +1,168 @@
+"""The stages that compute on a device give the numbers of the CPU on the emulated one."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cache.shards.shard_io import open_reader
+from cache.store.store import Store
+from stages import decode, encode_latents, encode_text, encode_vision, score
+from tests.accelerator.counts import counting
+from tests.accelerator.runs import DEVICES
+from tests.accelerator.tensors import NAME
+from tests.forms import long
+from tests.project import SETTINGS, Project
+from tests.stages.encoded_photos import prepare
+from tests.stages.report_run import FakeRun
+from tests.stages.test_decode import put, random_latent
+from tests.stages.test_decode_watch import make_tiny
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def planned(project: Callable[..., Project]) -> Callable[..., Project]:
+    """planned(kind, **settings): a project of two media and their captions, with one validation prompt."""
+
+    def make(kind: str, **settings: Any) -> Project:
+        home, video = project(kind, **settings), "video" in kind
+        for number in range(2):
+            if video:
+                home.video(f"{number}.mp4", caption=f"clip {number}")
+            else:
+                home.image(f"{number}.png", (64, 64), f"picture {number} of two", number)
+        prompt = {"name": "try", "prompt": "a try"}
+        if kind.endswith("i2i"):
+            home.settings["datasets"][0]["conditioning_data"] = "sources"
+            for number in range(2):
+                home.image(f"../sources/{number}.png", (80, 80), "", 10 + number)
+        if kind.endswith(("i2i", "i2v")):
+            home.image("../first.png", (70, 64), "")
+            prompt["image"] = "first.png"
+        home.settings["validation"] = {"size": "64x64@9" if video else "64x64", "prompts": [prompt]}
+        prepare(home)
+        return home
+
+    return make
+
+
+@contextmanager
+def computing_on(device: str) -> Iterator[None]:
+    """What runs in this block copies something to the device, or nothing if that is the CPU."""
+    with counting() as counts:
+        yield
+    assert any(kind.startswith("to device") for kind, _ in counts.copies) is (device == NAME)
+
+
+def rows(home: Project, kind: str) -> dict[tuple[str, str], np.ndarray]:
+    """(member, tensor) -> its bytes. Shards name the device that made them, so their own bytes differ."""
+    found = {}
+    for name in home.shards(kind):
+        shard = open_reader(Store(home.root), f"{kind}/{name}")
+        for row in map(shard.read, range(len(shard))):
+            found |= {(row.id, tensor): np.array(array.raw()) for tensor, array in row.tensors.items()}
+    return found
+
+
+def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> None:
+    """Rows of both devices are equal, byte by byte."""
+    encoded = []
+    for device in DEVICES:
+        with computing_on(device):
+            report = home.run(program.run, *overrides, device=device)
+        assert report.done and not report.set_aside
+        encoded.append(rows(home, kind))
+        shutil.rmtree(home.root / kind)
+    assert encoded[0].keys() == encoded[1].keys()
+    for name, values in encoded[0].items():
+        assert np.array_equal(encoded[1][name], values), name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kandinsky5-image-t2i",
+        "kandinsky5-image-i2i",
+        "sana",
+        long("kandinsky5-video-t2v"),
+        long("kandinsky5-video-i2v"),
+    ],
+)
+def test_texts(planned, kind) -> None:
+    """With the shared beginning of the template computed once; of i2i with pictures in the prompt."""
+    encode_on_both(planned(kind), encode_text, "text")
+
+
+@pytest.mark.parametrize(
+    ("kind", "posterior"),
+    [
+        ("kandinsky5-image-t2i", "sample"),
+        ("kandinsky5-video-i2v", "moments"),
+        ("sana", "sample"),  # it has no posterior to draw from
+        long("kandinsky5-image-i2i", "mode"),
+        long("kandinsky5-image-i2i", "moments"),
+        long("kandinsky5-video-t2v", "sample"),
+        long("kandinsky5-video-i2v", "mode"),
+    ],
+)
+def test_latents(planned, kind, posterior) -> None:
+    encode_on_both(planned(kind), encode_latents, "latents", f"latents.posterior={posterior}")
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", long("kandinsky5-video-t2v")])
+def test_vision(planned, tiny, kind) -> None:
+    vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}
+    encode_on_both(planned(kind, vision=vision), encode_vision, "vision")
+
+
+LATENTS = {
+    "kandinsky5-image-t2i": (16, 1, 8, 8),
+    "kandinsky5-video-t2v": (16, 3, 8, 8),
+    "sana": (32, 1, 2, 2),
+}
+
+
+@pytest.mark.parametrize(("kind", "preview"), [*((kind, False) for kind in LATENTS), ("kandinsky5-image-t2i", True)])
+def test_validation_latents(project, monkeypatch, kind, preview) -> None:
+    """preview: decoded by a tiny autoencoder."""
+    home = project(kind)
+    own: dict[str, Any] = {}
+    put(home, "one", random_latent(*LATENTS[kind]), SETTINGS[kind]["family"])
+    if preview:
+        home.settings["validation"] = {"preview_autoencoder": str(make_tiny(home.folder / "taef"))}
+        own = {"preview": True}
+    written = []
+
+    def write_output(path: Path, frames_THWC: np.ndarray, *others, real=decode.write_output) -> None:
+        written.append((path, frames_THWC))
+        real(path, frames_THWC, *others)
+
+    monkeypatch.setattr(decode, "write_output", write_output)
+    for device in DEVICES:
+        with computing_on(device):
+            assert home.run(decode.run, device=device, **own).done == 1
+        written[-1][0].unlink()
+    (_, expected), (_, found) = written
+    assert expected.any() and np.array_equal(found, expected)
+
+
+def test_scores(project, tiny) -> None:
+    home = project(validation={"scores": {"clip": str(tiny("clip"))}}, train={"run": "run", "trackers": []})
+    made = FakeRun(home)
+    made.latent(1, "cat", prompt="a cat on a mat", group="cat", seed=1)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(
+        made.picture(1, "cat", (0, 0, 0))
+    )
+    found = []
+    for device in DEVICES:
+        with computing_on(device):
+            assert home.run(score.run, device=device).done == 1
+        found.append((made.folder / score.SCORES_FILE).read_text())
+        (made.folder / score.SCORES_FILE).unlink()
+    assert found[0] == found[1]
