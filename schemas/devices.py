@@ -64,6 +64,31 @@ def to_device(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
+class HostCopy:
+    """A tensor on its way to the host: the copy begins now, and `wait` gives it when it is there."""
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        import torch
+
+        self._arrived: torch.Event | None = None
+        if pins_memory(tensor.device):
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._arrived = torch.Event(tensor.device)
+            self._arrived.record()
+        else:
+            self._tensor = tensor.to("cpu")
+
+    def wait(self) -> "torch.Tensor":
+        """The tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensor
+
+
+def has_float64(device: "torch.device") -> bool:
+    return device.type != "mps"
+
+
 def device_name(device: "torch.device") -> str:
     """The card's own name, else torch's name of the device."""
     import torch

@@ -20,7 +20,8 @@ class Batch:
     From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
     (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>"; "regularisation" (B,),
-    bool, where some sample of the batch is regularization data.
+    bool, where some sample of the batch is regularization data. padded: whether some text is shorter than another;
+    found on the host, so that nobody asks the device.
     """
 
     latents_BCTHW: torch.Tensor
@@ -31,6 +32,11 @@ class Batch:
     ids: list[str]
     bucket: str
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    padded: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.padded is None:
+            self.padded = not bool(self.text_mask_BL.all())
 
     def __len__(self) -> int:
         return self.latents_BCTHW.shape[0]
@@ -48,7 +54,7 @@ class Batch:
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
     def is_finite(self) -> torch.Tensor:
-        """(), bool, on the batch's device: whether no number is NaN or infinite. It waits for nothing."""
+        """(), bool, on the batch's device: whether no number is NaN or infinite."""
         tensors = [
             tensor for tensor in (*vars(self).values(), *self.extras.values()) if isinstance(tensor, torch.Tensor)
         ]
@@ -60,7 +66,8 @@ class Batch:
             name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         extras = {name: value[rows] for name, value in self.extras.items()}
-        return replace(self, **chosen, ids=[self.ids[row] for row in rows.tolist()], extras=extras)
+        ids = [self.ids[row] for row in rows.tolist()]
+        return replace(self, **chosen, ids=ids, extras=extras, padded=None if self.padded else False)
 
 
 def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:

@@ -44,6 +44,7 @@ class MicroBatch:
     uniform_B: torch.Tensor
     noise_BCTHW: torch.Tensor | None = None
     counts: bool = True
+    finite: bool = True
 
     def draw(self, device: torch.device | str, family: Family) -> "MicroBatch":
         """On the device in float32, with latents drawn from moments and with noise. Both are computed there, unless
@@ -108,7 +109,7 @@ class BatchLoader:
         uniform_B = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
             uniform_B = spread_uniform(seed, step, chosen.positions, self.schedule.global_batch)
-        micro_batch = MicroBatch(batch, identities, uniform_B, counts=counts)
+        micro_batch = MicroBatch(batch, identities, uniform_B, counts=counts, finite=bool(batch.is_finite()))
         return micro_batch.draw("cpu", self.family) if self.draw_noise else micro_batch
 
     def _choose(self, step: int, drawn: MicroBatchRows) -> tuple[MicroBatchRows, Ints, bool]:
@@ -140,7 +141,7 @@ class BatchLoader:
 
     def check_step(self, number: int) -> None:
         """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
-        step looks for such numbers on the device, where that costs nothing, and asks here which row has one."""
+        step asks here which row has one, where `MicroBatch.finite` says that some has."""
         for drawn in self.schedule.step(number, self.rank, self.world):
             chosen, texts, _ = self._choose(number, drawn)
             self.reader.explain(chosen.rows, texts)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from cache.sets.trainset import SetError
-from schemas.devices import to_device
+from schemas.devices import has_float64, to_device
 from schemas.family import Family
 from schemas.identity import derive_seed
 from trainer.batch import Batch
@@ -43,7 +43,9 @@ def seeded_noise(
 ) -> torch.Tensor:
     """(B, *shape) standard normal numbers of each identity, float32. A word gives two, by Box and Muller's method from
     32 bits each, so none is beyond 6.8."""
-    count = math.prod(shape)
+    target, count = torch.device(device), math.prod(shape)
+    if not has_float64(target):
+        return seeded_noise(identities, purpose, shape).to(target)
     noise_BWP = torch.empty(len(identities), -(-count // 2), 2, device=device)
     for rows, places, words in draw_words(identities, purpose, noise_BWP.shape[1], noise_BWP.device):
         radius = (words >> 32).bitwise_and_(LOW_32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()

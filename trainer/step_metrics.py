@@ -1,9 +1,9 @@
 """Measurements of an optimizer step: losses by bucket and by noise level, and the gradient noise scale.
 
-Everything is summed over the ranks in one call and read back once, so measuring adds no wait to a step.
+Everything is summed over the ranks in one call and copied to the host at once, so measuring adds no wait to a step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from schemas.devices import HostCopy
+
 QUARTERS = ("0-0.25", "0.25-0.5", "0.5-0.75", "0.75-1")  # of sigma
 
 
@@ -20,6 +22,7 @@ class StepLosses:
     """Sums of the losses of one step's samples. buckets: bucket -> micro-batches of all ranks."""
 
     def __init__(self, buckets: Mapping[str, int], batch_size: int, device: torch.device):
+        self.buckets = len(buckets)
         self._samples = {bucket: count * batch_size for bucket, count in buckets.items()}
         self._quarters = torch.arange(len(QUARTERS), device=device)
         self._by_bucket = torch.zeros(2, len(buckets), device=device)  # sums of losses, and numbers of samples
@@ -45,21 +48,23 @@ class StepLosses:
         self._by_quarter[0] += torch.where(belongs_BQ, loss_B[:, None].float(), 0.0).sum(0)
         self._by_quarter[1] += belongs_BQ.sum(0)
 
-    def reduce(self, accelerator: Accelerator, noise: "GradientNoise") -> dict[str, Any]:
+    def reduce(self, accelerator: Accelerator, squares: torch.Tensor) -> torch.Tensor:
+        """(N,) sums over the ranks, for `describe`. squares: (1,), of the gradients, which are summed, too."""
+        logged = [value[None] for value in self._logged.values()]
+        measured = torch.cat([self._by_bucket.flatten(), self._by_quarter.flatten(), squares, *logged])
+        return accelerator.reduce(measured, "sum")
+
+    def describe(self, sums: Sequence[float]) -> tuple[dict[str, Any], float]:
         """The metrics "loss", the mean over the global batch, those that methods logged, "loss_by_bucket" and
         "loss_by_sigma": means over its samples, of buckets and quarters that it has. "set_aside": how many of its
-        samples were left out, where there are some. `noise` is given the sum of the ranks' squares."""
-        logged = [value[None] for value in self._logged.values()]
-        squares = noise.take_squares(self._by_bucket.device)
-        measured = torch.cat([self._by_bucket.flatten(), self._by_quarter.flatten(), squares, *logged])
-        sums = accelerator.reduce(measured, "sum").tolist()
-        buckets = len(self._samples)
+        samples were left out, where there are some. And the sum of the squares."""
+        buckets = self.buckets
         losses, counts, rest = sums[:buckets], sums[buckets : 2 * buckets], sums[2 * buckets :]
-        noise.small_squares, *others = rest[2 * len(QUARTERS) :]
+        squares, *others = rest[2 * len(QUARTERS) :]
         total = sum(counts)
         left_out = round(sum(self._samples.values()) - total)
         quarters = zip(QUARTERS, rest[: len(QUARTERS)], rest[len(QUARTERS) : 2 * len(QUARTERS)], strict=True)
-        return {
+        numbers = {
             "loss": sum(losses) / max(1, total),
             **{name: value / max(1, total) for name, value in zip(self._logged, others, strict=True)},
             "loss_by_bucket": {
@@ -68,6 +73,31 @@ class StepLosses:
             "loss_by_sigma": {name: loss / count for name, loss, count in quarters if count},
             **({"set_aside": left_out} if left_out else {}),
         }
+        return numbers, squares
+
+
+class StepNumbers:
+    """The numbers of an optimizer step, on their way to the host.
+
+    sums, norm: what `losses` reduced, and (), the norm of the gradients. finite: (), on the device: 1 where the losses
+    and the norm are finite, else 0. known, measured: metrics that the host knows before and after the step is queued.
+    metrics: None until they are read.
+    """
+
+    def __init__(
+        self, step: int, losses: StepLosses, sums: torch.Tensor, norm: torch.Tensor, known: Mapping[str, Any]
+    ) -> None:
+        self.step, self.known, self._losses = step, known, losses
+        self.measured: dict[str, Any] = {}
+        self.metrics: dict[str, Any] | None = None
+        values = torch.cat([sums, norm.detach().reshape(1).to(sums)])
+        self.finite = torch.cat([values[: losses.buckets], values[-1:]]).isfinite().all().float()
+        self._values = HostCopy(values)
+
+    def read(self) -> tuple[dict[str, Any], float, float]:
+        """The metrics of the losses, the sum of the gradients' squares, and their norm. Waits until they are there."""
+        *sums, norm = self._values.wait().tolist()
+        return *self._losses.describe(sums), norm
 
 
 class GradientNoise:
@@ -94,7 +124,6 @@ class GradientNoise:
         self._hooks: list[RemovableHandle] = []
         self._measured = set[torch.nn.Parameter]()
         self._norms: list[torch.Tensor] = []
-        self.small_squares = 0.0  # the sum of the squared norms of this step's micro-batches, of all ranks
         self.noise, self.signal = 0.0, 0.0  # the averages of tr(S) and |G|^2, times the same factor
 
     def begin(self, step: int) -> None:
@@ -123,14 +152,15 @@ class GradientNoise:
         norms, self._norms, self._hooks, self._measured = self._norms, [], [], set()
         return torch.stack(norms).square().sum()[None].to(device) if norms else torch.zeros(1, device=device)
 
-    def update(self, norm: float) -> dict[str, float]:
-        """The metric "gradient_noise_scale" after a step whose gradient has this norm, unclipped; none where it
-        was not measured, can't be told (one micro-batch a step), or the averages are not above 0."""
-        if not self.small_squares:
+    def update(self, norm: float, squares: float) -> dict[str, float]:
+        """The metric "gradient_noise_scale" after a step whose gradient has this norm, unclipped, and whose
+        micro-batches' gradients, of all ranks, have squared norms of this sum, 0 where they were not measured. None
+        where it was not measured, can't be told (one micro-batch a step), or the averages are not above 0."""
+        if not squares:
             return {}
         batches, b = self._accumulate * self._ranks, self._small
         # A micro-batch's loss is divided by accumulate before its backward pass.
-        small, big = self.small_squares * self._accumulate**2 / batches, norm**2
+        small, big = squares * self._accumulate**2 / batches, norm**2
         signal, noise = (batches * big - small) / (batches - 1), b * (small - big) / (1 - 1 / batches)
         self.signal = self.DECAY * self.signal + (1 - self.DECAY) * signal
         self.noise = self.DECAY * self.noise + (1 - self.DECAY) * noise

@@ -26,8 +26,7 @@ from trainer import flow, validation
 from trainer.data import MicroBatch, StepBatches
 from trainer.families.base import components
 from trainer.methods.base import MethodStep
-from trainer.run import checkpoint, metrics, resume, run_state
-from trainer.run.changed_settings import find_changed_settings
+from trainer.run import checkpoint, metrics, run_state
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
 from trainer.run.new_data import recorded_changes
 from trainer.run.output_folder import explain_failures
@@ -36,8 +35,8 @@ from trainer.run.sharded import gather
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.export import export_weights
 from trainer.setup.optimizers import set_learning_rate
-from trainer.setup.prepare import TrainState, prepare_training, unwrap_at_end
-from trainer.step_metrics import StepLosses
+from trainer.setup.prepare import TrainState, log_start, prepare_training, resume_run, unwrap_at_end
+from trainer.step_metrics import StepLosses, StepNumbers
 from trainer.timesteps import sample_sigma
 
 
@@ -53,7 +52,7 @@ def train(
     """Train to config.train.steps and save the result under <output>/<run>, or a checkpoint where `stop` asks for it;
     returns details for the report, of which "saved" is there only at the end.
 
-    device: auto, cpu, cuda or cuda:N. DamageError before a damaged row reaches a gradient, DivergedError after too many
+    device: see `find_device`. DamageError before a damaged row reaches a gradient, DivergedError after too many
     non-finite steps, StoreError on a full disk.
     """
     with explain_failures(config.run_folder):
@@ -72,6 +71,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
         continued = resume_run(run)
     first = done = saved = continued.step if continued is not None else 0
     log_start(run)
+    unread: StepNumbers | None = None
     with (
         metrics.show_metrics(run.console, first, config.train.steps, config.train.log_every) as show,
         metrics.open_metrics_log(run.accelerator, run.folder, first, config.train, show, run.new_set) as record,
@@ -86,16 +86,25 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
                 run.watch.note(f"step {batches.step + 1}")
                 stop.check()
                 with activity("the first step") if done == first else nullcontext():
-                    numbers = train_step(run, batches)
-                done = batches.step + 1
-                measured = {**clock.rates(done), **run.loader.data.supply.metrics()}
-                record({"step": done, **numbers, **measured, **metrics.memory_use(run.accelerator.device)})
-                if is_due(done, config.train.steps, config.validation.every):
+                    numbers = train_step(run, batches, unread)
+                if unread is not None:
+                    record_step(run, record, unread)
+                done, unread = batches.step + 1, numbers
+                memory = metrics.memory_use(run.accelerator.device)
+                numbers.measured = {**clock.rates(done), **run.loader.data.supply.metrics(), **memory}
+                validates = is_due(done, config.train.steps, config.validation.every)
+                saves = is_due(done, config.train.steps, config.train.checkpoint_every, config.train.keep_every)
+                if validates or saves or not run.reads_late:
+                    record_step(run, record, numbers)
+                    unread = None
+                if validates:
                     validate(run, record, done)
-                if is_due(done, config.train.steps, config.train.checkpoint_every, config.train.keep_every):
+                if saves:
                     saved = save_checkpoint(run, done)
                 run.watch.note(f"reading step {done + 1}")
         except StopTraining as stopped:
+            if unread is not None:
+                record_step(run, record, unread)
             if done > saved:
                 save_checkpoint(run, done, validation_due=isinstance(stopped, StopValidation))
             return {"done": done - first, "skipped": first}
@@ -103,60 +112,15 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
         return summarize(run, first, done, save_result(run, done))
 
 
-def resume_run(run: TrainState) -> resume.Checkpoint | None:
-    """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
-    folder, newest = run.folder / "checkpoints", None
-    run.watch.note("looking for a checkpoint")
-    if run.is_main:
-        with activity(f"checking the checkpoints in {shown_path(folder)}"):
-            newest, damaged = resume.newest_checkpoint(folder, verify=True)
-        for path, reason in damaged:
-            assert newest is not None
-            run.console.warn(checkpoint.quarantine(path, reason, newest))
-    run.watch.note("resuming")
-    with run.files.checkpoint(newest) as newest:
-        if newest is not None:
-            with activity(f"reading {newest.path.name}"):
-                restore_run(run, newest)
-    if run.is_main:
-        if newest is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
-            run.log(f"changed since this run was started last: {'; '.join(changed)}")
-        run_state.write_config(run.config, run.loader.data)
-    run.accelerator.wait_for_everyone()
-    return newest
-
-
-def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
-    """Give the run the state that a checkpoint holds."""
-    resume.check_signature(continued, run.signature, run.config.train.on_new_data == "continue")
-    run.begin_order(continued)
-    average = run.average
-    averages = None if average is None else average.averages
-    checkpoint.restore(continued, run.trainable, run.optimizer, averages, run.methods)
-    if average is not None:
-        average.updates = continued.state["ema updates"]
-    run.gradient_noise.noise, run.gradient_noise.signal = (*continued.state.get("gradient noise", []), 0.0, 0.0)[:2]
-    run.bad_steps.steps, run.bad_steps.total = continued.state.get("bad steps", []), continued.state.get("bad total", 0)
-    run.log(f"going on from {shown_path(continued.path)}, {continued.step} steps done")
-    if run.new_set is not None:
-        run.log(f"on other data from here: set {run.new_set}, in a new order")
-
-
-def log_start(run: TrainState) -> None:
-    """Log what a person should know before the first step."""
-    data, settings = run.loader.data, run.config.validation
-    if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
-        run.console.warn(shortage)
-    if settings.eval_samples and settings.eval_sigmas:
-        rows, source = data.choose_eval_rows(settings.eval_samples)
-        run.log(f"eval loss on {len(rows)} {source}")
-
-
 # --- one step ---
 
 
-def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
-    """One optimizer step over this rank's share of the global batch; returns the metrics.
+def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None = None) -> StepNumbers:
+    """One optimizer step over this rank's share of the global batch; returns its numbers, for `finish_step`.
+
+    With `run.reads_late` nothing waits for the device: the optimizer leaves out a step that is not finite, and the
+    numbers of the step before, `earlier`, are read while the device computes. Otherwise they are read before the
+    optimizer takes its step.
 
     The loss is the mean over the global batch of each sample's own mean, for any accumulate and number of ranks.
     """
@@ -174,19 +138,45 @@ def train_step(run: TrainState, data: StepBatches) -> dict[str, Any]:
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         if micro_batch.counts:
             measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
-    numbers = measured.reduce(run.accelerator, run.gradient_noise)
-    norm = float(gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm)))
-    taken = run.bad_steps.check(step, numbers["loss"], norm)
-    if taken:
-        numbers |= run.gradient_noise.update(norm)
+    sums = measured.reduce(run.accelerator, run.gradient_noise.take_squares(run.accelerator.device))
+    norm = gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
+    known = {"lr": rate, "epoch": data.epoch, "buckets": data.buckets}
+    numbers = StepNumbers(step, measured, sums, norm, known)
+    if run.reads_late:
+        run.optimizer.found_inf = 1 - numbers.finite  # type: ignore[attr-defined]  # as torch's GradScaler does
+        run.optimizer.step()
+        if earlier is not None:
+            finish_step(run, earlier)
+        if run.average is not None:
+            run.average.update(run.trainable, numbers.finite)
+    elif "skipped" not in finish_step(run, numbers):
         run.optimizer.step()
         if run.average is not None:
             run.average.update(run.trainable)
     run.optimizer.zero_grad(set_to_none=True)
+    return numbers
+
+
+def finish_step(run: TrainState, numbers: StepNumbers) -> dict[str, Any]:
+    """Wait for the numbers of a step, unless they were read before, and count it; returns its metrics. DivergedError
+    after too many steps that were not finite."""
+    if numbers.metrics is not None:
+        return numbers.metrics
+    measured, squares, norm = numbers.read()
+    taken = run.bad_steps.check(numbers.step, measured["loss"], norm)
+    if taken:
+        measured |= run.gradient_noise.update(norm, squares)
+    elif run.reads_late and run.average is not None:
+        run.average.updates -= 1
     for method in run.methods.values():
-        method.finish_step(numbers)
-    numbers = {**numbers, "grad_norm": norm, "lr": rate, "epoch": data.epoch, "buckets": data.buckets}
-    return numbers if taken else {**numbers, "skipped": True}
+        method.finish_step(measured)
+    numbers.metrics = {**measured, "grad_norm": norm, **numbers.known} | ({} if taken else {"skipped": True})
+    return numbers.metrics
+
+
+def record_step(run: TrainState, record: metrics.RecordMetrics, numbers: StepNumbers) -> None:
+    """Record the metrics of a step, when they are there."""
+    record({"step": numbers.step + 1, **finish_step(run, numbers), **numbers.measured})
 
 
 def backward(
@@ -217,7 +207,7 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
     config, device = run.config, run.accelerator.device
     drawn = micro_batch.draw(device, config.model.family_spec)
     assert drawn.noise_BCTHW is not None
-    if not drawn.batch.is_finite():
+    if not micro_batch.finite:
         run.loader.check_step(number)
     shift = run_state.train_shift(config, drawn.batch.bucket)
     sigma_B = sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift)

@@ -19,6 +19,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.config.validation import SizedPrompt, Validation, ValidationSample, validation_samples
+from schemas.devices import has_float64, to_device
 from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
@@ -56,8 +57,7 @@ def compute_eval_loss(
     compared. The loss of training samples shows fitting, not generalizing. advance: called after each sample.
     data_changes: of the run, with the last of which losses that can be compared begin.
     """
-    losses: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
-    by_bucket: dict[str, list[float]] = {}
+    losses: list[tuple[Sequence[float], str, torch.Tensor]] = []  # sigmas, bucket, (B,) on the device
     ids: list[str] = []
     data, seed = reader.data, listed(settings.seed)[0]
     rows, on = data.choose_eval_rows(settings.eval_samples)
@@ -75,16 +75,21 @@ def compute_eval_loss(
             batch = draw_latents(batch, family, [f"{seed}/{id}/eval"] * len(sigmas))
             noise = seeded_noise([f"{seed}/{id}"], "eval", batch.latents_BCTHW.shape[1:], device)
             noise_BCTHW = noise.expand_as(batch.latents_BCTHW)
-            sigma_B = torch.tensor(sigmas, device=device)
+            sigma_B = to_device(torch.tensor(sigmas), device)
             noisy = flow.interpolate(batch.latents_BCTHW, noise_BCTHW, sigma_B)
             target = flow.velocity(batch.latents_BCTHW, noise_BCTHW)
             loss_B = flow.loss_per_sample(predict(noisy, sigma_B, batch), target, skip_frames)
-            for sigma, loss in zip(sigmas, loss_B.tolist(), strict=True):
-                losses[sigma].append(loss)
-                by_bucket.setdefault(data.bucket(row), []).append(loss)
+            losses.append((sigmas, data.bucket(row), loss_B))
         advance()
+    at_sigma: dict[float, list[float]] = {sigma: [] for sigma in settings.eval_sigmas}
+    by_bucket: dict[str, list[float]] = {}
+    values = iter(torch.cat([loss_B for *_, loss_B in losses]).tolist())
+    for batch_sigmas, bucket, _ in losses:
+        for sigma in batch_sigmas:
+            at_sigma[sigma].append(value := next(values))
+            by_bucket.setdefault(bucket, []).append(value)
     compared = hash_json([ids, seed, settings.eval_sigmas, *data_changes])
-    by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in losses.items()}
+    by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in at_sigma.items()}
     bucket_means = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
     means = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_by_bucket": bucket_means}
     return {**means, "eval_on": on, "eval_id": compared}
@@ -236,9 +241,10 @@ def denoise(
     x = family.initial_latents(noise_BCTHW.to(device, dtype), batch, task)
     given = family.clean_frames(task)
     scheduler.set_timesteps(steps, device=device)
+    scheduler.set_begin_index(0)  # else it looks for the first timestep, and waits for the device
     for t in scheduler.timesteps:
         # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
-        sigma_B = (t.double() / 1000).expand(x.shape[0])
+        sigma_B = ((t.double() if has_float64(device) else t) / 1000).expand(x.shape[0])
         # Guided and stepped in the dtype in which the family's pipeline keeps latents.
         velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
         if guidance > 1 and negative is not None:

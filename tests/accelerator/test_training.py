@@ -16,9 +16,8 @@ def test_a_family_trains_as_on_the_cpu(make_config, make_set, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     found = []
     for device in ("cpu", NAME):
-        config = make_config(
-            kind, name=device, validation=look, steps=3, checkpoint_every=2, adapter={"rank": 2}, device=device
-        )
+        settings = {"adapter": {"rank": 2}, "optimizer": {"name": "adamw-fused"}, "device": device}
+        config = make_config(kind, name=device, validation=look, steps=3, checkpoint_every=2, **settings)
         make_set(config)
         train(config)
         found.append((lines(config), lines(config, "eval_loss"), trained_weights(config)))

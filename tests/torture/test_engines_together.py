@@ -61,7 +61,7 @@ def test_all_ways_to_run_a_stage_at_the_same_time_make_the_same_shards(project) 
         assert (job.state, job.units_done, job.units_failed) == ("ended", job.units, 0)
         print(f"{job.engine} {job.shard}: {job.units} units, {job.seconds:.0f} s, {job.items_per_second:.2f} a second")
     for one, other in combinations(jobs, 2):
-        assert max(one.begun, other.begun) < min(one.begun + one.seconds, other.begun + other.seconds)
+        assert max(one.began, other.began) < min(one.began + one.seconds, other.began + other.seconds)
     (row,) = [row for row in home.run(status.run).details["stages"] if row["stage"] == "encode-latents"]
     assert row["remaining"] == 0 and row["jobs"].endswith("ended")
     assert home.run(verify.run).damage == [] and home.run(index.run).exit_code == 3  # texts are not encoded

@@ -47,11 +47,11 @@ def test_a_backend_trains_as_torchs_own_choice_does(ready) -> None:
         config = ready("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
         run = prepared(config)
         if "compile" in options:
-            numbers = loop.train_step(run, run.loader.step(0))
+            numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         else:
             # As if the environment variable DIFFUSERS_ATTN_BACKEND named another one.
             with attention_backend("_native_math"), KernelCount() as counted:
-                numbers = loop.train_step(run, run.loader.step(0))
+                numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
             kernels[name] = counted.calls[FLASH], counted.calls[f"{FLASH}_backward"]
         found[name] = [numbers["loss"], numbers["grad_norm"]]
     visual = len(run.family.visual_blocks(run.model))

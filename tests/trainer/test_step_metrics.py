@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from trainer.step_metrics import GradientNoise, StepLosses
+from trainer.step_metrics import GradientNoise, StepLosses, StepNumbers
 
 
 def noise_of(
@@ -24,8 +24,10 @@ def noise_of(
             loss_B = gradients @ weight
             (loss_B.sum() / (batch_size * accumulate)).backward()
             losses.add("64x64", torch.zeros(batch_size), loss_B.detach())
-        losses.reduce(Accelerator(cpu=True), measured)
-        found.append(measured.update(float(weight.grad.norm())).get("gradient_noise_scale", math.nan))
+        sums = losses.reduce(Accelerator(cpu=True), measured.take_squares(torch.device("cpu")))
+        numbers = StepNumbers(step, losses, sums, weight.grad.norm(), {})
+        _, squares, norm = numbers.read()
+        found.append(measured.update(norm, squares).get("gradient_noise_scale", math.nan))
         weight.grad = None
     return found
 
@@ -49,7 +51,7 @@ def test_losses_are_means_by_bucket_and_quarter() -> None:
     losses.add("64x64", torch.tensor([0.0, 0.9]), torch.tensor([1.0, 2.0]))
     losses.add("96x64@5", torch.tensor([0.25, 0.1]), torch.tensor([5.0, 6.0]))
     losses.add("64x64", torch.tensor([1.0, 0.24]), torch.tensor([3.0, 5.0]))
-    found = losses.reduce(Accelerator(cpu=True), GradientNoise(torch.nn.Identity(), 2, 3, 1, 1))
+    found, _ = losses.describe(losses.reduce(Accelerator(cpu=True), torch.zeros(1)).tolist())
     assert found["loss"] == pytest.approx(22 / 6)
     assert found["loss_by_bucket"] == pytest.approx({"64x64": 11 / 4, "96x64@5": 11 / 2})
     assert found["loss_by_sigma"] == pytest.approx({"0-0.25": 4.0, "0.25-0.5": 5.0, "0.75-1": 2.5})
@@ -59,6 +61,8 @@ def test_a_loss_that_is_not_finite_is_told_where_it_was() -> None:
     losses = StepLosses({"64x64": 1, "96x64": 1}, 2, torch.device("cpu"))
     losses.add("64x64", torch.tensor([0.1, 0.9]), torch.tensor([1.0, math.nan]))
     losses.add("96x64", torch.tensor([0.1, 0.1]), torch.tensor([2.0, 3.0]))
-    found = losses.reduce(Accelerator(cpu=True), GradientNoise(torch.nn.Identity(), 2, 2, 1, 1))
+    sums = losses.reduce(Accelerator(cpu=True), torch.zeros(1))
+    assert StepNumbers(0, losses, sums, torch.tensor(1.0), {}).finite == 0
+    found, _ = losses.describe(sums.tolist())
     assert math.isnan(found["loss"]) and math.isnan(found["loss_by_bucket"]["64x64"])
     assert found["loss_by_bucket"]["96x64"] == 2.5 and found["loss_by_sigma"]["0-0.25"] == 2.0

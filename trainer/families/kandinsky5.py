@@ -157,7 +157,7 @@ def model_inputs(
         "text_rope_pos": torch.arange(batch.text_BLD.shape[1], device=device),
         "scale_factor": window.factors(width * LATENT_STRIDE, height * LATENT_STRIDE) if video else (1.0, 1.0, 1.0),
         "sparse_params": sparse_params(model, frames, height, width) if video else None,
-        "text_mask_BL": None if bool(batch.text_mask_BL.all()) else batch.text_mask_BL,
+        "text_mask_BL": batch.text_mask_BL if batch.padded else None,
     }
 
 

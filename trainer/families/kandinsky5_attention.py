@@ -21,6 +21,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.transformers import transformer_kandinsky as stock
 from torch.utils.checkpoint import checkpoint
 
+from schemas.devices import to_device
+
 BLOCK_TOKENS = 64  # tokens of one NABLA block: 8x8 patches of one latent frame
 BLOCK_PIXELS = 128  # its edge: 8 patches of 2x2 latents of 8x8 pixels
 
@@ -62,6 +64,8 @@ class Kandinsky5Transformer3DModel(stock.Kandinsky5Transformer3DModel):
     text_mask: TextMask
 
     def forward(self, *args: Any, text_mask_BL: Mask = None, **kwargs: Any) -> Any:
+        # No buffer in diffusers: it would be copied from the host in each pass.
+        self.time_embeddings.freqs = to_device(self.time_embeddings.freqs, kwargs["timestep"].device)
         # A copy, which the caller can't change before the backward pass computes blocks again.
         with self.text_mask.using(None if text_mask_BL is None else text_mask_BL.clone()):
             return super().forward(*args, **kwargs)

@@ -125,6 +125,11 @@ class Method:
         loss that depends on all of their weights, if only times 0: DistributedDataParallel waits for each gradient."""
         return None
 
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether the next step depends on what `finish_step` is given, which is waited for then."""
+        return False
+
     def finish_step(self, numbers: Mapping[str, float]) -> None:
         """Called after the backward passes of an optimizer step with the means of what was logged, the same on all
         ranks."""

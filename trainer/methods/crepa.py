@@ -154,6 +154,10 @@ class CREPAMethod(Method):
         last = self.settings.adjacent_distance
         return range(1 if self.settings.cumulative_neighbors else max(1, last), last + 1)
 
+    @property
+    def reads_numbers(self) -> bool:
+        return self.settings.similarity_threshold is not None
+
     def finish_step(self, logged: Mapping[str, float]) -> None:
         similarity, settings = logged.get("crepa_similarity"), self.settings
         if settings.similarity_threshold is None or similarity is None or not math.isfinite(similarity):

@@ -74,8 +74,10 @@ class _Splitter:
 
 
 class _Joiner:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    """counts_there: whether the optimizer keeps its counters on the parameters' device, as torch's fused ones do."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], counts_there: bool) -> None:
+        self.tensors, self.counts_there = tensors, counts_there
         self.placed: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def join(self, value: Json, device: torch.device, path: str) -> Any:
@@ -83,7 +85,8 @@ class _Joiner:
         match value:
             case {"tensor": str(name), "host": bool(host)} if name in self.tensors:
                 # A counter that stays on the CPU beside parameters of a GPU.
-                wanted = torch.device("cpu") if host and not self.tensors[name].dim() else device
+                stays = host and not self.tensors[name].dim() and not self.counts_there
+                wanted = torch.device("cpu") if stays else device
                 return self.placed.setdefault((name, wanted), self.tensors[name].to(wanted))
             case {"float": "inf" | "-inf" | "nan" as text}:
                 return float(text)
@@ -134,7 +137,8 @@ def restore(
 ) -> None:
     """Set what `collect` returned, in place, with the dtypes that it had. OtherGroups where the optimizer has another
     number of parameter groups; ValueError, with its name, for a value that `collect` can't have returned."""
-    joiner, (parameters, groups) = _Joiner(tensors), _check_description(description, trainable)
+    counts_there = any(group.get("fused") for group in optimizer.param_groups)
+    joiner, (parameters, groups) = _Joiner(tensors, counts_there), _check_description(description, trainable)
     arguments = inspect.signature(type(optimizer).__init__).parameters
     if len(groups) != len(optimizer.param_groups):
         raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")

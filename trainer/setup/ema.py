@@ -34,14 +34,16 @@ class MovingAverage:
         }
 
     @torch.no_grad()
-    def update(self, trainable: Parameters) -> None:
-        """average = decay * average + (1 - decay) * weight."""
-        decay = ema_decay(self.settings, self.updates)
+    def update(self, trainable: Parameters, finite: torch.Tensor | None = None) -> None:
+        """average = decay * average + (1 - decay) * weight. finite: (), on the weights' device, 0 after a step that
+        was left out there: the averages stay as they are, and `updates` is put right when the host knows it."""
+        share: float | torch.Tensor = 1 - ema_decay(self.settings, self.updates)
+        share = share if finite is None else share * finite
         self.updates += 1
         for name, weight in trainable.items():
             average = self.averages[name]
             value = local(weight.detach())
-            local(average).lerp_(value.to(average.device, average.dtype), 1 - decay)
+            local(average).lerp_(value.to(average.device, average.dtype), share)
 
 
 def name_weights(optimizer: torch.optim.Optimizer, average: MovingAverage | None) -> str:

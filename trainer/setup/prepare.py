@@ -1,4 +1,5 @@
-"""A model's way into training, one file after the other: load, quantize, attach, memory, wrap, optim."""
+"""A model's way into training, one file after the other: load, quantize, attach, memory, wrap, optim; and a run's way
+back to its newest checkpoint."""
 
 import gc
 import json
@@ -18,17 +19,17 @@ from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
+from schemas.text_format import shown_path
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
-from trainer.run import run_state
-from trainer.run.changed_settings import describe_rank, refuse_differences
+from trainer.run import checkpoint, resume, run_state
+from trainer.run.changed_settings import describe_rank, find_changed_settings, refuse_differences
 from trainer.run.new_data import Change, first_step, list_changes
 from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.rank_watch import RankWatch
-from trainer.run.resume import Checkpoint
 from trainer.run.run_files import RunFiles
 from trainer.run.sharded import is_sharded
 from trainer.setup.attach import make_trainable
@@ -69,6 +70,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer = field(init=False)
     average: MovingAverage | None = field(init=False)
     gradient_noise: GradientNoise = field(init=False)
+    reads_late: bool = field(init=False)  # see `can_read_late`
     updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
     data_changes: list[Change] = field(default_factory=list)
     new_set: str | None = None  # on which the run goes on, if it is not that of the step before
@@ -100,11 +102,11 @@ class TrainState:
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
         return int(counts.max())
 
-    def begin_order(self, checkpoint: Checkpoint) -> None:
+    def begin_order(self, continued: resume.Checkpoint) -> None:
         """Let the order of the samples begin where the data last changed, as the run goes on from a checkpoint."""
-        self.data_changes = list_changes(checkpoint, self.signature["data"]["digest"])
+        self.data_changes = list_changes(continued, self.signature["data"]["digest"])
         self.loader.schedule.first_step = begun = first_step(self.data_changes)
-        self.new_set = self.loader.data.id if self.data_changes and begun == checkpoint.step else None
+        self.new_set = self.loader.data.id if self.data_changes and begun == continued.step else None
 
     def log(self, message: str) -> None:
         if self.is_main:
@@ -200,7 +202,22 @@ def prepare_run(
     run.average = None if settings.ema is None else MovingAverage(run.trainable, settings.ema)
     micro_batches = settings.batch_size, settings.accumulate, ranks
     run.gradient_noise = GradientNoise(denoiser, *micro_batches, settings.gradient_noise_every)
+    run.reads_late = can_read_late(run)
     return run
+
+
+def can_read_late(run: TrainState) -> bool:
+    """Whether a step's numbers may be read when the next one is queued, so that the device never waits for the host.
+
+    That takes an optimizer that leaves out a step which is not finite without asking the host (torch's fused AdamW),
+    what it changes whole on the device, and no method whose next step depends on the numbers.
+    """
+    optimizer, averages = run.optimizer, run.average.averages if run.average is not None else {}
+    fused = type(optimizer) is torch.optim.AdamW and all(group["fused"] for group in optimizer.param_groups)
+    kind = run.accelerator.device.type
+    there = all(tensor.device.type == kind for tensor in (*run.trainable.values(), *averages.values()))
+    free = not any(method.reads_numbers for method in run.methods.values())
+    return fused and there and free and pins_memory(run.accelerator.device) and not is_sharded(run.trainable.values())
 
 
 def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | None) -> Denoiser:
@@ -249,3 +266,52 @@ def set_up_methods(methods: Mapping[str, Method], config: Config, family: Family
     for name, method in methods.items():
         torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
         method.setup(model, family, shapes)
+
+
+def resume_run(run: TrainState) -> resume.Checkpoint | None:
+    """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
+    folder, newest = run.folder / "checkpoints", None
+    run.watch.note("looking for a checkpoint")
+    if run.is_main:
+        with activity(f"checking the checkpoints in {shown_path(folder)}"):
+            newest, damaged = resume.newest_checkpoint(folder, verify=True)
+        for path, reason in damaged:
+            assert newest is not None
+            run.console.warn(checkpoint.quarantine(path, reason, newest))
+    run.watch.note("resuming")
+    with run.files.checkpoint(newest) as newest:
+        if newest is not None:
+            with activity(f"reading {newest.path.name}"):
+                restore_run(run, newest)
+    if run.is_main:
+        if newest is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
+            run.log(f"changed since this run was started last: {'; '.join(changed)}")
+        run_state.write_config(run.config, run.loader.data)
+    run.accelerator.wait_for_everyone()
+    return newest
+
+
+def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
+    """Give the run the state that a checkpoint holds."""
+    resume.check_signature(continued, run.signature, run.config.train.on_new_data == "continue")
+    run.begin_order(continued)
+    average = run.average
+    averages = None if average is None else average.averages
+    checkpoint.restore(continued, run.trainable, run.optimizer, averages, run.methods)
+    if average is not None:
+        average.updates = continued.state["ema updates"]
+    run.gradient_noise.noise, run.gradient_noise.signal = (*continued.state.get("gradient noise", []), 0.0, 0.0)[:2]
+    run.bad_steps.steps, run.bad_steps.total = continued.state.get("bad steps", []), continued.state.get("bad total", 0)
+    run.log(f"going on from {shown_path(continued.path)}, {continued.step} steps done")
+    if run.new_set is not None:
+        run.log(f"on other data from here: set {run.new_set}, in a new order")
+
+
+def log_start(run: TrainState) -> None:
+    """Log what a person should know before the first step."""
+    data, settings = run.loader.data, run.config.validation
+    if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
+        run.console.warn(shortage)
+    if settings.eval_samples and settings.eval_sigmas:
+        rows, source = data.choose_eval_rows(settings.eval_samples)
+        run.log(f"eval loss on {len(rows)} {source}")

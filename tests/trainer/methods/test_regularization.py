@@ -66,7 +66,9 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
         weight = 0.5 + 0.5 * part.batch.extras["mask"][one, None] if masked else 1.0
         losses.append((weight * squared).mean().item() * (options.get("weight", 1.0) if mark else 1.0))
     before = [parameter.clone() for parameter in run.trainable.values()]
-    assert loop.train_step(run, run.loader.step(0))["loss"] == pytest.approx(sum(losses) / 6, rel=1e-4)
+    assert loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"] == pytest.approx(
+        sum(losses) / 6, rel=1e-4
+    )
     assert not all(torch.equal(*pair) for pair in zip(before, run.trainable.values(), strict=True)), "it is trained"
 
 

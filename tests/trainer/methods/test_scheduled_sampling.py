@@ -94,7 +94,7 @@ def test_inputs_targets_and_loss_are_those_of_a_rollout_by_hand(make_config, mak
         predicted = run.family.predict(run.model, step.noisy_BCTHW, step.sigma_B, step.batch, config.model.task)
     weight = part.batch.extras["mask"][:, None] if kind == "sana" else 1.0
     expected = (weight * (predicted - step.target_BCTHW)[:, :, given:].square()).mean().item()
-    assert loop.train_step(run, run.loader.step(0))["loss"] == pytest.approx(expected, rel=1e-5)
+    assert loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:

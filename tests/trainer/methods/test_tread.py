@@ -92,7 +92,9 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
     seen, gradients = [], {}
     run.denoiser.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     run.optimizer.step = lambda: gradients.update({key: it.grad.clone() for key, it in run.trainable.items()})
-    return SimpleNamespace(loss=loop.train_step(run, run.loader.step(0))["loss"], gradients=gradients, seen=seen)
+    return SimpleNamespace(
+        loss=loop.finish_step(run, loop.train_step(run, run.loader.step(0)))["loss"], gradients=gradients, seen=seen
+    )
 
 
 @pytest.mark.slow

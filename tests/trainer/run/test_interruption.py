@@ -33,10 +33,10 @@ def at_step(monkeypatch, step: int, act: Callable[[], object]) -> None:
     """Call `act` inside step `step` (from 1), of any run."""
     real = loop.train_step
 
-    def acting(run, batches):
+    def acting(run, batches, *earlier):
         if batches.step + 1 == step:
             act()
-        return real(run, batches)
+        return real(run, batches, *earlier)
 
     monkeypatch.setattr(loop, "train_step", acting)
 

@@ -105,7 +105,7 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
         config = ready(kind, name=name, steps=1, adapter={"rank": 2}, **options)
         torch.compiler.reset()
         run = prepared(config, Console())
-        numbers = loop.train_step(run, run.loader.step(0))
+        numbers = loop.finish_step(run, loop.train_step(run, run.loader.step(0)))
         said = capsys.readouterr().err
         graphs = [int(number) for number in re.findall(r"torch.compile: graph (\d+) of the blocks", said)]
         expected = {"t2i": [1, 2, 3], "sana": [1, 2]}[kind]
