@@ -20,6 +20,7 @@ from PIL import Image
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages import bucket, discover, encode_latents, encode_text, index
+from tests.forms import long
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 OURS = ("stages", "trainer", "cache", "schemas", "examples")
@@ -133,7 +134,7 @@ def planned(kept: Place) -> Place:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [("discover", "--workers", "2", "--set", "root=again"), ("preview", "--plan")], ids=" ".join
+    "words", [("discover", "--workers", "2", "--set", "root=again"), long(("preview", "--plan"))], ids=" ".join
 )
 def test_no_program_imports_what_lies_about(planned: Place, words: tuple[str, ...]) -> None:
     planned.latentpress(*words)
@@ -173,7 +174,7 @@ def test_a_program_started_as_a_module_drops_the_working_directory(place: Place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entries", ["", os.pathsep.join(["", ".", "here", "/nowhere"])])
+@pytest.mark.parametrize("entries", [long(""), os.pathsep.join(["", ".", "here", "/nowhere"])])
 def test_an_empty_or_relative_entry_of_pythonpath_is_left_out(place: Place, entries: str) -> None:
     (place.work / "here").mkdir()
     for folder in (place.work, place.work / "here"):

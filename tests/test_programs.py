@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from schemas.cli.console import Console, Report
 from stages import cli
 from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
+from tests.forms import in_turn, long
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "decord", "datasets")
@@ -88,7 +89,7 @@ def test_every_number_of_the_command_line_has_both_bounds(program: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "many"), ("WORLD_SIZE", "0"), ("RANK", "9" * 5000)])
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "many"), long("WORLD_SIZE", "0"), long("RANK", "9" * 5000)])
 def test_a_launcher_that_says_no_number_is_named(tmp_path: Path, name: str, value: str) -> None:
     (tmp_path / "pipeline.yaml").write_text(
         "root: work\nmodel: {family: sana, path: nowhere}\ndatasets: [{id: a, instance_data_dir: absent}]\n"
@@ -138,8 +139,7 @@ STARTED = {
 }
 
 
-@pytest.mark.parametrize("started", STARTED)
-@pytest.mark.parametrize("lacks", ["numpy", "nothing that latentpress itself needs"])
+@pytest.mark.parametrize(("started", "lacks"), in_turn(STARTED, ["numpy", "nothing that latentpress itself needs"]))
 def test_libraries_that_are_not_installed_are_named(tmp_path: Path, started: str, lacks: str) -> None:
     """All but `lacks` are there, as far as metadata say; none can be imported."""
     for found in metadata.distributions():

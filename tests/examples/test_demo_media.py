@@ -95,6 +95,7 @@ def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> No
     assert changed == {"images/coffee.txt"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_packages_are_not_imported(tmp_path: Path) -> None:
     script = (

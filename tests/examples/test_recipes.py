@@ -25,7 +25,7 @@ from tests.project import Project
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-SHORT = ("kandinsky-image-lora-16gb", "kandinsky-video-lite-lora-16gb")
+SHORT = ("kandinsky-image-lora-16gb",)
 #: recipe -> the card's GB, its published transformer, and the checkpoint that examples/tiny_models.py makes of it
 RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "sana-lora-12gb": (12, SHAPES["true"]["sana"], "sana"),

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from examples import tiny_models, tiny_tokenizers
+from tests.forms import long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KANDINSKY = [kind for kind in tiny_models.KINDS if kind.startswith("kandinsky5")]
@@ -240,7 +241,7 @@ def test_output_is_of_order_half_and_depends_on_every_input(models: Path, kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", long("sana")])
 def test_a_small_lora_learns(models: Path, kind: str) -> None:
     peft = pytest.importorskip("peft")
     model = load_part(models, kind, "transformer").requires_grad_(False)

@@ -18,6 +18,7 @@ from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents
+from tests.forms import in_turn
 from tests.s3_server import BUCKET
 
 
@@ -268,8 +269,7 @@ def test_a_plan_of_another_version_is_none(photos):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("other_settings", [False, True])
+@pytest.mark.parametrize(("remote", "other_settings"), in_turn([False, True], [False, True]))
 def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_settings):
     """The second publishes while the first has its tables: no unit is planned twice, what the second has is kept."""
     root = [f"root=s3://{BUCKET}/work"] if remote else []

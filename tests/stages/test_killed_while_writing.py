@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from cache.store import files
 from stages import decode, notify, push, report, score
 from stages.engines.stage_processes import remove_unfinished
+from tests.forms import long
 from tests.processes import in_child
 from tests.project import Project
 from tests.stages.follow.test_watchers import hold
@@ -100,7 +101,7 @@ def age(paths: list[Path], seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [long(name) if name in ("contact sheet", "notify") else name for name in PROGRAMS])
 def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project, program: str) -> None:
     run, name = PROGRAMS[program]
     kill_while_it_writes(home, run, name, **({"dry_run": True} if program == "push" else {}))

@@ -4,6 +4,7 @@ import pytest
 
 from schemas.errors import LatentpressError
 from stages import encode_latents, encode_text, index, run
+from tests.forms import long
 from tests.stages.discovery.missing_files import again, files, prepared
 
 
@@ -61,7 +62,7 @@ def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(200, 300), (300, 300)])
+@pytest.mark.parametrize("shape", [(200, 300), long((300, 300))])
 def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_programs, shape: tuple[int, int]) -> None:
     """Of eight photos six are damaged: in a unit of their own, after which the stage stops, or in one with the rest."""
     home = project(cache={"unit_mib": 1})

@@ -229,7 +229,7 @@ def test_two_runs_side_by_side(home: Project) -> None:
 @pytest.mark.slow
 def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, often) -> None:
     made = FakeRun(home)
-    steps = often(20_000, 100_000)
+    steps = often(5_000, 100_000)
     peak, every = steps // 2 + 321, steps // 40
     lines = [step_line(step, loss=9.0 if step == peak else 1.0) for step in range(1, steps + 1)]
     made.metrics(*lines)

@@ -209,7 +209,7 @@ def test_nothing_kills_a_process_though_the_checksum_is_right(store, rel, forked
 
     def work() -> None:
         whole = 0
-        for changed in flips(data, often(300, 1 << 30)):
+        for changed in flips(data, often(100, 1 << 30)):
             put(store, rel, resealed(changed))
             try:
                 found = read(Store(store.root), rel)

@@ -66,7 +66,7 @@ def test_of_equal_hardware(tmp_path, shards, format, at_once, often) -> None:
 
 def test_of_unlike_hardware(tmp_path, shards, format, at_once, often) -> None:
     """Unlike bytes: in the end one of them, whole, or none, which is done again; nobody's rows among another's."""
-    for turn in range(often(3, 60)):
+    for turn in range(often(1, 60)):
         store = Store(tmp_path / str(turn))
         for _ in at_once(store, format, lambda number: 500 + number, 2):
             time.sleep(0.002)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
+from tests.forms import long
 from tests.trainer.runs import LOADS, moved
 from trainer.__main__ import warn_of_learning_rate
 from trainer.run import metrics
@@ -146,7 +147,9 @@ def test_a_killed_trainer_leaves_no_lock(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [b"\xff\xfe\n", b'{"step": 1, "lo', b"[1]\n{}\n", b"[" * 99_999 + b"\n", b"\0" * 9])
+@pytest.mark.parametrize(
+    "damage", [long(b"\xff\xfe\n"), b'{"step": 1, "lo', long(b"[1]\n{}\n"), b"[" * 99_999 + b"\n", long(b"\0" * 9)]
+)
 def test_lines_that_cant_be_read_are_passed_over(ready, make_config, program, damage) -> None:
     config = ready("t2i", steps=1)
     assert program(config)[0] == OK
@@ -194,7 +197,7 @@ def test_a_file_where_a_folder_belongs_is_named(ready, program, name) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("note", ["", "[]", "\udcff", '{"step": "1"}', "nested"])
+@pytest.mark.parametrize("note", ["", long("[]"), long("\udcff"), '{"step": "1"}', long("nested")])
 def test_a_damaged_note_of_the_result_is_written_anew(ready, program, note) -> None:
     config = ready("t2i", steps=1)
     assert program(config)[0] == OK

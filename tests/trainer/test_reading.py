@@ -85,7 +85,7 @@ def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
     assert second.data_ptr() != address
     view = first[1:].view(torch.uint8)
     del first
-    gc.collect()
+    gc.collect(1)  # of the young ones: to examine all that a process of tests has takes seconds
     third = make(3)
     assert third.data_ptr() not in (address, second.data_ptr()), "a view still refers to it"
     assert view.unique().tolist() == [1] and second.view(torch.uint8).unique().tolist() == [2]

@@ -16,6 +16,7 @@ from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
 from tests.cache.store.remote_place import Place, read
 from tests.cache.store.test_object_store import CACHE, content, write_shard
+from tests.forms import in_turn, long
 from tests.s3_server import BUCKET, S3Server
 
 TABLE = pa.table({"x": range(1000)})
@@ -58,8 +59,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
     return made
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["", "bare"])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "bare"), in_turn(WRONG, [False, True]))
 def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, wrong: str, bare: bool) -> None:
     """bare: the store gives no checksums, as many that speak S3's protocol."""
     for name, ask in asks(store).items():
@@ -106,7 +106,7 @@ def test_wrong_answers_are_said_and_counted(store: Store, s3: S3Server, monkeypa
     assert said[1].endswith(": the request is tried again, as 3 more since the last message")
 
 
-@pytest.mark.parametrize("form", ["arrow", "webdataset"])
+@pytest.mark.parametrize("form", ["arrow", long("webdataset")])
 def test_copies_for_the_trainer_are_fetched_again(s3: S3Server, tmp_path: Path, form: str) -> None:
     place = Place(Store(f"s3://{BUCKET}/work"), tmp_path / "copies", form)
     for number, wrong in enumerate(WRONG):

@@ -18,6 +18,7 @@ from schemas.cli.progress import show_activities
 from schemas.text_format import format_bytes
 from tests.background import until
 from tests.cache.store.remote_place import COUNT, Place, read, sizes, total
+from tests.forms import long
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request
 
@@ -164,7 +165,7 @@ def test_a_request_for_each_shard_and_one_for_their_list(remote: Place, s3: S3Se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["cut", "throttled", "broken"])
+@pytest.mark.parametrize("trouble", ["cut", long("throttled"), long("broken")])
 def test_trouble_that_passes(remote: Place, s3: S3Server, trouble: str) -> None:
     s3.fail(trouble, 2, "GetObject")
     supply = remote.supply(threads=1)

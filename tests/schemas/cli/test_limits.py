@@ -12,6 +12,7 @@ import pytest
 
 from schemas.cli.limits import explain_limit, limits_explained
 from schemas.errors import INCOMPLETE, LatentpressError
+from tests.forms import long
 
 CONFIG = {"root": "work", "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "media"}]}
 
@@ -27,7 +28,7 @@ def started(folder: Path, program: str, kind: int, limit: int) -> tuple[int, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["discover", "train"])
+@pytest.mark.parametrize("program", ["discover", long("train")])
 def test_twelve_open_files(tmp_path: Path, program: str) -> None:
     code, said, _ = started(tmp_path, program, resource.RLIMIT_NOFILE, 12)
     assert code == INCOMPLETE and "Traceback" not in said
@@ -35,7 +36,7 @@ def test_twelve_open_files(tmp_path: Path, program: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["encode-text", "train"])
+@pytest.mark.parametrize("program", [long("encode-text"), "train"])
 def test_two_gigabytes(tmp_path: Path, program: str) -> None:
     code, said, _ = started(tmp_path, program, resource.RLIMIT_AS, 2_000_000_000)
     assert code == INCOMPLETE and "Traceback" not in said

@@ -12,6 +12,7 @@ from cache.models.weights import bar_class
 from schemas.cli.console import Console
 from schemas.cli.progress import DELAY_S, MARGIN, STILL_S, Progress, activity, show_activities
 from tests.background import until
+from tests.forms import long
 from tests.terminal import run_in_terminal, screen_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,7 +150,7 @@ app()
 YAML = "root: w\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: x}]\n"
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+@pytest.mark.parametrize("columns", [60, long(80), long(100), 140])
 def test_a_terminal_of_any_width_has_whole_lines(tmp_path, columns) -> None:
     (tmp_path / "pipeline.yaml").write_text(YAML)
     (tmp_path / "probe.py").write_text(PROBE)

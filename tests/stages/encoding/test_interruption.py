@@ -23,6 +23,7 @@ from stages import bucket, discover, encode_latents, run
 from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker
 from tests.background import until
+from tests.forms import long
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def commands(session: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
-@pytest.mark.parametrize(("program", "code"), [("discover", INTERRUPTED), ("run", INCOMPLETE)])
+@pytest.mark.parametrize(("program", "code"), [long("discover", INTERRUPTED), ("run", INCOMPLETE)])
 def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(project, program, code) -> None:
     """It reaches every process of the terminal's group; what `run` has started gets its SIGTERM, too."""
     home = project()

@@ -16,6 +16,7 @@ from stages import bucket, discover, encode_latents, encode_text, gc, index, sta
 from stages.discovery.media_table import read_media_table
 from stages.maintenance import checks
 from stages.maintenance.checks import CacheSpec, TensorChecker
+from tests.forms import in_turn
 
 FAMILY, TASK = "kandinsky5-image", "t2i"
 
@@ -52,8 +53,9 @@ def files(home, top: str) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("file", ["index.arrow", "texts.arrow", "shards.arrow", "set.json", "the pointer"])
+@pytest.mark.parametrize(
+    ("file", "how"), in_turn(["index.arrow", "texts.arrow", "shards.arrow", "set.json", "the pointer"], HOW)
+)
 def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
     before = files(indexed, "sets")
     name = f"current-{FAMILY}-{TASK}.json" if file == "the pointer" else next(n for n in before if n.endswith(file))
@@ -67,8 +69,9 @@ def test_index_writes_a_damaged_set_again(indexed, file, how) -> None:
     assert len(open_set(Store(indexed.root), "current", FAMILY, TASK)) == 4
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("file", ["samples.arrow", "texts.arrow", "units.arrow", "active.arrow", "plan.json"])
+@pytest.mark.parametrize(
+    ("file", "number"), in_turn(["samples.arrow", "texts.arrow", "units.arrow", "active.arrow", "plan.json"], [0, 1])
+)
 def test_bucket_plans_again_what_a_damaged_plan_held(indexed, file, number) -> None:
     """Nothing is encoded again: units are called by their members, and so their shards are found."""
     name = plans.list_plans(Store(indexed.root))[number]
@@ -140,8 +143,7 @@ def one(home, what: str) -> Path:
     return min(path for top in ("media", "plans", "sets") for path in (home.root / top).rglob(f"{what}*.*"))
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut"])
-@pytest.mark.parametrize("what", TABLES)
+@pytest.mark.parametrize(("what", "how"), in_turn(TABLES, ["flipped", "cut"]))
 def test_verify_finds_damage_and_repairs_it(indexed, what, how) -> None:
     path = one(indexed, what)
     HOW[how](path)

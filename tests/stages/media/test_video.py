@@ -61,14 +61,14 @@ def videos(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_every_container_gives_its_facts_and_the_same_frames_from_wherever_it_is_read(videos, name):
+def test_every_container_gives_its_facts_and_the_same_frames_from_wherever_it_is_read(videos, is_long, name):
     info, times = probe_video(videos[name]), clip_times(0, 25, 50)
     assert (info.width, info.height, info.rotation, info.frames) == (WIDTH, HEIGHT, 0, 50)
     assert info.rate == pytest.approx(25, abs=0.01) and info.duration == pytest.approx(2, abs=0.002)
     assert frames_available(info.duration, info.rate) == 50
     whole = list(read_frames(videos[name], times))
     assert [number_of(frame) for frame in whole] == list(range(50))
-    for first in (1, 12, 19, 20, 21, 35, 49):
+    for first in (1, 12, 19, 20, 21, 35, 49) if is_long else (20, 49):
         late = list(read_frames(videos[name], times[first:]))
         assert all(np.array_equal(one, other) for one, other in zip(whole[first:], late, strict=True)), first
 

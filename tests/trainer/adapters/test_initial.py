@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import OK, USAGE
 from schemas.config.adapter import Adapter
+from tests.forms import long
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random, trained
 from tests.trainer.runs import LOADS
 from trainer.adapters.header import AdapterError
@@ -24,7 +25,7 @@ SETTINGS = {"rank": 2, "alpha": 3.0, "rank_pattern": {r".*(to_q|to_query)": 4}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "sana"])
+@pytest.mark.parametrize("kind", ["t2i", long("sana")])
 def test_training_starts_from_an_adapter_and_goes_on_with_it(ready, make_config, program, tmp_path, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 10}
     formats = ["diffusers", "comfyui"]

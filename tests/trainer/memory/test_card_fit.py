@@ -173,8 +173,11 @@ def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_program(tmp_path) -> None:
-    config = configured("sana", tmp_path, dataset={"resolution": 256}).model_dump(mode="json", exclude_unset=True)
+def test_the_program(tmp_path, tiny) -> None:
+    model = {"path": str(tiny("sana"))}
+    config = configured("sana", tmp_path, dataset={"resolution": 256}, model=model).model_dump(
+        mode="json", exclude_unset=True
+    )
     (tmp_path / "p.yaml").write_text(json.dumps(config))
     command = [sys.executable, "-m", "stages.cli", "train", "--config", "p.yaml", "--json", "--card", "0.5"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

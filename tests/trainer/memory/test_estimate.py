@@ -34,22 +34,21 @@ FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU: device and offloaded are one there. Of each kind of setting at least one; the long form has more of them.
 GRID = {
     "t2i": [
-        {"gradient_checkpointing_interval": 2, "adapter": {"rank": 8, "dora": True}},
         {"batch_size": 2, "offload": {"blocks": True, "activations": True}, "adapter": {"type": "lokr", "rank": 4}},
         {"base_precision": "nf4-bnb", "batch_size": 2, **ALL},
-        {**FULL, "precision": "bfloat16", "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}},
     ],
     "sana": [
         {
             **{"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
             **{"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
         },
-        {**FULL, **ALL, "optimizer": {"name": "bnb-adamw8bit"}},
         {**FULL, "precision": "bfloat16", "ema": {}, "offload": {"activations": True}},
     ],
 }
 LONG_GRID = {
     "t2i": [
+        {"gradient_checkpointing_interval": 2, "adapter": {"rank": 8, "dora": True}},
+        {**FULL, "precision": "bfloat16", "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}},
         {"batch_size": 2, **ALL},
         {"batch_size": 2},
         {"batch_size": 2, "offload": {"activations": True}, **ALL},
@@ -60,6 +59,7 @@ LONG_GRID = {
         {**FULL, "ema": {"device": "cpu"}},
     ],
     "sana": [
+        {**FULL, **ALL, "optimizer": {"name": "bnb-adamw8bit"}},
         {"batch_size": 2, "gradient_checkpointing_interval": 2, "accumulate": 2},
         {"base_precision": "int8-torchao", "adapter": {"rank": 64}, "optimizer": {"name": "optimi-lion"}},
         {"batch_size": 2, "methods": {"masked_loss": {}}},

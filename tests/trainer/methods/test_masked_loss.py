@@ -6,6 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from schemas.errors import USAGE
+from tests.forms import in_turn
 from tests.trainer.runs import prepared
 from trainer import flow
 from trainer import train as loop
@@ -30,8 +31,7 @@ def first_loss(config) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("kind", ["t2i", "i2v", "sana"])
+@pytest.mark.parametrize(("kind", "every"), in_turn(["t2i", "i2v", "sana"], [1, 2]))
 def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind, every) -> None:
     """A sample without a mask, in a batch with masks, is trained everywhere."""
     methods = {"masked_loss": {"unmasked_weight": 0.25}}

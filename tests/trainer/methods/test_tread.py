@@ -17,6 +17,7 @@ import torch
 from examples.tiny_models import build, make_model
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
+from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
 from tests.trainer.runs import LOADS, lines, prepared, train
@@ -100,7 +101,14 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "masks", "checkpointed"),
-    [("t2i", True, 1), ("i2i", False, 1), ("t2v", True, 0), ("i2v", True, 2), ("sana", True, 2), ("nabla", False, 1)],
+    [
+        ("t2i", True, 1),
+        long("i2i", False, 1),
+        long("t2v", True, 0),
+        ("i2v", True, 2),
+        ("sana", True, 2),
+        ("nabla", False, 1),
+    ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:
     """Loss and gradients of every weight; masks: with a masked loss; checkpointed: every how many blocks."""

@@ -11,6 +11,7 @@ import torch
 
 from cache.store.files import StoreError
 from schemas.cli.console import INCOMPLETE, OK, USAGE
+from tests.forms import long
 from tests.processes import in_child
 from tests.trainer.runs import moved, train
 from trainer import train as loop
@@ -74,7 +75,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays(ready, monkeypatch,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), ("sana", {"type": "full"})])
+@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 2}), long("sana", {"type": "full"})])
 def test_killed_while_the_result_is_saved(ready, program, monkeypatch, kind, adapter) -> None:
     """The next start saves it, trains nothing again, and the one after that does nothing."""
     config = ready(kind, steps=2, adapter=adapter)

@@ -15,6 +15,7 @@ import torch
 from schemas.cli.console import INCOMPLETE, OK
 from schemas.errors import INTERRUPTED
 from tests.background import until
+from tests.forms import long
 from tests.processes import ForkedProgram
 from tests.trainer.runs import lines, on_two_ranks, result, write
 from trainer import train as loop
@@ -48,7 +49,7 @@ def tell(*numbers: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     "numbers",
-    [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM, signal.SIGTERM)],
+    [long((signal.SIGTERM,)), long((signal.SIGINT, signal.SIGINT)), (signal.SIGINT, signal.SIGTERM, signal.SIGTERM)],
     ids=["SIGTERM", "Ctrl-C, forwarded twice", "Ctrl-C, then SIGTERM"],
 )
 def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_none(

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from schemas.cli.console import OK
+from tests.forms import long
 from tests.trainer.runs import lines, moved, train, trained_weights
 from trainer import validation
 from trainer.run import metrics
@@ -111,9 +112,9 @@ def test_settings_that_changed_are_named_where_a_run_goes_on(ready, program) -> 
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
-        ({"checkpoint_every": 1, "keep_checkpoints": 2}, [1, 5, 6]),
+        long({"checkpoint_every": 1, "keep_checkpoints": 2}, [1, 5, 6]),
         ({"checkpoint_every": 4, "keep_checkpoints": 1, "keep_every": 3}, [3, 4, 6]),  # 2.5, 2.3, 2.4
-        ({"checkpoint_every": 5, "keep_checkpoints": 1}, [5, 6]),  # 2.2, 2.4
+        long({"checkpoint_every": 5, "keep_checkpoints": 1}, [5, 6]),  # 2.2, 2.4
     ],
 )
 def test_the_newest_and_the_best_checkpoint_and_those_of_keep_every_are_kept(

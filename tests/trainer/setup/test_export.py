@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 
 from cache.runs.training_run import checkpoint_step, list_checkpoints
+from tests.forms import long
 from tests.trainer.pipelines import exact_output, output, pipeline
 from tests.trainer.runs import prepared
 from trainer import train as loop
@@ -20,12 +21,12 @@ FILE = "pytorch_lora_weights.safetensors"
     ("kind", "name", "adapter"),
     [
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "alpha": 2.5, "dropout": 0.3}),
-        ("i2v", "kandinsky5-video-i2v", {"rank": 2, "formats": ["comfyui"]}),
-        ("sana", "sana", {"rank": 2, "alpha": 5}),
+        long("i2v", "kandinsky5-video-i2v", {"rank": 2, "formats": ["comfyui"]}),
+        long("sana", "sana", {"rank": 2, "alpha": 5}),
         ("sana", "sana", {"type": "full"}),
         ("t2i", "kandinsky5-image-t2i", {"rank": 4, "init_weights": "pissa"}),
         ("t2i", "kandinsky5-image-t2i", {"type": "lokr", "rank": 4, "alpha": 2.5, "formats": ["comfyui"]}),
-        ("sana", "sana", {"type": "lokr", "rank": 2, "alpha": 5}),
+        long("sana", "sana", {"type": "lokr", "rank": 2, "alpha": 5}),
     ],
     ids=["alpha", "another format", "sana", "full", "converted", "lokr", "lokr of sana"],
 )

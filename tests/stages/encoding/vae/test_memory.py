@@ -13,6 +13,7 @@ from schemas.catalog import FAMILIES
 from stages import encode_latents
 from stages.encoding.vae import base, hunyuan_video
 from stages.encoding.vae.base import MemoryOptions
+from tests.forms import long
 
 CPU = torch.device("cpu")
 LIMIT = 1e-5
@@ -53,7 +54,7 @@ def plain(opened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frames_at_once", [1, 2, 3, 17])
+@pytest.mark.parametrize("frames_at_once", [long(1), long(2), 3, long(17)])
 def test_chunked_frames_give_the_plain_result(opened, plain, frames_at_once, record_property) -> None:
     """One frame, one window and several, chunks that do and do not divide them."""
     encoder = opened("hunyuan_video", chunk_frames=frames_at_once)
