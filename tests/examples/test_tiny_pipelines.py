@@ -10,6 +10,7 @@ from PIL import Image
 
 from examples import tiny_models
 from tests.examples.test_tiny_models import KANDINSKY, PIPELINES, load_part, pipeline_class
+from tests.forms import long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +55,14 @@ def _pipeline(models: Path, kind: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in PIPELINES if not kind.endswith("nabla")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("sana", "kandinsky5-image-i2i", "kandinsky5-video-i2v") else long(kind)
+        for kind in PIPELINES
+        if not kind.endswith("nabla")
+    ],
+)
 def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
     pipe = _pipeline(models, kind)
     call = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}

@@ -12,6 +12,7 @@ from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from schemas.cli.console import DAMAGE, OK, Options
 from schemas.config.pipeline import Config
+from tests.forms import long
 from tests.trainer.runs import quiet
 from trainer.__main__ import run
 from trainer.run import metrics
@@ -56,7 +57,7 @@ def three(ready, tmp_path: Path, request) -> list[Config]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("three", [("t2i", "arrow"), ("i2v", "webdataset")], indirect=True)
+@pytest.mark.parametrize("three", [long(("t2i", "arrow")), ("i2v", "webdataset")], indirect=True)
 def test_losses_are_the_same(three: list[Config]) -> None:
     losses = []
     for config in three:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
 from schemas.geometry import Bucket
+from tests.forms import in_turn
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
@@ -40,8 +41,7 @@ def stock_transformer(config):
     return getattr(diffusers, name).from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize("shift", [None, 6.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shift"), in_turn(KINDS, [None, 6.0]))
 def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     """Of the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames.
 

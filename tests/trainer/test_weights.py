@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from schemas.config.training import Optimizer
+from tests.forms import long
 from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import metrics
@@ -37,7 +38,7 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("weights", AVERAGES)
+@pytest.mark.parametrize("weights", [name if name == "ema" else long(name) for name in AVERAGES])
 def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -> None:
     """A resumed run and one that never validates end with the same weights and state; the result is the average, and
     says so."""

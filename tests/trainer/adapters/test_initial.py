@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from schemas.cli.console import OK, USAGE
 from schemas.config.adapter import Adapter
-from tests.forms import long
+from tests.forms import in_turn, long
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random, trained
 from tests.trainer.runs import LOADS
 from trainer.adapters.header import AdapterError
@@ -107,21 +107,21 @@ BY_MODULE = {"rank": 4, "rank_pattern": {r".*(to_q|to_query)": 6}, "alpha_patter
 FEW = r".*blocks\.0\.(attn1|self_attention)\.(to_q|to_query)"
 
 
+#: How the file was made, and what is set where training starts from it
+HOW_MADE: dict[str, tuple[dict, dict]] = {
+    "by module": (BY_MODULE, {}),
+    "rslora": ({**BY_MODULE, "rslora": True}, {}),
+    "rslora in both": ({**BY_MODULE, "rslora": True}, {"rslora": True}),
+    "few modules": ({"targets": [FEW]}, {}),
+    "dora": ({**BY_MODULE, "rslora": True, "dora": True}, {"dora": True}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana"])
-@pytest.mark.parametrize(
-    ("made", "settings"),
-    [
-        (BY_MODULE, {}),
-        ({**BY_MODULE, "rslora": True}, {}),
-        ({**BY_MODULE, "rslora": True}, {"rslora": True}),
-        ({"targets": [FEW]}, {}),
-        ({**BY_MODULE, "rslora": True, "dora": True}, {"dora": True}),
-    ],
-    ids=["by module", "rslora", "rslora in both", "few modules", "dora"],
-)
-def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, made, settings) -> None:
+@pytest.mark.parametrize(("kind", "how"), in_turn(["kandinsky5-image-t2i", "sana"], HOW_MADE))
+def test_training_starts_where_diffusers_is_with_the_file(tiny, tmp_path, kind, how) -> None:
     """Without targets, rank and alpha, which are the file's; and what is saved then is the same adapter."""
+    made, settings = HOW_MADE[how]
     first, model, pipe = trained(kind, tiny(kind), **made), load(kind, tiny), pipeline(kind, tiny(kind))
     export.save_lora(first, tmp_path, kind)
     pipe.load_lora_weights(tmp_path)

@@ -161,7 +161,7 @@ def test_max_time_is_a_limit_of_training_too(ready, make_config, program) -> Non
     assert (code, report["done"]) == (OK, 1) and "stopped" not in report["details"]
 
 
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", [long(0), 1])
 def test_all_ranks_stop_after_the_same_step(ready, tmp_path, told) -> None:
     """One rank receives the signal; of the other one nobody knows which. Then one process goes on."""
     config = ready("t2i", batch_size=2, accumulate=1, **ENDLESS)
@@ -193,7 +193,7 @@ def interrupt_twice_at_step_3() -> None:
     at_step(pytest.MonkeyPatch(), 3, act)
 
 
-@pytest.mark.parametrize("whom", ["the program", "its group"])
+@pytest.mark.parametrize("whom", ["the program", long("its group")])
 def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
     """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""
     config = ready("t2i", **ENDLESS)

@@ -243,7 +243,7 @@ def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8-quanto", long("int8-torchao"), "nf4-bnb"])
+@pytest.mark.parametrize("name", [long("int8-quanto"), long("int8-torchao"), "nf4-bnb"])
 def test_two_processes_train_a_quantized_model_as_one(make_config, make_set, wide, tmp_path, name):
     """By DDP, with gradients sent in bfloat16 in the last case, and by FSDP2 in tests/trainer/setup/test_shard.py."""
     found, half = [], {"parallel": {"gradient_compression": "bfloat16"}} if name == "nf4-bnb" else {}

@@ -32,7 +32,7 @@ def large(tmp_path_factory) -> tuple[Path, int]:
     return folder, sum(parameter.numel() for parameter in model.parameters())
 
 
-SHORT = ("full rank", "int8-torchao")
+SHORT = ("int8-torchao",)
 
 
 @pytest.mark.slow
