@@ -173,13 +173,13 @@ def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_program(tmp_path, tiny) -> None:
+def test_the_program(tmp_path, tiny, forked_programs) -> None:
     model = {"path": str(tiny("sana"))}
     config = configured("sana", tmp_path, dataset={"resolution": 256}, model=model).model_dump(
         mode="json", exclude_unset=True
     )
     (tmp_path / "p.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "stages.cli", "train", "--config", "p.yaml", "--json", "--card", "0.5"]
+    command = [sys.executable, "-m", "trainer", "--config", "p.yaml", "--json", "--card", "0.5"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     refused = subprocess.run(command, **options)
