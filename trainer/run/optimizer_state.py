@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cache.store.json_checks import check_count, check_list, check_object
 from schemas.errors import LatentpressError
@@ -47,7 +48,8 @@ class _Splitter:
     def split(self, value: Any, path: str) -> Json:
         match value:
             case torch.Tensor():
-                return {"tensor": self._keep(value.detach(), path), "host": value.device.type == "cpu"}
+                kept = {"tensor": self._keep(value.detach(), path), "host": value.device.type == "cpu"}
+                return kept | ({"order": order} if (order := _memory_order(value)) else {})
             case float() if not math.isfinite(value):
                 return {"float": repr(value)}
             case None | bool() | int() | float() | str() if type(value) in (type(None), bool, int, float, str):
@@ -73,6 +75,14 @@ class _Splitter:
         return path
 
 
+def _memory_order(value: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor that is dense and not contiguous, the outermost in memory first: a step that
+    multiplies by it rounds otherwise in another order. Else []."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    dense = not value.is_contiguous() and value.permute(order).is_contiguous()
+    return order if dense and not isinstance(value, DTensor) else []
+
+
 class _Joiner:
     """counts_there: whether the optimizer keeps its counters on the parameters' device, as torch's fused ones do."""
 
@@ -87,7 +97,14 @@ class _Joiner:
                 # A counter that stays on the CPU beside parameters of a GPU.
                 stays = host and not self.tensors[name].dim() and not self.counts_there
                 wanted = torch.device("cpu") if stays else device
-                return self.placed.setdefault((name, wanted), self.tensors[name].to(wanted))
+                tensor = self.tensors[name]
+                if order := value.get("order"):
+                    numbers = order if isinstance(order, list) and all(type(each) is int for each in order) else []
+                    if sorted(numbers) != list(range(tensor.dim())):
+                        raise ValueError(f"the optimizer's {path} has another number of dimensions than its order")
+                    inverse = [order.index(number) for number in range(tensor.dim())]
+                    tensor = tensor.permute(order).contiguous().permute(inverse)
+                return self.placed.setdefault((name, wanted), tensor.to(wanted))
             case {"float": "inf" | "-inf" | "nan" as text}:
                 return float(text)
             case {"dict": dict(parts)}:
