@@ -21,9 +21,9 @@ from schemas.catalog import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
 from trainer.batch import Batch
+from trainer.flow import spread_uniform
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
 from trainer.reading import BatchReader, HostMemory
-from trainer.timesteps import spread_uniform
 
 T = TypeVar("T")
 SAID_S = 0.5  # a longer wait for data is shown

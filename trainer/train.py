@@ -25,6 +25,7 @@ from schemas.text_format import shown_path
 from trainer import flow, validation
 from trainer.data import MicroBatch, StepBatches
 from trainer.families.base import components
+from trainer.flow import sample_sigma
 from trainer.methods.base import MethodStep
 from trainer.run import checkpoint, metrics, run_state
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
@@ -37,7 +38,6 @@ from trainer.setup.export import export_weights
 from trainer.setup.optimizers import set_learning_rate
 from trainer.setup.prepare import TrainState, log_start, prepare_training, resume_run, unwrap_at_end
 from trainer.step_metrics import StepLosses, StepNumbers
-from trainer.timesteps import sample_sigma
 
 
 def train(

@@ -10,8 +10,8 @@ from tests.forms import in_turn
 from tests.trainer.runs import prepared
 from trainer import flow
 from trainer import train as loop
+from trainer.flow import sample_sigma
 from trainer.run import metrics
-from trainer.timesteps import sample_sigma
 
 
 def masked(made, config, every: int = 1):
