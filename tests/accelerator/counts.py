@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ class Counts:
 
 
 _counting: list[Counts] = []
-arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensor of the host, what a copy will have written to it
+_arriving: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number: host's tensor, what a copy writes to it
+_numbers = count()
 
 
 @contextmanager
@@ -58,13 +60,29 @@ def find_caller() -> str:
     return library or "torch"
 
 
-def wait(kind: str) -> None:
-    """The host waits until the device has computed everything."""
-    for target, value in arriving:
-        target.copy_(value)
-    arriving.clear()
+def wait(kind: str, until: int | None = None) -> None:
+    """The host waits until the device has computed everything, or what was queued before copy number `until`."""
+    for number in [*_arriving]:
+        if until is None or number < until:
+            target, value = _arriving.pop(number)
+            target.copy_(value)
     for counts in _counting:
         counts.waits[kind, find_caller()] += 1
+
+
+def arrive_later(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Have `value` in a tensor of the host once that has waited, and until then nothing that is like it."""
+    target.fill_(torch.nan) if target.is_floating_point() else target.copy_(~value)
+    _arriving[next(_numbers)] = target, value.expand(target.shape).clone()
+
+
+def has_arrived(until: int) -> bool:
+    return all(number >= until for number in _arriving)
+
+
+def next_copy() -> int:
+    """The number of the next copy that does not block, or one before it."""
+    return next(_numbers)
 
 
 def count_copy(kind: str) -> None:

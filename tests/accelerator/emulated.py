@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration, swap_tensors
 
-from tests.accelerator.counts import arriving, wait
+from tests.accelerator.counts import has_arrived, next_copy, wait
 from tests.accelerator.tensors import NAME, Emulated, Generator, compute, copy_from, is_pinned, pin_memory, with_pinning
 
 #: Operations that make a tensor of nothing, and that torch does not compose of `empty` and others that fill it.
@@ -101,7 +101,9 @@ class Stream:
         self.device = torch.device(NAME, 0)
 
     def record_event(self, event: Any = None) -> "Event":
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: Any) -> None:
         """Nothing: what is queued later is computed later."""
@@ -115,19 +117,19 @@ class Stream:
 
 class Event:
     def __init__(self, device: Any = None, **_: Any) -> None:
-        """As torch.Event."""
+        self.until = 0
 
     def record(self, stream: Any = None) -> None:
-        """Its time has come with everything that is queued."""
+        self.until = next_copy()
 
     def wait(self, stream: Any = None) -> None:
         """Nothing: there is one stream."""
 
     def query(self) -> bool:
-        return not arriving
+        return has_arrived(self.until)
 
     def synchronize(self) -> None:
-        wait("synchronize")
+        wait("synchronize", self.until)
 
 
 def make_backend() -> Any:

@@ -69,16 +69,9 @@ def tensors(config: Config) -> Iterator[tuple[str, torch.Tensor]]:
         yield path.relative_to(folder).as_posix(), load_file(path)["latent"]
 
 
-def adds_in_order(config: Config) -> bool:
-    """Whether gradients are added in the same order on a device, whose backward pass has a thread of its own: not where
-    blocks are computed again, nor those of weights that all blocks use."""
-    train = config.train
-    adapted = train.adapter.type != "full" and config.model.family != "sana"
-    return adapted and not train.gradient_checkpointing
-
-
 def check_equal(found: Config, expected: Config) -> None:
-    """Within rounding, which AdamW enlarges where a gradient is near 0: a step moves a weight by about 2e-3."""
+    """Within rounding: on a device gradients are added in another order, as its backward pass has a thread of its own,
+    and AdamW is another kernel, which enlarges that where a gradient is near 0. A step moves a weight by about 2e-3."""
     half = expected.train.precision == "bfloat16"
     own, other = numbers(found), numbers(expected)
     assert other and own.keys() == other.keys()
@@ -87,8 +80,5 @@ def check_equal(found: Config, expected: Config) -> None:
         assert own[name] == near, name
     own, other = dict(tensors(found)), dict(tensors(expected))
     assert own.keys() == other.keys() and own
-    differences = {name: (own[name].double() - value.double()).abs() for name, value in other.items()}
-    if adds_in_order(expected) and not half:
-        worst = max(differences, key=lambda name: differences[name].max())
-        assert differences[worst].max() < 2e-6, worst
-    assert torch.cat([each.flatten() for each in differences.values()]).mean() < (5e-4 if half else 5e-5)
+    differences = [(own[name].double() - value.double()).abs().flatten() for name, value in other.items()]
+    assert torch.cat(differences).mean() < (5e-4 if half else 1e-5)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.accelerator.counts import arriving, count_copy, wait
+from tests.accelerator.counts import arrive_later, count_copy, wait
 
 NAME = "npu"  # one of the names that a configuration may give
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")  # they take indices of the host
@@ -203,11 +203,10 @@ def copy_to_host(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor
 
 
 def send_to_host(target: torch.Tensor, value: torch.Tensor, later: bool) -> None:
-    """later: the numbers arrive at the next wait; until then there are wrong ones, by which a test can fail."""
+    """later: the numbers arrive at the next wait."""
     count_copy("to host" if later else "to host, blocking")
     if later:
-        target.fill_(torch.nan) if target.is_floating_point() else target.copy_(~value)
-        arriving.append((target, value.expand(target.shape).clone()))
+        arrive_later(target, value)
     else:
         wait("copy to host")
         if target is not value:

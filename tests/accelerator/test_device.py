@@ -104,12 +104,16 @@ def test_what_the_host_does_not_wait_for(queue) -> None:
 def test_a_copy_that_does_not_block_arrives_when_the_host_has_waited() -> None:
     x = on_device(2, 3)
     copied, numbers = x.to("cpu", non_blocking=True), (x > 2).to("cpu", non_blocking=True)
-    x.zero_()
-    assert copied.isnan().all() and numbers.tolist() == [[True, True, True], [False, False, False]], "not yet"
     event = torch.Event(NAME)
     event.record()
+    last = x.to("cpu", non_blocking=True)
+    x.zero_()
+    assert copied.isnan().all() and numbers.tolist() == [[True] * 3, [False] * 3] and not event.query(), "not yet"
     event.synchronize()
     assert copied.tolist() == [[0, 1, 2], [3, 4, 5]] and numbers.tolist() == [[False] * 3, [True] * 3]
+    assert last.isnan().all() and event.query(), "it was queued after the event"
+    torch.accelerator.synchronize()
+    assert torch.equal(last, copied)
 
 
 def test_a_module_keeps_its_parameters() -> None:

@@ -1,27 +1,170 @@
-"""Training on the emulated device: the numbers of the CPU."""
+"""Training on the emulated device gives the numbers of the CPU."""
+
+import json
+import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-import torch
 
-from tests.accelerator.runs import train
+from schemas.config.pipeline import Config
+from schemas.devices import HostCopy
+from schemas.optimizers import OPTIMIZERS
+from tests.accelerator.counts import counting
+from tests.accelerator.runs import DEVICES, check_equal, on_device, train, train_on_both
 from tests.accelerator.tensors import NAME
-from tests.trainer.runs import lines, trained_weights
+from tests.forms import in_turn, long
+from tests.trainer.methods import test_all_at_once as all_methods
+from tests.trainer.runs import moved
+from trainer.batch import Batch
+from trainer.families import kandinsky5
+from trainer.setup import blocks
 
-pytestmark = pytest.mark.slow
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+KINDS = ("t2i", "i2i", "t2v", "i2v", "sana")
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 2},
+    "lokr": {"type": "lokr", "rank": 2},
+    "full": {"type": "full"},
+}
+AVERAGE = {"decay": 0.5, "warmup": "none", "validate": True}
+PLAIN = {"gradient_checkpointing": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {**PLAIN, "gradient_noise_every": 1},
+    "activations": {**PLAIN, "offload": {"activations": True}},
+    "checkpointed": {"gradient_checkpointing_interval": 2},
+    "blocks": {"offload": {"blocks": True}},
+    "average": {"ema": AVERAGE},
+    "all on the host": {"ema": AVERAGE | {"device": "cpu"}, "offload": {"activations": True}},
+    "bfloat16": {**PLAIN, "precision": "bfloat16"},
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_family_trains_as_on_the_cpu(make_config, make_set, kind) -> None:
-    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    found = []
-    for device in ("cpu", NAME):
-        settings = {"adapter": {"rank": 2}, "optimizer": {"name": "adamw-fused"}, "device": device}
-        config = make_config(kind, name=device, validation=look, steps=3, checkpoint_every=2, **settings)
+@pytest.fixture
+def make(make_config, make_set) -> Callable[..., Config]:
+    """make(kind, device, **options of training): a run of two steps of several buckets, which validates twice."""
+
+    def get(kind: str, device: str, name: str | None = None, every: int = 2, **options: Any) -> Config:
+        look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": every}
+        settings = {"steps": 2, "batch_size": 2, "accumulate": 2, "gradient_noise_every": 0}
+        config = make_config(kind, name=name or device, validation=look, **settings | {"device": device} | options)
         make_set(config)
-        train(config)
-        found.append((lines(config), lines(config, "eval_loss"), trained_weights(config)))
-    (*numbers, weights), (*others, other_weights) = found
-    assert others == numbers
-    for name, weight in weights.items():  # gradients of Sana's convolutions are rounded in another order
-        torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=1e-6 if kind == "sana" else 0)
+        return config
+
+    return get
+
+
+@pytest.mark.parametrize(("kind", "adapter", "way"), in_turn(KINDS, ADAPTERS, WAYS))
+def test_a_run_on_the_device_is_that_of_the_cpu(make, kind, adapter, way) -> None:
+    if (adapter, way) == ("full", "blocks"):
+        pytest.skip("no weight is frozen")
+    host, device = train_on_both(lambda where: make(kind, where, adapter=ADAPTERS[adapter], **WAYS[way]))
+    check_equal(device, host)
+
+
+def test_blocks_that_come_on_a_stream(make, monkeypatch) -> None:
+    """Which a CPU does not have: without one there."""
+    monkeypatch.setattr(blocks, "STREAM_DEVICES", (NAME,))
+    streams = {"cpu": False, NAME: True}
+    host, device = train_on_both(lambda where: make("t2i", where, offload={"blocks": True, "streams": streams[where]}))
+    check_equal(device, host)
+
+
+@pytest.mark.parametrize("kind", ["t2v", *map(long, KINDS)])
+@pytest.mark.parametrize("first", DEVICES)
+def test_a_run_goes_on_on_another_device(make, kind, first) -> None:
+    """From a checkpoint of the CPU on the device, and the other way round."""
+    (second,) = {*DEVICES} - {first}
+    options = {"adapter": {"rank": 2}, "ema": AVERAGE, **PLAIN}
+    whole, cut = (make(kind, "cpu", name, every=1, **options) for name in ("whole", "cut"))
+    train(whole)
+    train(on_device(cut, first, steps=1))
+    train(on_device(cut, second))
+    check_equal(cut, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("bnb")])
+@pytest.mark.parametrize("kind", ["t2i", "sana"])
+def test_optimizers_on_the_device_are_those_of_the_cpu(make, kind, name) -> None:
+    settings = {"optimizer": {"name": name, "warmup": 1}, "adapter": {"rank": 2}}
+    host, device = train_on_both(lambda where: make(kind, where, **settings))
+    check_equal(device, host)
+
+
+def test_nabla_on_the_device_is_that_of_the_cpu(make_config, make_set, made, tmp_path) -> None:
+    def get(device: str) -> Config:
+        config = make_config("i2v", name=device, device=device, steps=1, adapter={"rank": 2}, **PLAIN)
+        folder = shutil.copytree(config.model.path, tmp_path / device / "checkpoint")
+        shape = json.loads((folder / "transformer/config.json").read_text()) | all_methods.NABLA
+        (folder / "transformer/config.json").write_text(json.dumps(shape))
+        config = moved(config, folder)
+        make_set(config, *all_methods.samples(made, config))
+        return config
+
+    host, device = train_on_both(get)
+    check_equal(device, host)
+
+
+METHODS = {"all": all_methods.METHODS} | {name: {name: options} for name, options in all_methods.METHODS.items()}
+
+
+@pytest.mark.parametrize("names", ["all", *map(long, all_methods.METHODS)])
+def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, made, names) -> None:
+    def get(device: str) -> Config:
+        settings = {
+            "batch_size": 2,
+            "accumulate": 2,
+            "caption_dropout": 0.5,
+            "steps": 2,
+            "adapter": {"rank": 4},
+            **PLAIN,
+        }
+        config = make_config("i2v", name=device, device=device, methods=METHODS[names], **settings)
+        make_set(config, *all_methods.samples(made, config))
+        return config
+
+    host, device = train_on_both(get)
+    check_equal(device, host)
+
+
+# --- tests of these tests: a mistake is found ---
+
+
+def test_a_mask_that_is_left_on_the_host_is_found(make, monkeypatch) -> None:
+    def to(self, device, dtype, real=Batch.to) -> Batch:
+        moved = real(self, device, dtype)
+        moved.text_mask_BL = self.text_mask_BL
+        return moved
+
+    monkeypatch.setattr(Batch, "to", to)
+    train(make("t2i", "cpu"))
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        train(make("t2i", NAME))
+
+
+def test_positions_that_are_made_on_the_host_are_found(make, monkeypatch) -> None:
+    """CUDA takes indices of the host, but waits for them."""
+
+    def count(device: str) -> set[tuple[str, str]]:
+        with counting() as counts:
+            train(make("t2i", device, name=f"{device}{len(waits)}", steps=1))
+        return {*counts.waits}
+
+    def inputs(*args, real=kandinsky5.model_inputs) -> dict[str, Any]:
+        found = real(*args)
+        return found | {"text_rope_pos": found["text_rope_pos"].cpu()}
+
+    waits = []
+    waits.append(count(NAME))
+    monkeypatch.setattr(kandinsky5, "model_inputs", inputs)
+    waits.append(count(NAME))
+    ((_, place),) = {(kind, place) for kind, place in waits[1] - waits[0] if kind == "copy of an index"}
+    assert place.startswith("trainer/")
+
+
+def test_numbers_that_are_read_before_they_have_arrived_are_found(make, monkeypatch) -> None:
+    monkeypatch.setattr(HostCopy, "wait", lambda self: self._tensor)
+    train(make("t2i", "cpu"))
+    with pytest.raises(ValueError, match="NaN"):
+        train(make("t2i", NAME))
