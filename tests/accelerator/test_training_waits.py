@@ -1,0 +1,121 @@
+"""How often training makes the host wait for the device: the budgets of docs/speed.md."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from schemas.config.pipeline import Config
+from tests.accelerator.counts import counting
+from tests.accelerator.runs import prepared
+from tests.accelerator.tensors import NAME
+from tests.forms import long
+from trainer import train as loop
+from trainer.setup.optimizers import DivergedError
+
+pytestmark = pytest.mark.slow
+KINDS = ("t2i", "i2i", "t2v", "i2v", "sana")
+LORA = {"adapter": {"rank": 2}, "gradient_checkpointing": False}
+MOST_WAITS_OF_A_VALIDATION = 4
+#: Options -> waits of a step of two micro-batches.
+BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
+    "LoRA": (LORA, 1),
+    "full rank": ({"adapter": {"type": "full"}, "gradient_checkpointing": False}, 1),
+    "moving average": ({**LORA, "ema": {"decay": 0.5}}, 1),
+    "gradient checkpointing": ({**LORA, "gradient_checkpointing": True}, 1),
+    "gradient noise": ({**LORA, "gradient_noise_every": 1}, 1),
+    "another optimizer": ({**LORA, "optimizer": {"name": "adamw-foreach"}}, 1),
+}
+
+
+@pytest.fixture
+def make(make_config, make_set) -> Callable[..., Config]:
+    def get(kind: str, **options: Any) -> Config:
+        look = {"eval_samples": 2, "eval_sigmas": [0.3, 0.7], "every": 9}
+        settings = {"steps": 9, "batch_size": 2, "accumulate": 2, "gradient_noise_every": 0}
+        config = make_config(kind, device=NAME, validation=look, **settings | options)
+        make_set(config)
+        return config
+
+    return get
+
+
+def waits_of_a_step(config: Config) -> Counter:
+    """Of the fourth step, when what is made once is there."""
+    run, earlier = prepared(config), None
+    for number in range(4):
+        data = run.loader.step(number)
+        with counting() as counts:
+            earlier = loop.train_step(run, data, earlier)
+    assert loop.finish_step(run, earlier)["loss"] > 0
+    return counts.waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "LoRA") for kind in KINDS), *(("t2i", name) for name in BUDGETS if name != "LoRA")]
+)
+def test_a_step_waits_once(make, kind, name) -> None:
+    options, budget = BUDGETS[name]
+    waits = waits_of_a_step(make(kind, **options))
+    assert waits.total() <= budget, waits
+
+
+def state_of(run: loop.TrainState) -> dict[str, torch.Tensor]:
+    """What a step changes."""
+    moments = {
+        f"{name}/{key}": value
+        for name, weight in run.trainable.items()
+        for key, value in run.optimizer.state[weight].items()
+    }
+    averages = {f"average/{name}": value for name, value in run.average.averages.items()}
+    return {name: value.detach().cpu().clone() for name, value in {**run.trainable, **moments, **averages}.items()}
+
+
+def test_a_step_that_is_not_finite_is_left_out_by_the_device(make, monkeypatch) -> None:
+    """Weights, moments, counters and the moving average stay; the host knows it a step later, and counts exactly."""
+    average = {"decay": 0.5, "warmup": "ratio"}
+    run, bad, earlier = prepared(make("t2i", **LORA, ema=average, max_bad_steps=2)), (2, 3), None
+    assert run.reads_late
+    loss_per_sample = loop.flow.loss_per_sample
+
+    def loss(*given: Any) -> torch.Tensor:
+        return loss_per_sample(*given) * (torch.nan if number in bad else 1.0)
+
+    monkeypatch.setattr(loop.flow, "loss_per_sample", loss)
+    states = []
+    for number in range(6):
+        before = earlier
+        earlier = loop.train_step(run, run.loader.step(number), earlier)
+        states.append(state_of(run))
+        if before is not None:
+            assert ("skipped" in before.metrics) == (before.step in bad)
+    assert run.bad_steps.steps == [*bad] and run.average.updates == 6 - len(bad)
+    for number in range(1, 6):
+        same = [torch.equal(states[number - 1][name], value) for name, value in states[number].items()]
+        assert all(same) if number in bad else not any(same[: len(run.trainable)])
+    assert {float(value) for name, value in states[-1].items() if name.endswith("/step")} == {4.0}
+    bad = (6,)
+    for number in range(6, 8):
+        last = earlier
+        if number == 7:
+            with pytest.raises(DivergedError, match="step 6: loss nan"):
+                loop.train_step(run, run.loader.step(number), last)
+        else:
+            earlier = loop.train_step(run, run.loader.step(number), last)
+
+
+@pytest.mark.parametrize("kind", ["sana", "i2v", *map(long, ("t2i", "i2i", "t2v"))])
+def test_validation_waits_for_no_step(make, kind) -> None:
+    """A sample of more denoising steps waits as often; so does the eval loss of more rows."""
+    found = []
+    for steps, rows in ((2, 1), (6, 3)):
+        config = make(kind, **LORA)
+        look = config.validation.model_copy(update={"steps": steps, "eval_samples": rows})
+        run = prepared(config.model_copy(update={"validation": look}))
+        loop.validate(run, lambda line: None, 0)
+        with counting() as counts:
+            loop.validate(run, lambda line: None, 1)
+        found.append(counts.waits)
+    assert found[0] == found[1] and found[0].total() <= MOST_WAITS_OF_A_VALIDATION, found
