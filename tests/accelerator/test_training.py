@@ -116,7 +116,7 @@ def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, made,
             "batch_size": 2,
             "accumulate": 2,
             "caption_dropout": 0.5,
-            "steps": 2,
+            "steps": 1,
             "adapter": {"rank": 4},
             **PLAIN,
         }
