@@ -104,6 +104,7 @@ def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Nam
         batch=batch,
         noise_BCTHW=noise,
         sigma_B=torch.tensor([0.6]),
+        host_sigma_B=torch.tensor([0.6]),
         shift=SHIFT,
         identities=["0"],
     )

@@ -8,6 +8,8 @@ import torch
 
 from schemas.devices import to_device
 
+#: Tensors that tell the host which samples it treats otherwise.
+ON_HOST = frozenset({"regularisation"})
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
 
@@ -20,8 +22,8 @@ class Batch:
     From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
     (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>"; "regularisation" (B,),
-    bool, where some sample of the batch is regularization data. padded: whether some text is shorter than another;
-    found on the host, so that nobody asks the device.
+    bool, where some sample of the batch is regularization data, which stays on the host. lengths: tokens of each
+    text; found in the mask where they are not given.
     """
 
     latents_BCTHW: torch.Tensor
@@ -32,11 +34,16 @@ class Batch:
     ids: list[str]
     bucket: str
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    padded: bool | None = None
+    lengths: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.padded is None:
-            self.padded = not bool(self.text_mask_BL.all())
+        if not self.lengths:
+            self.lengths = self.text_mask_BL.sum(1).tolist()
+
+    @property
+    def padded(self) -> bool:
+        """Whether some text has padding; found on the host, as the device would have to be waited for."""
+        return min(self.lengths) < self.text_BLD.shape[1]
 
     def __len__(self) -> int:
         return self.latents_BCTHW.shape[0]
@@ -51,7 +58,11 @@ class Batch:
         moved: dict[str, Any] = {
             name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
-        return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
+        return replace(
+            self,
+            **moved,
+            extras={name: value if name in ON_HOST else move(value) for name, value in self.extras.items()},
+        )
 
     def is_finite(self) -> torch.Tensor:
         """(), bool, on the batch's device: whether no number is NaN or infinite."""
@@ -61,20 +72,21 @@ class Batch:
         return torch.stack([torch.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]).all()
 
     def select(self, rows: torch.Tensor) -> "Batch":
-        """The samples at these positions (R,), on the batch's device, with as many text tokens."""
+        """The samples at these positions (R,), which are on the host, with as many text tokens."""
+        there = to_device(rows, self.latents_BCTHW.device)
         chosen: dict[str, Any] = {
-            name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+            name: value[there] for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
-        extras = {name: value[rows] for name, value in self.extras.items()}
-        ids = [self.ids[row] for row in rows.tolist()]
-        return replace(self, **chosen, ids=ids, extras=extras, padded=None if self.padded else False)
+        extras = {name: value[rows if name in ON_HOST else there] for name, value in self.extras.items()}
+        chosen |= {name: [getattr(self, name)[row] for row in rows.tolist()] for name in ("ids", "lengths")}
+        return replace(self, **chosen, extras=extras)
 
 
 def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor], lengths: Sequence[int]) -> Batch:
     """tensors: name -> (B, ...), those of texts as "text.<name>". lengths: of the texts."""
     latent, condition = tensors.pop("latent"), tensors.pop("condition", None)
     text, pooled = tensors.pop("text.embeds"), tensors.pop("text.pooled", None)
-    return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors)
+    return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors, [*lengths])
 
 
 def stack(ids: Sequence[str], samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -222,6 +222,7 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
         batch=drawn.batch,
         noise_BCTHW=drawn.noise_BCTHW,
         sigma_B=to_device(sigma_B, device),
+        host_sigma_B=sigma_B,
         shift=shift,
         identities=micro_batch.identities,
     )

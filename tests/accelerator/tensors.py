@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.accelerator.counts import arrive_later, count_copy, wait
+from tests.accelerator.counts import arrive_later, count_copy, read_in_order, wait
 
 NAME = "npu"  # one of the names that a configuration may give
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")  # they take indices of the host
@@ -185,6 +185,7 @@ def copy_from(source: Any, target: Any, non_blocking: bool = False) -> torch.Ten
 
 def count_to_device(source: torch.Tensor, later: bool) -> None:
     later = later and is_pinned(source)
+    read_in_order(source)
     count_copy("to device" if later else "to device, blocking")
     if not later:
         wait("copy to device")

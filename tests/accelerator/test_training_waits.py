@@ -26,6 +26,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
     "moving average": ({**LORA, "ema": {"decay": 0.5}}, 1),
     "gradient checkpointing": ({**LORA, "gradient_checkpointing": True}, 1),
     "gradient noise": ({**LORA, "gradient_noise_every": 1}, 1),
+    "activations on the host": ({**LORA, "offload": {"activations": True}}, 1),
     "another optimizer": ({**LORA, "optimizer": {"name": "adamw-foreach"}}, 1),
 }
 

@@ -41,13 +41,14 @@ class MethodStep:
 
     number: optimizer steps done before this one, of `steps`. model: the family's transformer. most_passes: of a number
     of forward passes the largest of all ranks where they share one model, and each has to take as many; else the number
-    itself. Every rank calls it. shift: of the schedule of sigma. identities: (B,) text that determines a sample's
-    random numbers. noisy_BCTHW: the input, in float32. Its first `family.clean_frames(task)` frames are given (i2v) and
-    replaced by those of the condition, which has no noise. target_BCTHW: what the prediction is compared with.
-    prediction_BCTHW: the predicted velocity, None until the forward pass is done. weight_BTHW: the product of the
-    methods' factors of the squared errors, known to `Method.loss`. logged: see `log`. kept_tokens: index in
-    `visual_blocks` -> the positions (B, K) of the only tokens that this block computes, where a method drops the
-    others. A forward hook on such a block, registered with prepend=True, sees the K tokens.
+    itself. Every rank calls it. host_sigma_B: sigma_B, on the host. shift: of the schedule of sigma. identities: (B,)
+    text that determines a sample's random numbers. noisy_BCTHW: the input, in float32. Its first
+    `family.clean_frames(task)` frames are given (i2v) and replaced by those of the condition, which has no noise.
+    target_BCTHW: what the prediction is compared with. prediction_BCTHW: the predicted velocity, None until the forward
+    pass is done. weight_BTHW: the product of the methods' factors of the squared errors, known to `Method.loss`.
+    logged: see `log`. kept_tokens: index in `visual_blocks` -> the positions (B, K) of the only tokens that this block
+    computes, where a method drops the others. A forward hook on such a block, registered with prepend=True, sees the K
+    tokens.
     """
 
     number: int
@@ -60,6 +61,7 @@ class MethodStep:
     batch: Batch
     noise_BCTHW: torch.Tensor
     sigma_B: torch.Tensor
+    host_sigma_B: torch.Tensor
     shift: float
     identities: Sequence[str]
     noisy_BCTHW: torch.Tensor = field(init=False)

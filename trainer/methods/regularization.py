@@ -8,6 +8,7 @@ weight is the `prior_loss_weight` of DreamBooth (Ruiz et al. 2023, arXiv 2208.12
 import torch
 
 from schemas.config.methods import Regularization
+from schemas.devices import to_device
 from trainer.methods.base import Method, MethodStep
 
 
@@ -16,17 +17,19 @@ class RegularizationMethod(Method):
         self.settings = settings
 
     def prepare(self, step: MethodStep) -> None:
-        marked_B = step.batch.extras.get("regularisation", torch.zeros_like(step.sigma_B, dtype=torch.bool))
+        marked_B = step.batch.extras.get("regularisation", torch.zeros(len(step.batch), dtype=torch.bool))
         if self.settings.target == "data" or not step.most_passes(int(marked_B.any())):
             return
         rows = marked_B.nonzero()[:, 0]
         asked = rows if len(rows) else rows.new_zeros(1)  # another rank has samples to ask about
-        base = step.predict(step.noisy_BCTHW[asked], step.sigma_B[asked], step.batch.select(asked), base=True)
-        step.target_BCTHW = step.target_BCTHW.index_copy(0, rows, base[: len(rows)])
+        device = step.sigma_B.device
+        there = to_device(asked, device)
+        base = step.predict(step.noisy_BCTHW[there], step.sigma_B[there], step.batch.select(asked), base=True)
+        step.target_BCTHW = step.target_BCTHW.index_copy(0, to_device(rows, device), base[: len(rows)])
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:
         marked_B = step.batch.extras.get("regularisation")
         if marked_B is None or self.settings.weight == 1:
             return None
-        weight_B = torch.where(marked_B, self.settings.weight, 1.0)
+        weight_B = torch.where(to_device(marked_B, step.sigma_B.device), self.settings.weight, 1.0)
         return weight_B.view(-1, 1, 1, 1).expand(-1, 1, *step.batch.latents_BCTHW.shape[-2:])

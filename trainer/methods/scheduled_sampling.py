@@ -17,6 +17,7 @@ import math
 import torch
 
 from schemas.config.methods import ScheduledSampling
+from schemas.devices import to_device
 from trainer.flow import interpolate, shift_sigma
 from trainer.methods.base import Method, MethodStep
 
@@ -32,7 +33,7 @@ class ScheduledSamplingMethod(Method):
             return
         sigmas_NB = self.schedule(step)[: passes + 1]
         noisy_BCTHW = roll_out(step, sigmas_NB, lengths_B)
-        start_B = sigmas_NB.gather(0, lengths_B.to(sigmas_NB.device)[None])[0]
+        start_B = sigmas_NB.gather(0, to_device(lengths_B, sigmas_NB.device)[None])[0]
         # correction / max(sigma, s - sigma); where nothing was rolled out, and sigma may be 0, the drift is 0.
         share_B = self.settings.correction / torch.maximum(step.sigma_B, start_B - step.sigma_B).clamp(min=1e-6)
         drift_BCTHW = noisy_BCTHW - step.noisy_BCTHW
@@ -61,17 +62,17 @@ class ScheduledSamplingMethod(Method):
             drawn_B = 1 - (1 - drawn_B).square()
         lengths_B = 1 + (drawn_B * longest).long().clamp(max=longest - 1)
         # No more than lead from pure noise to sigma.
-        u_B = shift_sigma(step.sigma_B.cpu().double(), 1 / step.shift)
+        u_B = shift_sigma(step.host_sigma_B.double(), 1 / step.shift)
         most_B = ((1 - u_B) * self.settings.schedule_steps).ceil().long()
         return torch.where(chosen_B, torch.minimum(lengths_B, most_B), 0)
 
     def schedule(self, step: MethodStep) -> torch.Tensor:
         """(N, B) sigma, of which row j is that of j steps before the step's own, at most 1."""
-        u_B = shift_sigma(step.sigma_B.cpu().double(), 1 / step.shift)
+        u_B = shift_sigma(step.host_sigma_B.double(), 1 / step.shift)
         offsets_N = torch.arange(self.settings.max_step_offset + 1).to(u_B) / self.settings.schedule_steps
-        sigmas_NB = shift_sigma((u_B + offsets_N[:, None]).clamp(max=1), step.shift).to(step.sigma_B)
-        sigmas_NB[0] = step.sigma_B
-        return sigmas_NB
+        sigmas_NB = shift_sigma((u_B + offsets_N[:, None]).clamp(max=1), step.shift).to(step.sigma_B.dtype)
+        sigmas_NB[0] = step.host_sigma_B
+        return to_device(sigmas_NB, step.sigma_B.device)
 
 
 def roll_out(step: MethodStep, sigmas_NB: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
@@ -80,13 +81,14 @@ def roll_out(step: MethodStep, sigmas_NB: torch.Tensor, lengths_B: torch.Tensor)
     given = step.family.clean_frames(step.task)
     x_BCTHW = step.noisy_BCTHW.clone()
     for number in range(len(sigmas_NB) - 1, 0, -1):
-        rows = (lengths_B >= number).nonzero()[:, 0].to(x_BCTHW.device)
-        if not len(rows):  # another rank's samples are on their way
-            step.predict(step.noisy_BCTHW[:1], step.sigma_B[:1], step.batch.select(rows.new_zeros(1)))
+        chosen = (lengths_B >= number).nonzero()[:, 0]
+        rows = to_device(chosen, x_BCTHW.device)
+        if not len(chosen):  # another rank's samples are on their way
+            step.predict(step.noisy_BCTHW[:1], step.sigma_B[:1], step.batch.select(chosen.new_zeros(1)))
             continue
-        sigma_R, batch = sigmas_NB[number, rows], step.batch.select(rows)
+        sigma_R, batch = sigmas_NB[number, rows], step.batch.select(chosen)
         noise_RCTHW = step.noise_BCTHW[rows]
-        starting_R = (lengths_B.to(rows.device)[rows] == number).view(-1, 1, 1, 1, 1)
+        starting_R = to_device(lengths_B[chosen] == number, x_BCTHW.device).view(-1, 1, 1, 1, 1)
         x_RCTHW = torch.where(starting_R, interpolate(batch.latents_BCTHW, noise_RCTHW, sigma_R), x_BCTHW[rows])
         distance_R = (sigmas_NB[number - 1, rows] - sigma_R).view(-1, 1, 1, 1, 1)
         x_BCTHW[rows] = x_RCTHW + distance_R * step.predict(x_RCTHW, sigma_R, batch)

@@ -235,7 +235,8 @@ def save_on_host(pin_memory: bool) -> saved_tensors_hooks:
     through a matrix product than before, which torch's checkpointing refuses."""
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-        return tensor.device, torch.empty_like(tensor, device="cpu", pin_memory=pin_memory).copy_(tensor)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
+        return tensor.device, host.copy_(tensor, non_blocking=pin_memory)
 
     def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
         device, tensor = packed

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from schemas.cli.progress import activity
 from schemas.config.training import Offload, Parallel, Train
-from schemas.devices import find_device
+from schemas.devices import DeviceNotFound, find_device
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, components
@@ -88,7 +88,13 @@ def make_accelerator(device: str) -> Accelerator:
     if chosen.index is not None:
         torch.accelerator.set_device_index(chosen.index)
     # Without cpu=True, accelerate takes each of several CPU processes for the only one.
-    return Accelerator(cpu=chosen.type == "cpu", mixed_precision="no")
+    accelerator = Accelerator(cpu=chosen.type == "cpu", mixed_precision="no")
+    if accelerator.device.type != chosen.type:
+        raise DeviceNotFound(
+            f"device {chosen} was chosen, and accelerate, which does not know it, takes {accelerator.device}",
+            f"install what accelerate needs for {chosen.type}, or use --device cpu",
+        )
+    return accelerator
 
 
 def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train) -> torch.nn.Module:

@@ -27,11 +27,12 @@ def make_step(task: Any, number: int = 0, rows: tuple[int, ...] = tuple(range(CO
     x0, noise, condition = (torch.randn(COUNT, 4, frames, 24, 16, generator=generator) for _ in range(3))
     text, chosen = torch.ones(COUNT, 1, 1), list(rows)
     batch = Batch(x0, None if task.startswith("t") else condition, text, text[..., 0].bool(), None, ["id"] * COUNT, "")
+    sigma_B = torch.tensor([0.1, 0.4, 0.7, 1.0])[chosen]
     return MethodStep(
         number=number, steps=1000, model=None, task=task, predict=None, most_passes=int, shift=1.0,
         family=module_of(FAMILIES["kandinsky5-video" if frames > 1 else "kandinsky5-image"]),
         batch=batch.select(torch.tensor(chosen)), noise_BCTHW=noise[chosen],
-        sigma_B=torch.tensor([0.1, 0.4, 0.7, 1.0])[chosen], identities=[f"{number}/{row}" for row in chosen],
+        sigma_B=sigma_B, host_sigma_B=sigma_B, identities=[f"{number}/{row}" for row in chosen],
     )  # fmt: skip
 
 

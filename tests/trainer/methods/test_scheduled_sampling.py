@@ -114,13 +114,14 @@ def test_the_share_ramps_up_and_lengths_follow_the_strategy() -> None:
         method = ScheduledSamplingMethod(ScheduledSampling(probability=0.5, max_step_offset=4, strategy=strategy))
         step = MethodStep(
             number=0, steps=1, model=None, family=module_of_sana(), task="t2i", predict=no_prediction, most_passes=int,
-            batch=batch, noise_BCTHW=ones, sigma_B=u_B, shift=1.0, identities=[f"{number}" for number in range(count)],
+            batch=batch, noise_BCTHW=ones, sigma_B=u_B, host_sigma_B=u_B, shift=1.0,
+            identities=[f"{number}" for number in range(count)],
         )  # fmt: skip
         lengths_B = method.draw_lengths(step)
         assert {*lengths_B.tolist()} == {0, 1, 2, 3, 4}
         assert (lengths_B > 0).double().mean() == pytest.approx(0.5, abs=0.05)
         found[strategy] = Counter(lengths_B.tolist())
-        step.sigma_B = torch.linspace(0.95, 1.0, count)
+        step.host_sigma_B = torch.linspace(0.95, 1.0, count)
         near = method.draw_lengths(step)
         assert near.max() == 3 and near[-1] == 0, "50 steps from noise to data: none before the noise itself"
     assert found["biased_early"][1] > found["uniform"][1] > found["biased_late"][1] > 0
