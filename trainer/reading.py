@@ -1,8 +1,8 @@
 """From shards to a batch in one copy: out of the memory map into the batch's own memory, where it is verified.
 
-Copies and checksums run without Python's lock, so several threads read at once. The batch's memory is pinned for a CUDA
-device, else a buffer that is used again when nothing refers to it: new memory costs more than the copy into it, as the
-kernel clears each page first.
+Copies and checksums run without Python's lock, so several threads read at once. The batch's memory is pinned for an
+accelerator, else a buffer that is used again when nothing refers to it: new memory costs more than the copy into it, as
+the kernel clears each page first.
 """
 
 import mmap

@@ -191,7 +191,7 @@ class Encoding(Resources):
     workers: Processes | None = Field(
         None,
         description="processes on this machine, on Ray those of the whole cluster; default: one for each visible card, "
-        "1 without cards, for devices cpu and cuda:N, on Ray and with cache.rolling",
+        "1 without cards, for cpu and a device with a number, on Ray and with cache.rolling",
     )
     readers: Processes | None = Field(None, description="decoding processes of one worker; default: the cores less one")
     prefetch: int | None = Field(
@@ -202,8 +202,8 @@ class Encoding(Resources):
         None,
         ge=0,
         le=64,
-        description="GPUs of one worker on Ray, or a part of one; default: 1 where device is cuda, or auto and there "
-        "are GPUs, else 0",
+        description="GPUs of one worker on Ray, or a part of one; default: 1 where device names an accelerator, or "
+        "is auto and there are GPUs, else 0",
     )
     memory_gib: float | None = Field(
         None, gt=0, le=2**16, description="memory that one worker on Ray reserves; default: not limited"

@@ -23,8 +23,12 @@ from schemas.config.encoding import Model, Resources
 from schemas.devices import device_memory, device_name, find_device
 from schemas.errors import LatentpressError
 
-#: Of a RuntimeError where memory ran out: from torch's allocator on the CPU, from CUDA itself, from its libraries.
-OUT_OF_MEMORY_MESSAGES = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+#: Of a RuntimeError where memory ran out: from torch's allocators on the CPU and for Apple's devices, from CUDA itself,
+#: from its libraries, from Intel's.
+OUT_OF_MEMORY_MESSAGES = (
+    *("DefaultCPUAllocator", "MPS backend out of memory"),
+    *("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "OUT_OF_DEVICE_MEMORY"),
+)
 MEMORY_LIMITED = ("cuda", "xpu")  # devices of which torch can limit one process's memory
 FREE_SHARE = 0.8  # of the memory that is free on a card beside the trainer
 #: Libraries that bytes may depend on, where they are installed.

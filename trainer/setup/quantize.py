@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from schemas.config.pipeline import Config
+from schemas.devices import device_name
 from trainer.adapters.header import read_initial
 from trainer.families.base import FamilyModule
 from trainer.run.run_state import RunError
@@ -81,13 +82,15 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
     name, adapter = config.train.base_precision, config.train.adapter
     init, patterns = adapter.init_weights, adapter.targets or adapter.rank_pattern or adapter.alpha_pattern
     file = read_initial(adapter)
-    if name == "fp8-torchao" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        have = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise RunError(
-            f"train.base_precision: fp8-torchao needs a card with float8 (compute capability 8.9: Ada, Hopper or "
-            f"later), and {torch.cuda.get_device_name(device)} has {have}",
-            "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
-        )
+    if name == "fp8-torchao" and device.type != "cpu":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if capability is None or capability < FP8_CAPABILITY:
+            have = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
+            raise RunError(
+                "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, Hopper or "
+                f"later), and {device_name(device)} {have}",
+                "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
+            )
     if not config.train.quantized and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
         return
     with explain_checkpoint_errors(config):

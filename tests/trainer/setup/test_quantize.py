@@ -212,6 +212,8 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
     fp8, family = make_config("sana", base_precision="fp8-torchao"), KINDS["sana"][0]
     with pytest.raises(RunError, match=r"compute capability 8.9.*and an older card has 8.6"):
         check_setup(fp8, family, torch.device("cuda"))
+    with pytest.raises(RunError, match="is a device of type mps"):
+        check_setup(fp8, family, torch.device("mps"))
 
 
 # --- runs ---
