@@ -87,8 +87,8 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
         if capability is None or capability < FP8_CAPABILITY:
             have = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
             raise RunError(
-                "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, Hopper or "
-                f"later), and {device_name(device)} {have}",
+                "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, "
+                f"Hopper or later), and {device_name(device)} {have}",
                 "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
             )
     if not config.train.quantized and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
