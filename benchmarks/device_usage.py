@@ -70,16 +70,19 @@ def measure_usage(work: Callable[[], Any], device: torch.device, seconds: float 
 
 def kernel_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds in which at least one kernel or copy ran."""
+    return covered_length([(start, end) for _, start, end in trace_kernels(work, device)])
+
+
+def trace_kernels(work: Callable[[], Any], device: torch.device) -> list[tuple[str, float, float]]:
+    """Name, start and end, in seconds, of each kernel and copy of a call; on a CPU of each operator of torch."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         time_call(work, device)
-    ran = [
-        event.time_range
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-    ]
-    return covered_length([(span.start, span.end) for span in ran]) / 1e6
+    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    ran = [event for event in profiler.events() if event.device_type == kind and not event.is_user_annotation]
+    return [(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in ran]
 
 
 def covered_length(spans: list[tuple[float, float]]) -> float:

@@ -20,7 +20,7 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu import results
+from benchmarks.gpu import results, summary
 from benchmarks.gpu.parts import CARD, CARD_SECONDS, PARTS, Part, PartOptions
 from benchmarks.gpu.processes import Outcome, PartProcess
 
@@ -43,16 +43,19 @@ def missing_packages() -> list[str]:
 def write_section(part: Part, facts: Mapping[str, str], outcome: Outcome) -> str:
     lines = [f"## {part.title}", "", f"{date.today()}, {facts['versions']}; {outcome.seconds:.0f} s.", ""]
     if outcome.printed.strip():
-        lines += [outcome.printed.strip(), ""]
+        fence = "\n```" * (outcome.printed.count("```") % 2)  # of a part that was ended inside
+        lines += [outcome.printed.strip() + fence, ""]
     if outcome.problem:
-        lines += [f"**Not whole**: {outcome.problem}", ""]
+        lines += [f"{summary.NOT_WHOLE}: {outcome.problem}", ""]
     return "\n".join(lines)
 
 
-def write_head(facts: Mapping[str, str]) -> str:
+def write_head(facts: Mapping[str, str], sections: Mapping[str, str]) -> str:
     return "\n".join(
         [
             f"# {facts['card']}",
+            "",
+            *summary.summarize(sections, PARTS),
             "",
             "Written by `make gpu` (`python -m benchmarks.gpu --help`). Weights are random, of the published shapes.",
             "",
@@ -82,7 +85,7 @@ def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, car
         return 2
     facts = json.loads(outcome.printed.splitlines()[-1])
     path, failed, names = folder / results.file_name(facts["card"]), [], [*parts]
-    head, sections = write_head(facts), results.read_sections(path)
+    sections = results.read_sections(path)
     following: PartProcess | None = None
     try:
         for number, name in enumerate(names):
@@ -100,7 +103,7 @@ def run_parts(parts: Mapping[str, Part], options: PartOptions, folder: Path, car
                 sections[name] = write_section(part, facts, outcome)
             failed += [name] if outcome.problem else []
             print(f"{name}: {outcome.problem or 'done'} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
-            results.write_sections(path, head, sections, [*PARTS])
+            results.write_sections(path, write_head(facts, sections), sections, [*PARTS])
     finally:
         if following is not None:
             following.end()

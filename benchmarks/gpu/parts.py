@@ -28,22 +28,26 @@ class Part:
 #: In this order they run, each at most for its share of the time that is left: what is needed most comes first. The
 #: shares are seconds where all run to their ends within the usual 9.5 minutes.
 PARTS = {
-    "tests": Part("Tests marked gpu", "benchmarks.gpu.marked_tests", 70),
-    "video-lite": Part("Video Lite, LoRA at 512x768, 61 frames", "benchmarks.gpu.video_lite", 55),
-    "image-lite": Part("Image Lite, LoRA at 1024x1024", "benchmarks.gpu.image_lite", 40),
-    "sana": Part("Sana 1.6B, full rank at 1024x1024", "benchmarks.gpu.sana", 35),
-    "pro": Part("Video Pro, LoRA at 512x768", "benchmarks.gpu.pro", 45, least=40),
-    "text": Part("Qwen2.5-VL-7B", "benchmarks.gpu.text_encoder", 45, least=40),
-    "vae": Part("HunyuanVideo's autoencoder", "benchmarks.gpu.vae", 25),
-    "nabla": Part("NABLA: compiled flex attention beside the dense mask", "benchmarks.gpu.nabla", 30),
-    "methods": Part("Methods, Video Lite at 512x768, 29 frames", "benchmarks.gpu.methods", 40),
-    "attention": Part("Attention backends", "benchmarks.gpu.attention", 30),
-    "optimizers": Part("Optimizers: the update alone", "benchmarks.gpu.optimizers", 15, least=12),
-    "ranks": Part("Two processes: DDP and FSDP2", "benchmarks.gpu.ranks", 30, least=10),
-    "noise": Part("Noise beside torch.randn", "benchmarks.gpu.noise", 10, least=8),
-    "data": Part("Rows from shards to the card", "benchmarks.gpu.data", 15, least=12),
-    "latents": Part("encode-latents beside the bare autoencoder", "benchmarks.gpu.latents_stage", 25),
+    "tests": Part("Tests marked gpu", "benchmarks.gpu.marked_tests", 60),
+    "equality": Part("Losses of the tiny models beside the CPU's", "benchmarks.gpu.equality", 25, least=20),
+    "waits": Part("Waits for the card", "benchmarks.gpu.waits", 35),
+    "video-lite": Part("Video Lite, LoRA at 512x768, 61 frames", "benchmarks.gpu.video_lite", 45),
+    "image-lite": Part("Image Lite, LoRA at 1024x1024", "benchmarks.gpu.image_lite", 30),
+    "sana": Part("Sana 1.6B, full rank at 1024x1024", "benchmarks.gpu.sana", 30),
+    "kernels": Part("Profile of three steps of each flavour", "benchmarks.gpu.kernels", 40, least=20),
+    "pro": Part("Video Pro, LoRA at 512x768", "benchmarks.gpu.pro", 40, least=35),
+    "text": Part("Qwen2.5-VL-7B", "benchmarks.gpu.text_encoder", 40, least=35),
+    "vae": Part("HunyuanVideo's autoencoder", "benchmarks.gpu.vae", 20, least=15),
+    "nabla": Part("NABLA: compiled flex attention beside the dense mask", "benchmarks.gpu.nabla", 25, least=20),
+    "methods": Part("Methods, Video Lite at 512x768, 29 frames", "benchmarks.gpu.methods", 30),
+    "attention": Part("Attention backends", "benchmarks.gpu.attention", 25, least=20),
+    "optimizers": Part("Optimizers: the update alone", "benchmarks.gpu.optimizers", 12, least=10),
+    "ranks": Part("Two processes: DDP and FSDP2", "benchmarks.gpu.ranks", 15, least=10),
+    "noise": Part("Noise beside torch.randn", "benchmarks.gpu.noise", 8, least=6),
+    "data": Part("Rows from shards to the card", "benchmarks.gpu.data", 10, least=8),
+    "latents": Part("encode-latents beside the bare autoencoder", "benchmarks.gpu.latents_stage", 20, least=15),
 }
 #: Comes before all others: what the card is, and what it reaches.
 CARD = Part("The card", "benchmarks.gpu.card", 0)
 CARD_SECONDS = 60.0  # after which it is ended
+LOSS_BOUND = 1e-3  # of how far a loss may be from the CPU's, relative to it

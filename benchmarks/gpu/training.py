@@ -28,7 +28,7 @@ from cache.order.schedule import BatchSchedule
 from cache.sets.set_lookup import open_set
 from cache.store.store import Store
 from examples.random_transformer import make_transformer
-from examples.tiny_sets import Item, latent, write_set
+from examples.tiny_sets import Item, Prompt, latent, write_set
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -76,6 +76,7 @@ def make_config(model: Model, case: Case, folder: Path, device: str, output: Pat
     """A run of the case, whose weights are nowhere: `model.path` has a config.json alone."""
     dataset = {"id": "made", "instance_data_dir": "none"}
     dataset |= {"dataset_type": "video"} if "@" in model.bucket else {}
+    dataset |= {"conditioning_data": "none"} if model.flavour.startswith("i2i") else {}
     train = {"device": device, "steps": 1000, "caption_dropout": 0.0, "optimizer": {"warmup": 1}, **case.settings}
     settings = {
         "root": str(folder / "work"),
@@ -88,7 +89,7 @@ def make_config(model: Model, case: Case, folder: Path, device: str, output: Pat
 
 
 def make_set(model: Model, config: Config, bucket: str) -> None:
-    """A training set of samples with texts of equal length, so that a graph is compiled once."""
+    """A training set of samples with texts of equal length, so that a graph is compiled once, and a prompt."""
     rng, spec = np.random.default_rng(0), config.model.family_spec
     widths = {name: model.shape.get(key) for name, key in spec.text_widths.items()}
     if None in widths.values():  # a key that the class's default has
@@ -106,10 +107,12 @@ def make_set(model: Model, config: Config, bucket: str) -> None:
             _, frames, height, width = x0.shape
             vision = rng.standard_normal((frames, height // 2, width // 2, VISION_WIDTH)).astype(np.float32)
         marked = config.train.methods.regularisation is not None
-        return Item(bucket, x0, [text()], regularisation=marked, vision=vision)
+        condition = {"i2v": lambda: x0[:, :1], "i2i": lambda: latent(rng, config, bucket)}.get(config.model.task)
+        return Item(bucket, x0, [text()], condition and condition(), regularisation=marked, vision=vision)
 
     items = [item() for _ in range(model.samples)]
-    write_set(Path(config.root), config, items, text(), dtype="bfloat16")
+    prompt = Prompt("one", bucket, text(), items[0].condition)
+    write_set(Path(config.root), config, items, text(), [prompt], dtype="bfloat16")
 
 
 def write_shape(model: Model, folder: Path) -> None:
@@ -117,10 +120,14 @@ def write_shape(model: Model, folder: Path) -> None:
     (folder / "model" / "transformer" / "config.json").write_text(json.dumps(dict(model.shape)))
 
 
-def prepare(model: Model, case: Case, folder: Path, device: str, output: Path | None = None) -> TrainState:
-    """The trainer's own way, with weights drawn on the device in place of loaded ones."""
+def prepare(
+    model: Model, case: Case, folder: Path, device: str, output: Path | None = None, drawn: bool = True
+) -> TrainState:
+    """The trainer's own way, with weights drawn on the device in place of loaded ones. Not `drawn`: those of the
+    checkpoint in folder/model."""
     config, bucket = make_config(model, case, folder, device, output), case.bucket or model.bucket
-    write_shape(model, folder)
+    if drawn:
+        write_shape(model, folder)
     make_set(model, config, bucket)
     family = module_of(config.model.family_spec)
 
@@ -131,7 +138,7 @@ def prepare(model: Model, case: Case, folder: Path, device: str, output: Path | 
     size, settings = config.train.batch_size, config.train
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     plan = BatchSchedule(data.spans, 0, size, size * settings.accumulate * ranks)
-    return prepare_training(config, data, plan, Console(stderr=io.StringIO()), device, load)
+    return prepare_training(config, data, plan, Console(stderr=io.StringIO()), device, load if drawn else None)
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,15 @@ def hangs(options) -> None:
 
 def crashes(options) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_that_passes() -> None:
+    pass
+
+
+def test_that_fails() -> None:
+    raise AssertionError("a number differs")
+
+
+def test_that_hangs() -> None:
+    os.kill(os.getpid(), signal.SIGINT)  # as its part does before it is ended

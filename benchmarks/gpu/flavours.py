@@ -1,0 +1,54 @@
+"""One model for each flavour: those of the other parts, and the tiny checkpoints of examples/tiny_models.py."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.test_utils.testing import AccelerateTestCase
+
+from benchmarks.gpu import image_lite, sana, video_lite
+from benchmarks.gpu.training import Case, Model, prepare
+from examples.tiny_models import build
+from trainer.data import StepBatches
+from trainer.setup.prepare import TrainState
+
+CHECKPOINTS = {
+    "t2i": "kandinsky5-image-t2i",
+    "i2i": "kandinsky5-image-i2i",
+    "t2v": "kandinsky5-video-t2v",
+    "i2v": "kandinsky5-video-i2v",
+    "sana": "sana",
+}
+
+
+def models(tiny: bool) -> dict[str, Model]:
+    image, video = image_lite.model(tiny), video_lite.model(tiny)
+    video = video if tiny else replace(video, bucket="768x512@29")
+    edits = replace(image, flavour="i2i-lite-sft", shape={**image.shape, "visual_cond": True})
+    return {
+        "t2i": image,
+        "i2i": edits,
+        "t2v": video,
+        "i2v": replace(video, flavour="i2v-lite-5s"),
+        "sana": sana.model(tiny),
+    }
+
+
+def forget_device() -> None:
+    """Let the next run of this process have another device."""
+    AccelerateTestCase("run").tearDown()
+
+
+def prepare_tiny(kind: str, folder: Path, device: str, **settings: Any) -> TrainState:
+    """A run of a flavour's tiny checkpoint, which is built in folder/model: its weights do not depend on the device."""
+    forget_device()
+    build(CHECKPOINTS[kind], folder / "model", only=["transformer", "scheduler"])
+    settings = {"adapter": {"rank": 4}, "threads": 1, **settings}
+    return prepare(models(tiny=True)[kind], Case(kind, settings), folder, device, drawn=False)
+
+
+def read_steps(run: TrainState, count: int) -> Iterator[StepBatches]:
+    with closing(run.loader.steps(0, count)) as batches:
+        yield from batches
