@@ -109,7 +109,7 @@ def test_without_a_card_it_says_so(tmp_path: Path, capsys) -> None:
     assert program.run_parts({}, PartOptions(seconds=30), tmp_path, part("no_card")) == 2
     assert "torch 9 finds no CUDA device" in capsys.readouterr().err and not [*tmp_path.iterdir()]
     for words, said in (
-        (["--only", "tets"], "no part tets; choose from tests, video-lite"),
+        (["--only", "tets"], "no part tets; choose from tests, equality"),
         (["--device", "cpu"], "takes hours without --tiny"),
     ):
         with pytest.raises(SystemExit):
