@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.test_utils.testing import AccelerateTestCase
+from accelerate.state import AcceleratorState, GradientState
 
 from benchmarks.gpu import image_lite, sana, video_lite
 from benchmarks.gpu.training import Case, Model, prepare
@@ -38,7 +38,8 @@ def models(tiny: bool) -> dict[str, Model]:
 
 def forget_device() -> None:
     """Let the next run of this process have another device."""
-    AccelerateTestCase("run").tearDown()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
 def prepare_tiny(kind: str, folder: Path, device: str, **settings: Any) -> TrainState:

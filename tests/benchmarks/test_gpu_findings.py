@@ -11,6 +11,7 @@ import torch
 from benchmarks.device_usage import trace_kernels
 from benchmarks.gpu import equality, flavours, kernels, marked_tests, summary, training, waits
 from benchmarks.gpu.parts import PARTS, PartOptions
+from trainer import flow
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = PartOptions("cpu", tiny=True, seconds=300, peak_flops=1e10)
@@ -53,7 +54,14 @@ def rows(printed: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_every_flavour_has_its_work_counted(capsys) -> None:
+def test_every_flavour_has_its_work_counted(capsys, monkeypatch) -> None:
+    """With a wait in each step's loss."""
+
+    def wait(*arguments, real=flow.loss_per_sample):
+        warn()
+        return real(*arguments)
+
+    monkeypatch.setattr(flow, "loss_per_sample", wait)
     waits.run(TINY)
     printed = capsys.readouterr().out
     assert "nothing is counted" in printed
@@ -61,6 +69,9 @@ def test_every_flavour_has_its_work_counted(capsys) -> None:
     works = ["training step", "denoising step", "text batch", "latents batch"]
     expected = [(kind, work) for kind in flavours.CHECKPOINTS for work in [*works, "vision batch"]]
     assert found == [pair for pair in expected if pair[1] in works or pair[0] == "t2v"]
+    for row in rows(printed):
+        planted = r"trainer/train\.py:\d+ \(1\)" if row["work"] == "training step" else ""
+        assert re.fullmatch(planted, row["where"]), row
 
 
 @pytest.mark.slow
