@@ -4,6 +4,7 @@ The one module of `schemas` that imports torch, and only where a function is cal
 choose alike. Everything goes through `torch.accelerator`, so every accelerator that torch knows is one of them.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from schemas.errors import USAGE, LatentpressError
@@ -19,6 +20,7 @@ DESCRIPTION = "auto, cpu, cuda, cuda:N, xpu, mps or another name of torch's"
 STREAM_DEVICES = ("cuda", "xpu")
 #: Their memory is this machine's, so nothing is pinned for them.
 UNIFIED_MEMORY = ("cpu", "mps")
+ALIGNMENT = 64  # bytes that tensors are apart which go to a device in one copy
 
 
 class DeviceNotFound(LatentpressError):
@@ -64,25 +66,52 @@ def to_device(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
 
-class HostCopy:
-    """A tensor on its way to the host: the copy begins now, and `wait` gives it when it is there."""
+def to_device_together(tensors: "Sequence[torch.Tensor]", device: "torch.device") -> "list[torch.Tensor]":
+    """Tensors of the host on the device, as `to_device`, by one copy. There they share memory, which is free when none
+    of them is used any more."""
+    import torch
 
-    def __init__(self, tensor: "torch.Tensor") -> None:
+    if not pins_memory(device):
+        return [tensor.to(device) for tensor in tensors]
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+
+    def placed(packed: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(packed.split(sizes), tensors, strict=True)
+        return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
+
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for place, tensor in zip(placed(packed), tensors, strict=True):
+        place.copy_(tensor)
+    return placed(packed.to(device, non_blocking=True))
+
+
+class HostCopy:
+    """Tensors of one device on their way to the host: the copies begin now, and `wait` gives them when they are there,
+    which the host waits for once."""
+
+    def __init__(self, *tensors: "torch.Tensor") -> None:
         import torch
 
         self._arrived: torch.Event | None = None
-        if pins_memory(tensor.device):
-            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._arrived = torch.Event(tensor.device)
+        if pins_memory(device := tensors[0].device):
+            targets = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            pairs = zip(targets, tensors, strict=True)
+            self._tensors = [target.copy_(tensor, non_blocking=True) for target, tensor in pairs]
+            self._arrived = torch.Event(device)
             self._arrived.record()
         else:
-            self._tensor = tensor.to("cpu")
+            self._tensors = [tensor.to("cpu") for tensor in tensors]
 
     def wait(self) -> "torch.Tensor":
-        """The tensor on the host."""
+        """The only tensor, on the host."""
+        (tensor,) = self.wait_all()
+        return tensor
+
+    def wait_all(self) -> "list[torch.Tensor]":
+        """The tensors on the host, in their order."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._tensor
+        return self._tensors
 
 
 def has_float64(device: "torch.device") -> bool:

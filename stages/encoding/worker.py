@@ -2,10 +2,11 @@
 meanwhile. What is of frames is pooled to latent frames: means over the area and the frames that each one covers."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from cache.sets.rejects import make_reject, read_undamaged, write_rejects
 from cache.shards.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
+from schemas.devices import to_device
 from schemas.errors import LatentpressError
 from stages.discovery import media_locations
 from stages.discovery.media_locations import MediaLocations
@@ -32,6 +34,9 @@ AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]
 PREFETCH_BYTES = 1 << 30  # of members read ahead, where the configuration gives no number of them
 MAX_PREFETCH = 64  # members, likewise
+END: list[tuple[list[str], list[Any]]] = [
+    ([], [])
+]  # after the last batch: none is queued, and the last one's rows follow
 
 
 class UnitWorker(ABC):
@@ -72,7 +77,9 @@ class UnitWorker(ABC):
 
     @abstractmethod
     def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow]:
-        """A row for each member. limit: the cost of one forward pass, which a single member may exceed."""
+        """Queue the batch on the device, without waiting for it. A row for each member, which are taken when the next
+        batch is queued: the first one waits for the results. limit: the cost of one forward pass, which a single
+        member may exceed."""
 
     def member_bytes(self, unit: Unit) -> int:
         """Memory of a member of this unit once it is read."""
@@ -143,8 +150,9 @@ class UnitWorker(ABC):
         return SandboxPool.configured(member_reader.make_member_reader, workers, self.config.stages)
 
     def _encode(self, unit: Unit, prefetcher: Prefetcher, advance: AdvanceProgress) -> "_UnitShard":
-        """Encode a unit; its shard, to be written. Out of memory, the whole unit starts again at half the batch. The
-        next unit has the usual limit again: a shard must not depend on what was done before it."""
+        """Encode a unit; its shard, to be written. A batch's rows are taken when the next batch is queued, so that the
+        device computes while the host writes. Out of memory, the whole unit starts again at half the batch. The next
+        unit has the usual limit again: a shard must not depend on what was done before it."""
         limit, counted = self.batch_limit, 0
 
         def count(n: int) -> None:
@@ -155,11 +163,16 @@ class UnitWorker(ABC):
         read = prefetcher.members
         while True:
             shard, batch = _UnitShard(self, unit, limit), list[Any]()
+            queued = deque[tuple[list[Any], Iterable[ShardRow]]]()
             try:
-                for names, batch in shard.batches(read(unit), count):
-                    for row in self.encode(names, batch, limit):
-                        shard.add(row)
-                    count(len(batch))
+                for names, batch in chain(shard.batches(read(unit), count), END):
+                    if batch:
+                        queued.append((batch, self.encode(names, batch, limit)))
+                    if queued and (len(queued) > 1 or not batch):
+                        batch, rows = queued.popleft()
+                        for row in rows:
+                            shard.add(row)
+                        count(len(batch))
                 if any(member["reason"] == "missing" for member in shard.rejected):
                     self._require_media(unit)
                 return shard
@@ -170,6 +183,7 @@ class UnitWorker(ABC):
                 if batch and self.indivisible(batch, limit):
                     problem = str(error).strip().partition("\n")[0]
                     raise LatentpressError(f"out of memory at a batch of one: {problem}", self.advice) from error
+            queued.clear()
             model_loading.release_memory()  # here, where no traceback holds the batch's tensors
             if limit == self.batch_limit:
                 prefetcher.skip(unit)
@@ -285,13 +299,19 @@ def overlap_weights(fine: int, coarse: int) -> torch.Tensor:
     return (ends - torch.maximum(starts_F, starts_C[:, None])).clamp(min=0).float() / fine
 
 
+@lru_cache(maxsize=64)
+def _weights_on(device: torch.device, fine: int, coarse: int) -> torch.Tensor:
+    """`overlap_weights`, which are computed on the host: some devices divide by multiplying."""
+    return to_device(overlap_weights(fine, coarse), device)
+
+
 def pool_space(features_BHWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     """float32 features_BHWC on a coarser (or the same) grid: the mean over each cell's area."""
     features_BHWC = features_BHWC.float()
     for axis, coarse in ((1, grid[0]), (2, grid[1])):
         fine = features_BHWC.shape[axis]
         if fine != coarse:
-            shares = overlap_weights(fine, coarse).to(features_BHWC.device)
+            shares = _weights_on(features_BHWC.device, fine, coarse)
             features_BHWC = torch.tensordot(features_BHWC, shares, dims=([axis], [1])).movedim(-1, axis)
     return features_BHWC
 

@@ -3,7 +3,7 @@ prefix."""
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from cache.models.weights import config_errors, fetch_components, load_pretrained
 from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
+from schemas.devices import HostCopy
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
@@ -77,7 +78,8 @@ class TextEncoder(ABC):
     """Loads a family's text encoder once. `prepare` tokenizes, and may run at the same time as `encode`, the forward
     pass.
 
-    Each family's `Encoder` names its components and loads its language model in `_load`.
+    Each family's `Encoder` names its components, loads its language model in `_load`, makes the model's input of a
+    request in `prepare`, and reads a batch of these in `_compute`.
     """
 
     components: tuple[str, ...]  # folders of the checkpoint
@@ -109,6 +111,45 @@ class TextEncoder(ABC):
     @abstractmethod
     def _load(self, folder: Path) -> PrefixCachedModel:
         """Load the models from `folder`; returns the reader of the language model."""
+
+    @abstractmethod
+    def prepare(self, request: TextRequest) -> Any:
+        """A PreparedPrompt, or one with more. Raises RequestError for what can't be encoded."""
+
+    @abstractmethod
+    def _compute(self, batch: Sequence[Any]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Queue a batch of prepared requests on the device, without waiting for it: embeds_LD of each text, real tokens
+        only, and pooled_BD, or None where the family has none."""
+
+    def _clip_tokens(self, prompt: Any) -> int | None:
+        """CLIP's tokens of the caption without the limit; None without CLIP."""
+        return None
+
+    def queue(self, batch: Sequence[Any]) -> Callable[[], list[TextResult]]:
+        """Queue a batch of prepared requests on the device; what is returned waits for the results."""
+        embeds, pooled_BD = self._compute(batch)
+        lengths = [len(embeds_LD) for embeds_LD in embeds]
+        copied = HostCopy(*(each.to(self.dtype) for each in (torch.cat(embeds), pooled_BD) if each is not None))
+
+        def results() -> list[TextResult]:
+            arrived = copied.wait_all()
+            texts = zip(batch, arrived[0].split(lengths), strict=True)
+            return [
+                TextResult(
+                    embeds_LD,
+                    arrived[1][row] if pooled_BD is not None else None,
+                    len(embeds_LD) + prompt.untruncated - len(prompt.ids),
+                    len(embeds_LD),
+                    self._clip_tokens(prompt),
+                )
+                for row, (prompt, embeds_LD) in enumerate(texts)
+            ]
+
+        return results
+
+    def encode(self, batch: Sequence[Any]) -> list[TextResult]:
+        """The results of a batch, waited for."""
+        return self.queue(batch)()
 
     def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
         folder /= "text_encoder"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Gemma2Model
 
-from stages.encoding.text.base import TextEncoder, TextRequest, TextResult, request_error
+from stages.encoding.text.base import TextEncoder, TextRequest, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 
@@ -42,15 +42,13 @@ class Encoder(TextEncoder):
             raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
         return GemmaPrompt(kept, self._reader.shared_length(kept), len(ids), request.negative)
 
-    def encode(self, batch: Sequence[GemmaPrompt]) -> list[TextResult]:
+    def _compute(self, batch: Sequence[GemmaPrompt]) -> tuple[list[torch.Tensor], None]:
         """One forward pass; another one for prompts without the instruction."""
-        results = []
-        for prompt, hidden_LD in zip(batch, self._reader.hidden_states(batch), strict=True):
+        embeds = []
+        for prompt, hidden_LD in zip(batch, self._reader.hidden_states(batch)[0], strict=True):
             if not prompt.negative:  # a negative prompt has no instruction
                 prefix_LD = self._reader.prefix_LD
                 first_LD = hidden_LD if prefix_LD is None or not prompt.shared else prefix_LD
                 hidden_LD = torch.cat([first_LD[:1], hidden_LD[self._instruction - 1 - prompt.shared :]])
-            embeds_LD = hidden_LD.to("cpu", self.dtype, copy=True)
-            untruncated = embeds_LD.shape[0] + prompt.untruncated - len(prompt.ids)
-            results.append(TextResult(embeds_LD, None, untruncated, embeds_LD.shape[0]))
-        return results
+            embeds.append(hidden_LD)
+        return embeds, None

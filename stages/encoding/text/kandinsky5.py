@@ -18,9 +18,11 @@ from PIL import Image
 from torch.nn.functional import interpolate
 from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from cache.models.weights import WeightsError, load_pretrained
-from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, TextResult, request_error
+from schemas.devices import to_device_together
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
@@ -144,7 +146,9 @@ class ImagePromptModel(PrefixCachedModel):
         return positions_31L[:, 0, shared:]
 
     @torch.no_grad()
-    def hidden_states(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
+    def hidden_states(
+        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Encodes the batch's images first, since its passes are divided by length and not by image.
 
         Each image is encoded alone, so that its features depend on nothing else. The last ones are cached, since a
@@ -156,30 +160,45 @@ class ImagePromptModel(PrefixCachedModel):
             features = self._kept.pop(text.picture.key, None)
             if features is None:
                 self.stats.images += 1
-                grid_13, pixels = text.picture.grid_3[None].to(self.device), text.picture.pixels.to(self.device)
-                features = torch.cat(tuple(self._whole.get_image_features(pixels, grid_13).pooler_output))
+                features = self._features(text.picture)
             else:
                 self.stats.reused += 1
             self._kept[text.picture.key] = self._batch_features[text.picture.key] = features
         while len(self._kept) > MAX_CACHED_FEATURES:
             self._kept.popitem(last=False)
-        return super().hidden_states(texts)
+        return super().hidden_states(texts, others)
+
+    def _features(self, picture: ProcessedImage) -> torch.Tensor:
+        """(tokens, D). What follows from the image's size is computed here: the model would ask the device for it."""
+        grid_13, visual = picture.grid_3[None], self._whole.visual
+        merge, config = visual.spatial_merge_size, visual.config
+        order, windows = get_vision_window_index(grid_13, merge, visual.window_size, visual.patch_size)
+        ends = get_vision_cu_seqlens(grid_13)
+        host = [picture.pixels, get_vision_position_ids(grid_13, merge), order]
+        longest = {}
+        if "flash" in config._attn_implementation:  # other kernels take the windows' ends on the host
+            longest = {"max_seqlen": int(ends.diff().max()), "max_window_seqlen": int(windows.diff().max())}
+            host += [ends, windows]
+        pixels, places, order, *moved = to_device_together(host, self.device)
+        ends, windows = moved or (ends, windows)
+        prepared = {"position_ids": places, "window_index": order, "cu_seqlens": ends, "cu_window_seqlens": windows}
+        return torch.cat(tuple(self._whole.get_image_features(pixels, grid_13, **prepared, **longest).pooler_output))
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         embeds_BLD = super().embeds(texts, ids_BL)
         for row, text in enumerate(texts):
             assert isinstance(text, PreparedImagePrompt) and text.picture is not None
-            # Without the padding, which could be the image's token in an odd tokenizer.
-            columns = (ids_BL[row, : text.cost] == self._image_id).nonzero()[:, 0]
-            embeds_BLD[row, columns] = self._batch_features[text.picture.key].to(embeds_BLD.dtype)
+            features = self._batch_features[text.picture.key].to(embeds_BLD.dtype)
+            first = text.ids.index(self._image_id) - text.shared  # the others follow it
+            embeds_BLD[row, first : first + len(features)] = features
         return embeds_BLD
 
-    def positions(self, texts: Sequence[PreparedPrompt], shared: int, length: int) -> torch.Tensor:
+    def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:
         positions_3BL = torch.zeros(3, len(texts), length, dtype=torch.long)
         for row, text in enumerate(texts):
             assert isinstance(text, PreparedImagePrompt) and text.positions_3L is not None
             positions_3BL[:, row, : text.cost] = text.positions_3L
-        return positions_3BL.to(self.device)
+        return positions_3BL
 
 
 @dataclass(frozen=True)
@@ -237,15 +256,15 @@ class Encoder(TextEncoder):
         cut = clip_ids if len(clip_ids) <= CLIP_MAX_TOKENS else clip_ids[: CLIP_MAX_TOKENS - 1] + clip_ids[-1:]
         return KandinskyPrompt(ids, shared, untruncated, picture, positions_3L, tuple(cut), len(clip_ids))
 
-    def encode(self, batch: Sequence[KandinskyPrompt]) -> list[TextResult]:
-        """One forward pass; another one for prompts that do not begin with the template's own ids."""
-        pooled_BD = self._pooled(batch)
-        results = []
-        for row, (prompt, hidden_LD) in enumerate(zip(batch, self._reader.hidden_states(batch), strict=True)):
-            embeds_LD = hidden_LD[self.crop - prompt.shared :].to("cpu", self.dtype, copy=True)
-            untruncated, kept = prompt.untruncated - self.crop, embeds_LD.shape[0]
-            results.append(TextResult(embeds_LD, pooled_BD[row], untruncated, kept, prompt.clip_tokens))
-        return results
+    @torch.no_grad()
+    def _compute(self, batch: Sequence[KandinskyPrompt]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """One forward pass of each model; another one for prompts that do not begin with the template's own ids."""
+        hidden, (clip_ids_BL,) = self._reader.hidden_states(batch, [self._clip_ids(batch)])
+        embeds = [hidden_LD[self.crop - prompt.shared :] for prompt, hidden_LD in zip(batch, hidden, strict=True)]
+        return embeds, self._clip(input_ids=clip_ids_BL).pooler_output
+
+    def _clip_tokens(self, prompt: KandinskyPrompt) -> int:
+        return prompt.clip_tokens
 
     def _tokenize(self, request: TextRequest) -> tuple[list[int], int]:
         """The prompt's ids, and their number without the limit.
@@ -290,12 +309,10 @@ class Encoder(TextEncoder):
         suffix = [start, *[self._image_id] * patches, *tail]
         return head[:room] + suffix, len(head) + len(suffix)
 
-    @torch.no_grad()
-    def _pooled(self, batch: Sequence[KandinskyPrompt]) -> torch.Tensor:
-        """CLIP's pooled_BD of the captions alone, without a template.
+    def _clip_ids(self, batch: Sequence[KandinskyPrompt]) -> torch.Tensor:
+        """CLIP's ids_BL of the captions alone, without a template.
 
         Padded to the longest instead of to 77: the model is causal and pools at a caption's own last token.
         """
         longest, pad = max(len(prompt.clip_ids) for prompt in batch), self._clip_tokenizer.pad_token_id
-        ids_BL = torch.tensor([[*prompt.clip_ids, *[pad] * (longest - len(prompt.clip_ids))] for prompt in batch])
-        return self._clip(input_ids=ids_BL.to(self.device)).pooler_output.to("cpu", self.dtype)
+        return torch.tensor([[*prompt.clip_ids, *[pad] * (longest - len(prompt.clip_ids))] for prompt in batch])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from schemas.devices import to_device_together
 from schemas.family import Template
 
 # The empty caption, every letter ("user" and "s" give "users"), digit and sign, letters outside ASCII.
@@ -85,7 +86,8 @@ def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
 
 
 class _PrefixLayer(CacheLayerMixin):
-    """One layer's keys and values of the prefix, put before those of any batch; stores nothing of the batch.
+    """One layer's keys and values of the prefix, which may be empty, put before those of any batch; stores nothing of
+    the batch.
 
     A growing cache of transformers would hold every layer's keys of the whole batch until the pass ends (57 KB a token
     for Qwen2.5-VL-7B) and would have to be copied for each batch. Lengths and offsets are those of the recorded layer:
@@ -104,7 +106,9 @@ class _PrefixLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, heads, visible prefix + L, head size), new tensors."""
+        """(B, heads, visible prefix + L, head size), new tensors, or the given ones where the prefix is empty."""
+        if not self._recorded.is_initialized:
+            return key_states, value_states
         batch = (key_states.shape[0], -1, -1, -1)
         keys = torch.cat([self._recorded.keys.expand(batch), key_states], dim=-2)
         return keys, torch.cat([self._recorded.values.expand(batch), value_states], dim=-2)
@@ -117,6 +121,10 @@ class _PrefixLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self._recorded.get_max_length()
+
+
+def _without_storing(recorded: Cache) -> Cache:
+    return Cache(layers=[_PrefixLayer(layer) for layer in recorded.layers])
 
 
 class PrefixCachedModel:
@@ -133,7 +141,9 @@ class PrefixCachedModel:
         self.device = device
         self._model, self._prefix, self._pad_id = model, prefix, pad_id
         self._layers = () if tuple(layers) == (-1,) else tuple(layers)
-        self._cache: Cache | None = None
+        # For texts without the prefix an empty one: without a cache transformers asks the device whether the positions
+        # are those of several texts in one row.
+        self._caches = {0: _without_storing(DynamicCache(config=model.config))}
         self.prefix_LD: torch.Tensor | None = None
         if prefix:
             cache = DynamicCache(config=model.config)
@@ -142,7 +152,7 @@ class PrefixCachedModel:
             with torch.no_grad():
                 inputs = {"inputs_embeds": model.get_input_embeddings()(ids_1L), "position_ids": positions_1L}
                 self.prefix_LD = self._run(**inputs, past_key_values=cache, use_cache=True)[0]
-            self._cache = Cache(layers=[_PrefixLayer(layer) for layer in cache.layers])
+            self._caches[len(prefix)] = _without_storing(cache)
 
     def shared_length(self, ids: list[int]) -> int:
         """The number of tokens of `ids` that need not be computed: the prefix's length, or 0."""
@@ -150,40 +160,58 @@ class PrefixCachedModel:
         return length if len(ids) > length and ids[:length] == self._prefix else 0
 
     @torch.no_grad()
-    def hidden_states(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """hidden_LD of each text's tokens after the shared ones, on the model's device.
+    def hidden_states(
+        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """hidden_LD of each text's tokens after the shared ones, on the model's device, and `others`, tensors of the
+        host which go there in the same copy.
 
         Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
         """
-        overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
+        passes = self._divide(texts)
+        inputs = list(others)
+        for rows in passes:
+            inputs += self._inputs([texts[row] for row in rows])
+        sent = to_device_together(inputs, self.device)
         hidden_by_row: dict[int, torch.Tensor] = {}
+        for number, rows in enumerate(passes):
+            ids_BL, positions = sent[len(others) + 2 * number :][:2]
+            hidden_BLD = self._pass([texts[row] for row in rows], ids_BL, positions)
+            hidden_by_row |= {row: hidden_BLD[index, : texts[row].cost] for index, row in enumerate(rows)}
+        return [hidden_by_row[row] for row in range(len(texts))], sent[: len(others)]
+
+    def _divide(self, texts: Sequence[PreparedPrompt]) -> list[list[int]]:
+        """The rows of each pass."""
+        overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
+        passes = []
         for shared in sorted({text.shared for text in texts}):
             group = [row for row, text in enumerate(texts) if text.shared == shared]
-            for numbers in split_by_length([texts[row].cost for row in group], overhead):
-                rows = [group[number] for number in numbers]
-                hidden_BLD = self._pass([texts[row] for row in rows], shared)
-                hidden_by_row |= {row: hidden_BLD[number, : texts[row].cost] for number, row in enumerate(rows)}
-        return [hidden_by_row[row] for row in range(len(texts))]
+            split = split_by_length([texts[row].cost for row in group], overhead)
+            passes += [[group[number] for number in numbers] for numbers in split]
+        return passes
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         """(B, L, D): the input of the first layer."""
         return self._model.get_input_embeddings()(ids_BL)
 
-    def positions(self, texts: Sequence[PreparedPrompt], shared: int, length: int) -> torch.Tensor:
-        """Positions of the tokens after the shared ones: (B, L), or (3, B, L) around images."""
-        return (shared + torch.arange(length, device=self.device)).expand(len(texts), length)
+    def positions(self, texts: Sequence[PreparedPrompt], length: int) -> torch.Tensor:
+        """Positions of the tokens after the shared ones, on the host: (B, L), or (3, B, L) around images."""
+        return (texts[0].shared + torch.arange(length)).expand(len(texts), length)
 
-    def _pass(self, texts: Sequence[PreparedPrompt], shared: int) -> torch.Tensor:
+    def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
+        """Of a pass, on the host: ids_BL after the shared ones, padded, and their positions."""
         longest = max(text.cost for text in texts)
-        rows = [text.ids[shared:] + [self._pad_id] * (longest - text.cost) for text in texts]
-        embeds_BLD = self.embeds(texts, torch.tensor(rows, device=self.device))
-        inputs = {"inputs_embeds": embeds_BLD, "position_ids": self.positions(texts, shared, longest)}
-        if not shared:
+        rows = [text.ids[text.shared :] + [self._pad_id] * (longest - text.cost) for text in texts]
+        return [torch.tensor(rows), self.positions(texts, longest)]
+
+    def _pass(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cache = self._caches[texts[0].shared]
+        if texts[0].shared:
+            self.stats.shared += len(texts)
+        else:
             self.stats.whole += len(texts)
-            return self._run(**inputs, use_cache=False)
-        assert self._cache is not None and shared == len(self._prefix), (shared, len(self._prefix))
-        self.stats.shared += len(texts)
-        return self._run(**inputs, use_cache=True, past_key_values=self._cache)
+        embeds_BLD = self.embeds(texts, ids_BL)
+        return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=True, past_key_values=cache)
 
     def _run(self, **inputs: Any) -> torch.Tensor:
         """(B, L, D): the layers' hidden states, concatenated."""

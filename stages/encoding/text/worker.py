@@ -1,6 +1,6 @@
 """The worker of encode-text: texts -> embeddings."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from PIL import Image
 
@@ -10,7 +10,7 @@ from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
-from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, TextResult
 from stages.encoding.text.prefix_cache import PreparedPrompt
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
@@ -70,7 +70,10 @@ class TextWorker(UnitWorker):
         return len(batch) * max(item.cost for item in batch)
 
     def encode(self, names: list[str], batch: list[PreparedPrompt], limit: int) -> Iterator[ShardRow]:
-        for name, result in zip(names, self._encoder.encode(batch), strict=True):
+        return self._rows(names, self._encoder.queue(batch))
+
+    def _rows(self, names: list[str], results: Callable[[], list[TextResult]]) -> Iterator[ShardRow]:
+        for name, result in zip(names, results(), strict=True):
             tensors = {"embeds": model_loading.to_array(result.embeds)}
             if result.pooled is not None:
                 tensors["pooled"] = model_loading.to_array(result.pooled)

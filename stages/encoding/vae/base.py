@@ -16,6 +16,7 @@ from cache.shards.shard import ShardRow
 from cache.store.damage import DamageError
 from schemas.config.encoding import Latents
 from schemas.config.pipeline import Config
+from schemas.devices import to_device
 from schemas.errors import LatentpressError
 from schemas.family import Family, Normalization
 from schemas.geometry import Bucket
@@ -98,9 +99,10 @@ class Autoencoder(ABC):
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: PosteriorMode) -> torch.Tensor:
-        """latents_BCTHW in the model's space, or moments, on the CPU, of pixels in [-1, 1]. seeds: one a sample."""
+        """latents_BCTHW in the model's space, or moments, on the model's device, of pixels in [-1, 1]. seeds: one a
+        sample."""
         parameters = self._parameters(pixels_BCTHW.to(self._vae.device, self._vae.dtype))
-        return latents_from_posterior(parameters, seeds, posterior, self._normalizer).cpu()
+        return latents_from_posterior(parameters, seeds, posterior, self._normalizer)
 
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -221,7 +223,7 @@ class Normalizer:
 
 def _broadcast(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor:
     shape = (1, len(values), *[1] * (latents.ndim - 2))
-    return torch.tensor(values, dtype=latents.dtype, device=latents.device).view(shape)
+    return to_device(torch.tensor(values, dtype=latents.dtype), latents.device).view(shape)
 
 
 def latents_from_posterior(
@@ -238,11 +240,11 @@ def latents_from_posterior(
     if posterior == "mode":
         return normalizer.apply(make_posterior(parameters).mode())
     assert len(seeds) == len(parameters), f"{len(seeds)} seeds for {len(parameters)} samples"
-    drawn = [
-        make_posterior(row[None]).sample(torch.Generator("cpu").manual_seed(seed))
-        for row, seed in zip(parameters, seeds, strict=True)
-    ]
-    return normalizer.apply(torch.cat(drawn))
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    rows = [make_posterior(row[None]) for row in parameters]
+    drawn = [torch.randn(rows[0].mean.shape, generator=generator, dtype=parameters.dtype) for generator in generators]
+    noise = to_device(torch.stack(drawn), parameters.device)  # the host draws it while the device computes
+    return normalizer.apply(torch.cat([row.mean + row.std * noise[n] for n, row in enumerate(rows)]))
 
 
 def posterior_moments(parameters: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:

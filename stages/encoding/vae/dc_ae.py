@@ -18,7 +18,7 @@ class Autoencoder(base.Autoencoder):
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: torch.Tensor, seeds: Sequence[int], posterior: base.PosteriorMode) -> torch.Tensor:
-        return self._normalizer.apply(self._parameters(pixels_BCTHW.to(self._vae.device, self._vae.dtype))).cpu()
+        return self._normalizer.apply(self._parameters(pixels_BCTHW.to(self._vae.device, self._vae.dtype)))
 
     def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:
         """The latents themselves."""

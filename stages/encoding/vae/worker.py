@@ -8,6 +8,7 @@ import torch
 
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
+from schemas.devices import HostCopy, to_device_together
 from schemas.geometry import Bucket
 from schemas.identity import derive_seed
 from stages.encoding import model_loading
@@ -65,30 +66,36 @@ class LatentsWorker(UnitWorker):
         return max(media, sum(item.condition_THWC.size for item in batch if item.condition_THWC is not None)) // 3
 
     def encode(self, names: list[str], batch: list[SamplePixels], limit: int) -> Iterator[ShardRow]:
-        columns = {"latent": self._latents(names, "latent", [item.media_THWC for item in batch])}
+        pixels = {"latent": np.stack([item.media_THWC for item in batch])}
         conditions = [item.condition_THWC for item in batch if item.condition_THWC is not None]
         if conditions:
-            columns["condition"] = self._latents(names, "condition", conditions)
+            pixels["condition"] = np.stack(conditions)
+        sent = to_device_together([*map(torch.from_numpy, pixels.values())], self.device)
+        latents = [self._latents(names, *each) for each in zip(pixels, sent, strict=True)]
+        return self._rows(names, batch, [*pixels], HostCopy(*latents))
+
+    def _latents(self, names: list[str], purpose: str, bytes_BTHWC: torch.Tensor) -> torch.Tensor:
+        """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
+        seeds = [derive_seed(name, purpose) for name in names]
+        return self._autoencoder.encode(normalize_pixels(bytes_BTHWC), seeds, self.config.latents.posterior)
+
+    def _rows(
+        self, names: list[str], batch: list[SamplePixels], purposes: list[str], latents: HostCopy
+    ) -> Iterator[ShardRow]:
+        columns = dict(zip(purposes, latents.wait_all(), strict=True))
         for index, (name, item) in enumerate(zip(names, batch, strict=True)):
             tensors = {key: values[index] for key, values in columns.items()}
             if item.mask_THW is not None:
                 tensors["mask"] = mask_to_latent_grid(item.mask_THW, columns["latent"][index].shape[1:], self._stride)
             yield ShardRow(name, {key: model_loading.to_array(value.to(self._dtype)) for key, value in tensors.items()})
 
-    def _latents(self, names: list[str], purpose: str, items: list[np.ndarray]) -> torch.Tensor:
-        """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
-        seeds = [derive_seed(name, purpose) for name in names]
-        pixels_BCTHW = normalize_on_device(np.stack(items), self.device)
-        return self._autoencoder.encode(pixels_BCTHW, seeds, self.config.latents.posterior)
 
-
-def normalize_on_device(pixels_BTHWC: np.ndarray, device: torch.device) -> torch.Tensor:
-    """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on `device`, equal to the last bit to
+def normalize_pixels(bytes_BTHWC: torch.Tensor) -> torch.Tensor:
+    """8-bit pixels as float32 pixels_BCTHW in [-1, 1] on their device, equal to the last bit to
     stages.media.sample_reader.normalize_pixels. On CUDA, dividing by a Python number multiplies by its
-    rounded inverse; by a tensor, it divides."""
-    bytes_BCTHW = torch.from_numpy(pixels_BTHWC).to(device).movedim(-1, 1)
-    pixels_BCTHW = bytes_BCTHW.to(torch.float32, memory_format=torch.contiguous_format)
-    return pixels_BCTHW.div_(torch.tensor(255.0, device=device)).mul_(2.0).sub_(1.0)
+    rounded inverse; by a tensor of the device, it divides."""
+    pixels_BCTHW = bytes_BTHWC.movedim(-1, 1).to(torch.float32, memory_format=torch.contiguous_format)
+    return pixels_BCTHW.div_(torch.full((), 255.0, device=pixels_BCTHW.device)).mul_(2.0).sub_(1.0)
 
 
 def mask_to_latent_grid(mask_THW: np.ndarray, grid_THW: Sequence[int], stride: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from PIL import Image
 from cache.models.single_model import CONFIG_FILE
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
+from schemas.devices import HostCopy, to_device
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
@@ -71,14 +72,14 @@ class Encoder:
         """
         height, width = frames_BHWC.shape[1:3]
         assert height % PATCH_SIZE == width % PATCH_SIZE == 0, f"{width}x{height} has no whole patches"
-        bytes_BHWC = torch.from_numpy(np.ascontiguousarray(frames_BHWC)).to(self._mean.device)
+        bytes_BHWC = to_device(torch.from_numpy(np.ascontiguousarray(frames_BHWC)), self._mean.device)
         unit_BCHW = bytes_BHWC.permute(0, 3, 1, 2).float() * (1 / 255)
         pixels_BCHW = (unit_BCHW - self._mean) / self._deviation
         tokens_BLC = self._model(pixels_BCHW.to(self._model.dtype)).last_hidden_state[:, self._leading_tokens :]
         return tokens_BLC.unflatten(1, (height // PATCH_SIZE, width // PATCH_SIZE))
 
     def clips(self, clips: list[np.ndarray], grid: GridSize, stride: int, limit: int) -> list[torch.Tensor]:
-        """bfloat16 features_THWC on the CPU, pooled to `grid` and to latent frames, of uint8 clips_FHWC of one size.
+        """bfloat16 features_THWC on the device, pooled to `grid` and to latent frames, of uint8 clips_FHWC of one size.
 
         limit: frames of one forward pass; a longer clip takes several. Pooling is in float32.
         """
@@ -86,7 +87,7 @@ class Encoder:
         starts = range(0, len(frames_BHWC), limit)
         pooled = [pool_space(self.patches(frames_BHWC[start : start + limit]), grid) for start in starts]
         pooled_clips = torch.cat(pooled).split([len(clip) for clip in clips])
-        return [pool_time(features_FHWC, stride).to(torch.bfloat16).cpu() for features_FHWC in pooled_clips]
+        return [pool_time(features_FHWC, stride).to(torch.bfloat16) for features_FHWC in pooled_clips]
 
 
 class VisionWorker(UnitWorker):
@@ -136,7 +137,10 @@ class VisionWorker(UnitWorker):
     def encode(self, names: list[str], batch: list[np.ndarray], limit: int) -> Iterator[ShardRow]:
         grid = stored_grid(self._bucket(names[0]), self._size, self._family.side_multiple)
         clips = self._encoder.clips(batch, grid, self._family.temporal_stride, limit)
-        for name, features_THWC in zip(names, clips, strict=True):
+        return self._rows(names, [len(features_THWC) for features_THWC in clips], HostCopy(torch.cat(clips)))
+
+    def _rows(self, names: list[str], lengths: list[int], features: HostCopy) -> Iterator[ShardRow]:
+        for name, features_THWC in zip(names, features.wait().split(lengths), strict=True):
             yield ShardRow(name, {"vision": model_loading.to_array(features_THWC)})
 
     def _bucket(self, name: str) -> Bucket:

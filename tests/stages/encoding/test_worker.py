@@ -102,6 +102,21 @@ def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, ba
 
 
 @pytest.mark.slow
+def test_out_of_memory_where_rows_are_taken_is_of_their_batch(planned, batches, monkeypatch) -> None:
+    """The next batch, of one member, is queued then."""
+    take = LatentsWorker._rows
+
+    def fits_four(self, names, *rest):
+        if len(names) > 4:
+            raise torch.OutOfMemoryError("20 MiB")
+        yield from take(self, names, *rest)
+
+    monkeypatch.setattr(LatentsWorker, "_rows", fits_four)
+    assert planned.run(encode_latents.run, f"latents.batch_pixels={8 * PIXELS}").done == 9
+    assert batches == [8, 1, 4, 4, 1] and recorded(planned) == [4 * PIXELS]
+
+
+@pytest.mark.slow
 def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, monkeypatch) -> None:
     def never(*_):
         raise torch.OutOfMemoryError("Tried to allocate 20 GiB")

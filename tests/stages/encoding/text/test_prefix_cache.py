@@ -116,7 +116,7 @@ def test_requests_are_prepared_beside_encoding(make):
 def test_a_layer_keeps_nothing_of_a_batch(make, encoded):
     """Memory that lives between batches: the prefix's keys and values, the same tensors at the same length."""
     encoder = make("kandinsky5-video-t2v")
-    layers = encoder._reader._cache.layers
+    layers = encoder._reader._caches[128].layers
     before = [layer._recorded.keys for layer in layers]
     encoded(encoder, CAPTIONS)
     assert all(layer._recorded.keys is keys for layer, keys in zip(layers, before, strict=True))

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import Gemma2Model
 
-from stages.encoding.text.base import TextEncoder, TextRequest, TextResult
+from stages.encoding.text.base import TextEncoder, TextRequest
 from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
 
 
@@ -23,9 +24,7 @@ class Encoder(TextEncoder):
         kept = ids[: self._crop + self.max_length]
         return PreparedPrompt(kept, self._reader.shared_length(kept), len(ids))
 
-    def encode(self, batch: Sequence[PreparedPrompt]) -> list[TextResult]:
-        results = []
-        for prompt, hidden_LD in zip(batch, self._reader.hidden_states(batch), strict=True):
-            embeds_LD = hidden_LD[self._crop - prompt.shared :].to("cpu", self.dtype, copy=True)
-            results.append(TextResult(embeds_LD, None, prompt.untruncated - self._crop, len(embeds_LD)))
-        return results
+    def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
+        hidden, _ = self._reader.hidden_states(batch)
+        pairs = zip(batch, hidden, strict=True)
+        return [hidden_LD[self._crop - prompt.shared :] for prompt, hidden_LD in pairs], None
