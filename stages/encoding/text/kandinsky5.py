@@ -189,6 +189,7 @@ class ImagePromptModel(PrefixCachedModel):
         for row, text in enumerate(texts):
             assert isinstance(text, PreparedImagePrompt) and text.picture is not None
             features = self._batch_features[text.picture.key].to(embeds_BLD.dtype)
+            assert text.ids.count(self._image_id) == len(features)
             first = text.ids.index(self._image_id) - text.shared  # the others follow it
             embeds_BLD[row, first : first + len(features)] = features
         return embeds_BLD
