@@ -51,11 +51,12 @@ def write_section(part: Part, facts: Mapping[str, str], outcome: Outcome) -> str
 
 
 def write_head(facts: Mapping[str, str], sections: Mapping[str, str]) -> str:
+    missing = "only a card shows it" if facts["card"] == "CPU" else "not measured"
     return "\n".join(
         [
             f"# {facts['card']}",
             "",
-            *summary.summarize(sections, PARTS),
+            *summary.summarize(sections, PARTS, missing),
             "",
             "Written by `make gpu` (`python -m benchmarks.gpu --help`). Weights are random, of the published shapes.",
             "",

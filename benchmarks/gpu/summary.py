@@ -29,8 +29,8 @@ def read_rows(text: str, *needed: str) -> list[dict[str, str]]:
     return [row for row in found if all(row.get(name) for name in needed)]
 
 
-def summarize(sections: Mapping[str, str], parts: Mapping[str, Part]) -> list[str]:
-    """A line for each matter; what was not measured is said, too."""
+def summarize(sections: Mapping[str, str], parts: Mapping[str, Part], missing: str = "not measured") -> list[str]:
+    """A line for each matter. missing: said of those of which there is nothing."""
     failed = [name for name in parts if NOT_WHOLE in sections.get(name, "")]
     absent = [name for name in parts if name not in sections]
     found = {
@@ -44,7 +44,7 @@ def summarize(sections: Mapping[str, str], parts: Mapping[str, Part]) -> list[st
         "FLOP/s, of a matrix product's": describe_rates(sections),
         "Idle in a training step": describe_idle(sections.get("kernels", "")),
     }
-    return [f"- {name}: {words or 'not measured'}" for name, words in found.items()]
+    return [f"- {name}: {words or missing}" for name, words in found.items()]
 
 
 def count_tests(text: str) -> str:
@@ -59,7 +59,7 @@ def count_tests(text: str) -> str:
 
 def describe_equality(text: str) -> str:
     rows = [(float(row[DIFFERENCE]), row["flavour"]) for row in read_rows(text, DIFFERENCE)]
-    if not rows:
+    if not rows or "the CPU with itself" in text:  # which says nothing
         return ""
     worst = max(rows, key=lambda row: (math.isnan(row[0]), row[0]))
     return f"differ by {worst[0]:.2g} at most ({worst[1]}; {len(rows)} flavours), bound {LOSS_BOUND:g}"

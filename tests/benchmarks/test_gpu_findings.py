@@ -163,5 +163,7 @@ def test_the_first_lines_say_what_was_found() -> None:
         "- FLOP/s, of a matrix product's: 55% at best (sana, full), 30% at worst (sana, LoRA)",
         "- Idle in a training step: t2i 7%",
     ]
+    alone = summary.summarize({"equality": f"the CPU with itself\n{equal}"}, PARTS, "only a card shows it")
+    assert alone[2] == "- Losses beside the CPU's: only a card shows it"
     nothing = summary.summarize({}, PARTS)
     assert len(nothing) <= 10 and all(line.endswith("not measured") for line in nothing[1:])
