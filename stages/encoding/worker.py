@@ -34,9 +34,8 @@ AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]
 PREFETCH_BYTES = 1 << 30  # of members read ahead, where the configuration gives no number of them
 MAX_PREFETCH = 64  # members, likewise
-END: list[tuple[list[str], list[Any]]] = [
-    ([], [])
-]  # after the last batch: none is queued, and the last one's rows follow
+#: After the last batch of a unit: none is queued, and the last one's rows follow.
+END: list[tuple[list[str], list[Any]]] = [([], [])]
 
 
 class UnitWorker(ABC):
