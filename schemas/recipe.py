@@ -20,7 +20,7 @@ TEXT_VERSION, LATENTS_VERSION, VISION_VERSION = 3, 2, 1
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
-# stages/encoding/text: kandinsky5.py (half of each side, as the pipeline does; the rest in QwenImageProcessor)
+# the text encoder that reads pictures (half of each side, as its pipeline does; the rest in its image processor)
 PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
 MASK = "grey-over-black;pillow-bilinear;area-mean"

@@ -168,7 +168,7 @@ def _describe_devices(finding: Mapping[str, Any]) -> Iterator[Row]:
         yield _row(f"{device['device']}: dtypes", ", ".join(device["dtypes"]), follows, advice)
         yield _row(f"{device['device']}: attention", ", ".join(["native", *device["attention"]]))
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    follows = "" if compiler else "no train.compile; Kandinsky's sparse attention computes every block"
+    follows = "" if compiler else "no train.compile; sparse attention (NABLA) computes every block"
     yield _row("C++ compiler", compiler or "none", follows, "" if compiler else "apt install g++, or the like")
 
 

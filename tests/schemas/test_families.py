@@ -12,14 +12,7 @@ PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: Where a family, its encoders and its transformer may be named: its rows, and the modules that the rows name with
 #: the files that belong to these alone.
 ROWS = ("schemas/catalog.py", "schemas/families/")
-OWN = {
-    "stages/encoding/vae/hunyuan_video.py": ("stages/encoding/vae/hunyuan_video.py",),
-    "stages/encoding/text/kandinsky5.py": (
-        "stages/encoding/text/kandinsky5.py",
-        "stages/encoding/text/kandinsky5.py",
-    ),
-    "trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",),
-}
+OWN = {"trainer/families/kandinsky5.py": ("trainer/families/kandinsky5_attention.py",)}
 
 
 def modules() -> dict[str, str]:
