@@ -164,7 +164,7 @@ def test_positions_that_are_made_on_the_host_are_found(make, monkeypatch) -> Non
 
 
 def test_numbers_that_are_read_before_they_have_arrived_are_found(make, monkeypatch) -> None:
-    monkeypatch.setattr(HostCopy, "wait", lambda self: self._tensor)
+    monkeypatch.setattr(HostCopy, "wait", lambda self: self._tensors[0])
     train(make("t2i", "cpu"))
     with pytest.raises(ValueError, match="NaN"):
         train(make("t2i", NAME))

@@ -72,7 +72,7 @@ def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
     note(cards.programs, "run", "discover", exit_code=0)
     note(cards.programs, "run", "bucket", process_start="of another process")
     found = cards(row("encode-text", 2, 6))
-    assert (found["encode-text"].state, found["encode-text"].can, found["encode-text"].said) == (
+    assert (found["encode-text"].state, found["encode-text"].can, found["encode-text"].remark) == (
         "running",
         [],
         "for 1 min",

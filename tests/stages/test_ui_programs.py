@@ -92,7 +92,7 @@ def test_a_program_goes_on_when_its_page_is_killed(page: Callable[..., ChildProg
     assert said(other, found).startswith("began -P -m stages.preview --config pipeline.yaml --plan")
     other.stop("preview-plan")
     assert ended(other, "preview-plan").exit_code is None, "only its parent could be told"
-    assert build_job_card("preview-plan", "", other).said == "stopped"
+    assert build_job_card("preview-plan", "", other).remark == "stopped"
 
 
 def test_stop_kill_and_what_is_said_of_them(page: Callable[..., ChildPrograms]) -> None:
@@ -105,7 +105,7 @@ def test_stop_kill_and_what_is_said_of_them(page: Callable[..., ChildPrograms]) 
         programs.kill("train")
     programs.stop("train")
     assert ended(programs, "train").exit_code == -signal.SIGTERM
-    assert build_job_card("train", "", programs).said.startswith("stopped, ")
+    assert build_job_card("train", "", programs).remark.startswith("stopped, ")
 
     programs = page(OBSTINATE)
     said(programs, programs.start("train"))
@@ -141,7 +141,7 @@ def test_how_it_ended(page: Callable[..., ChildPrograms], code: int, state: str,
     programs.start("index")
     assert ended(programs, "index").exit_code == code
     card = build_job_card("index", "", programs)
-    assert card.state == state and words in card.said and card.can == ["start"] and card.log == "index"
+    assert card.state == state and words in card.remark and card.can == ["start"] and card.log == "index"
     programs.start("index")
 
 
@@ -169,7 +169,7 @@ def test_a_program_on_another_machine_is_named(page: Callable[..., ChildPrograms
         with pytest.raises(LatentpressError) as refused:
             verb("train")
         assert start.host in str(refused.value) or verb == programs.stop
-    assert build_job_card("train", "", programs).said == f"runs on {start.host}"
+    assert build_job_card("train", "", programs).remark == f"runs on {start.host}"
 
 
 def test_old_logs_are_removed(page: Callable[..., ChildPrograms], tmp_path: Path) -> None:

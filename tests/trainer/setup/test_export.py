@@ -51,7 +51,8 @@ def test_a_checkpoint_loads_in_its_pipeline_and_gives_what_training_had(ready, k
             # Once, but for an adapter that is converted on saving and can't be trained on.
             assert bool(list(file.keys())) == ("init_weights" in adapter)
         checkpoint.restore(resume.read_checkpoint(path, verify=True), run.trainable, run.optimizer)
-        ours, theirs = output(name, run.model.eval()), output(name, pipe.transformer)
+        measure = exact_output if "init_weights" in adapter else output  # what is converted is rounded
+        ours, theirs = measure(name, run.model.eval()), measure(name, pipe.transformer)
         assert (ours - before).abs().max() > 1e-3
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
         if adapter.get("type") == "lokr":
