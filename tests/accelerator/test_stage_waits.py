@@ -85,7 +85,7 @@ def measure(monkeypatch) -> Callable[..., tuple[Counter[str], int]]:
     return run
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "sana", long("kandinsky5-video-t2v")])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", long("sana"), long("kandinsky5-video-t2v")])
 def test_texts(planned, measure, kind) -> None:
     """One copy of all ids and positions. Back come embeddings and, of Kandinsky, the pooled vectors. One of Sana's
     batches has a null prompt, which is read without the template's beginning."""
@@ -93,6 +93,7 @@ def test_texts(planned, measure, kind) -> None:
     assert copies == {"to device": batches, "to host": batches * (1 if kind == "sana" else 2)}
 
 
+@pytest.mark.long
 def test_texts_with_pictures(planned, measure) -> None:
     """One copy more of a picture that no earlier text has."""
     copies, batches = measure(planned("kandinsky5-image-i2i"), encode_text, "text.batch_tokens=1")
@@ -103,9 +104,9 @@ def test_texts_with_pictures(planned, measure) -> None:
 @pytest.mark.parametrize(
     ("kind", "posterior"),
     [
-        ("kandinsky5-image-i2i", "sample"),
+        long("kandinsky5-image-i2i", "sample"),
         ("kandinsky5-video-i2v", "moments"),
-        ("sana", "sample"),  # it has no posterior to draw from
+        long("sana", "sample"),  # it has no posterior to draw from
         long("kandinsky5-image-t2i", "mode"),
         long("kandinsky5-video-t2v", "sample"),
     ],
@@ -119,7 +120,7 @@ def test_latents(planned, measure, kind, posterior) -> None:
     assert copies == {"to device": batches * (1 + drawn), "to host": batches * tensors}
 
 
-@pytest.mark.parametrize(("kind", "passes"), [("kandinsky5-image-t2i", 1), ("kandinsky5-video-t2v", 5)])
+@pytest.mark.parametrize(("kind", "passes"), [long("kandinsky5-image-t2i", 1), ("kandinsky5-video-t2v", 5)])
 def test_vision(planned, measure, tiny, kind, passes) -> None:
     """A copy for each pass, as a clip may have more frames than a pass takes; once in a process the shares by which
     patches are pooled."""

@@ -62,6 +62,7 @@ def test_a_run_on_the_device_is_that_of_the_cpu(make, kind, adapter, way) -> Non
     check_equal(device, host)
 
 
+@pytest.mark.long
 def test_blocks_that_come_on_a_stream(make, monkeypatch) -> None:
     """Which a CPU does not have: without one there."""
     monkeypatch.setattr(blocks, "STREAM_DEVICES", (NAME,))

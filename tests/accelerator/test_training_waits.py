@@ -11,7 +11,7 @@ from schemas.config.pipeline import Config
 from tests.accelerator.counts import counting
 from tests.accelerator.runs import prepared
 from tests.accelerator.tensors import NAME
-from tests.forms import long
+from tests.forms import in_turn, long
 from trainer import train as loop
 from trainer.setup.optimizers import DivergedError
 
@@ -54,9 +54,7 @@ def waits_of_a_step(config: Config) -> Counter:
     return counts.waits
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "LoRA") for kind in KINDS), *(("t2i", name) for name in BUDGETS if name != "LoRA")]
-)
+@pytest.mark.parametrize(("kind", "name"), in_turn(KINDS, BUDGETS))
 def test_a_step_waits_once(make, kind, name) -> None:
     options, budget = BUDGETS[name]
     waits = waits_of_a_step(make(kind, **options))
@@ -107,7 +105,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_the_device(make, monkeypatch) 
             earlier = loop.train_step(run, run.loader.step(number), last)
 
 
-@pytest.mark.parametrize("kind", ["sana", "i2v", *map(long, ("t2i", "i2i", "t2v"))])
+@pytest.mark.parametrize("kind", ["i2v", *map(long, ("t2i", "i2i", "t2v", "sana"))])
 def test_validation_waits_for_no_step(make, kind) -> None:
     """A sample of more denoising steps waits as often; so does the eval loss of more rows."""
     found = []
