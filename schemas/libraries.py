@@ -66,6 +66,7 @@ LIBRARIES = (
     Library("gcsfs", "gcsfs", "gs:// addresses", "gcs"),
     Library("aiohttp", "aiohttp", "http:// addresses", "http"),
     Library("datasets", "datasets", "datasets of the Hugging Face Hub", "huggingface"),
+    Library("braceexpand", "braceexpand", "tars named as {00000..00041}.tar", "webdataset"),
     Library("ray", "ray", "stages.engine: ray", "ray"),
     Library("bokeh", "bokeh", "report", "report"),
     Library("starlette", "starlette", "ui", "ui"),
@@ -89,9 +90,13 @@ def find_library(module: str) -> Library:
 
 
 def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
-    """(module, the option that needs it), for all stages and training."""
-    for module in ("torch", "diffusers", "transformers", "accelerate", "peft", "av", "PIL"):
-        yield module, f"model.family {config.model.family}"
+    """(module, the option or the programs that need it), for all stages and training."""
+    for module in ("torch", "diffusers", "transformers"):
+        yield module, "encode-text, encode-latents, train"
+    for module in ("accelerate", "peft"):
+        yield module, "train"
+    for module in ("av", "PIL"):
+        yield module, "discover, encode-latents, decode"
     quantizations = {"text.quantization": config.text.quantization, "train.base_precision": config.train.base_precision}
     for option, value in quantizations.items():
         if value in QUANTIZATION_LIBRARIES:
@@ -105,7 +110,8 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
         if name in ATTENTION_LIBRARIES:
             yield ATTENTION_LIBRARIES[name], f"{option} {name}"
     optimizer = config.train.optimizer.name
-    yield find_optimizer(optimizer).path.partition(".")[0], f"train.optimizer.name {optimizer}"
+    if (package := find_optimizer(optimizer).path.partition(".")[0]) != "torch":
+        yield package, f"train.optimizer.name {optimizer}"
     for tracker in config.train.trackers:
         yield tracker, f"train.trackers {tracker}"
     if config.stages.engine == "ray":
@@ -117,8 +123,10 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
     for dataset in config.datasets:
         if dataset.disabled:
             continue
-        if dataset.source == "huggingface":
+        if dataset.resolved_source == "huggingface":
             yield "datasets", f"datasets.{dataset.id}.source huggingface"
+        if dataset.resolved_source == "webdataset" and "{" in dataset.instance_data_dir:
+            yield "braceexpand", f"datasets.{dataset.id}.instance_data_dir {{...}}"
         if dataset.video.scenes:
             yield "scenedetect", f"datasets.{dataset.id}.video.scenes"
     for option, url in needed_stores(config):

@@ -32,6 +32,8 @@ from stages.maintenance.probes import TIME_LIMIT_S, run_probe
 MOST_PROBES = 4  # at a time: each may import torch
 LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
 DEFAULT_CONFIG = Path("pipeline.yaml")
+STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/object-stores.md)"
+UNWRITABLE = "nothing can be written there"
 INSTALL_TORCH = "install the torch build for the card (README, Installing for a GPU)"
 DTYPE_ADVICE = {
     "bfloat16": "set precisions to float32, or choose another device",
@@ -207,7 +209,7 @@ def _describe_disks(configuration: Config | None) -> Iterator[Row]:
         folder = next(part for part in (path, *path.parents) if part.is_dir())
         advice: tuple[str, str] | tuple[()] = ()
         if not os.access(folder, os.W_OK):
-            advice = "nothing can be written there", f"choose another place for {name}, or allow this user to write"
+            advice = UNWRITABLE, f"choose another place for {name}, or allow this user to write"
         elif find_shortage(location, LEAST_SPACE):
             advice = "little room for caches and checkpoints", "free space, or choose a place on another disk"
         yield _row(name, f"{folder}: {format_bytes(shutil.disk_usage(folder).free)} free", *advice)
@@ -223,12 +225,9 @@ def _describe_stores(findings: Findings) -> Iterator[Row]:
             yield _row(strip_secrets(url), f"reached, {finding['entries']} names")
 
 
-STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/cluster.md)"
-
-
 def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
     """Needs of the configuration that this machine lacks, with the option that needs it."""
-    for module, option in dict(needed_libraries(configuration)).items():
+    for module, option in dict.fromkeys(needed_libraries(configuration)):
         library = find_library(module)
         if not is_installed(module):
             yield _failure(option, f"{library.distribution} is not installed", library.command)
@@ -238,7 +237,7 @@ def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
         if "problem" in findings.get(url, {}):
             yield _failure(option, f"{strip_secrets(url)}: {findings[url]['problem']}", STORE_ADVICE)
     for row in _describe_disks(configuration):
-        if "written" in row["what_follows"]:
+        if row["what_follows"] == UNWRITABLE:
             yield _failure(row["what"], f"{row['found']}, and {row['what_follows']}", row["remedy"])
     if "devices" in findings.get("devices", {}):
         yield from _list_device_failures(configuration, findings["devices"])

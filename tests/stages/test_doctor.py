@@ -184,3 +184,14 @@ def test_every_library_is_one_that_pip_can_install() -> None:
         if library.extra:
             listed = " ".join(extras["optional-dependencies"][library.extra]).lower()
             assert library.distribution.lower() in listed, library
+
+
+def test_every_option_that_needs_a_library_is_named(quick, project: Callable[..., Project]) -> None:
+    home = project(IMAGE)
+    home.config()
+    quick["bitsandbytes"] = {"problem": "no driver"}
+    options = ["text.quantization=nf4-bnb", "train.base_precision=nf4-bnb", "model.precision=float32"]
+    given = [part for option in options for part in ("--set", option)]
+    _, report = program("--config", str(home.folder / "pipeline.yaml"), *given)
+    items = [row["item"] for row in report["failed"]]
+    assert {"text.quantization nf4-bnb", "train.base_precision nf4-bnb"} <= set(items) and len(items) == len(set(items))
