@@ -7,6 +7,7 @@ FOLDED is the `prompt_clean` of the diffusers pipelines, LOWERCASE their `_text_
 """
 
 import html
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -130,6 +131,28 @@ class Normalization:
 
 
 @dataclass(frozen=True)
+class ShiftByTokens:
+    """The shift of noise levels by an image's visual tokens: exp(mu), mu on a line from `low` at `fewest` tokens to
+    `high` at `most`. clamped: with fewer or more it is that of the nearest end.
+
+    `calculate_shift` of diffusers' pipelines, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is `flow.shift_sigma`
+    by exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at 24,576 tokens. The
+    line is diffusers' own default; families whose pipeline has none are clamped, since it was not made for other sizes.
+    """
+
+    fewest: int = 256
+    most: int = 4096
+    low: float = 0.5
+    high: float = 1.15
+    clamped: bool = True
+
+    def __call__(self, tokens: int) -> float:
+        tokens = min(max(tokens, self.fewest), self.most) if self.clamped else tokens
+        share = (tokens - self.fewest) / (self.most - self.fewest)
+        return math.exp(self.low + share * (self.high - self.low))
+
+
+@dataclass(frozen=True)
 class SparseAttention:
     """Attention over blocks, of checkpoints whose transformer config has `value` at `key`. side_multiple: pixels."""
 
@@ -200,7 +223,7 @@ class Family:
     their beginnings (pixels). own_sizes: what keeps its pipelines from taking a size of their own near that which is
     asked for: their attribute `resolutions`, or the argument `use_resolution_binning`. shapes: sub-folder -> its
     published config, of which only the keys that differ from the defaults of its class, for predictions without a
-    download.
+    download. shift_by_tokens: visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -242,6 +265,7 @@ class Family:
     convolves: bool = False
     preview_autoencoder: Literal["AutoencoderTiny"] | None = None
     tile: tuple[int, int] = (512, 384)
+    shift_by_tokens: Callable[[int], float] = ShiftByTokens()
     own_sizes: Literal["resolutions", "use_resolution_binning"] | None = None
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -195,7 +195,7 @@ def describe_sample(
 
 
 def load_scheduler(source: str, revision: str | None = None, shift: float | None = None) -> Any:
-    """The scheduler of a checkpoint's folder `scheduler`. shift: replaces the checkpoint's own.
+    """The scheduler of a checkpoint's folder `scheduler`. shift: replaces the checkpoint's own, also one by tokens.
 
     ValueError for a class that diffusers lacks, or that has no shift to set.
     """
@@ -214,7 +214,8 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
     key = next((key for key in SHIFT_KEYS if key in scheduler.config), None)
     if key is None:
         raise ValueError(f"{source}/scheduler is a {name}, which has no shift; leave validation.shift out")
-    return scheduler_class.from_config(config, **{key: shift})
+    fixed = {"use_dynamic_shifting": False} if scheduler.config.get("use_dynamic_shifting") else {}
+    return scheduler_class.from_config(config, **{key: shift}, **fixed)
 
 
 @torch.no_grad()
@@ -234,22 +235,22 @@ def denoise(
     `output_type="latent"` for equal weights, embeddings and noise.
 
     model: in eval mode. batch, negative: their texts and conditions are used, their latents are not; the negative only
-    above guidance 1. advance: called after each step.
+    above the family's UNGUIDED_SCALE. advance: called after each step.
     """
     device = batch.text_BLD.device
-    dtype = family.sampling_dtype(getattr(model, "module", model))
+    plain = getattr(model, "module", model)
+    dtype, tokens = family.sampling_dtype(plain), family.token_grid(plain, batch).tokens
     x = family.initial_latents(noise_BCTHW.to(device, dtype), batch, task)
     given = family.clean_frames(task)
-    scheduler.set_timesteps(steps, device=device)
+    family.set_timesteps(scheduler, steps, tokens, device)
     scheduler.set_begin_index(0)  # else it looks for the first timestep, and waits for the device
     for t in scheduler.timesteps:
         # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
         sigma_B = ((t.double() if has_float64(device) else t) / 1000).expand(x.shape[0])
         # Guided and stepped in the dtype in which the family's pipeline keeps latents.
         velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
-        if guidance > 1 and negative is not None:
-            unguided = family.predict(model, x, sigma_B, negative, task).to(dtype)
-            velocity = unguided + guidance * (velocity - unguided)
+        if guidance > family.UNGUIDED_SCALE and negative is not None:
+            velocity = family.guide(velocity, family.predict(model, x, sigma_B, negative, task).to(dtype), guidance)
         stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
         x = torch.cat([x[:, :, :given], stepped], 2)
         advance()

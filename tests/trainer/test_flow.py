@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from schemas.config.methods import Loss, Timesteps
+from schemas.family import ShiftByTokens
 from trainer.batch import Batch, pad_text
 from trainer.flow import (
     LOSS_TYPES,
@@ -29,7 +30,6 @@ from trainer.flow import (
     spread_uniform,
     velocity,
 )
-from trainer.run.run_state import shift_by_tokens
 
 unit = st.floats(0, 1)
 shifts = st.floats(0.1, 20)
@@ -264,7 +264,7 @@ def test_the_shift_is_applied_to_the_draw() -> None:
 
 
 def test_the_shift_by_tokens_is_that_of_the_flux_pipeline_and_its_scheduler() -> None:
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    scheduler, shift_by_tokens = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), ShiftByTokens()
     sigma = torch.linspace(0.05, 1, 20, dtype=torch.float64)
     for tokens in (256, 1024, 1536, 4096):
         mu = calculate_shift(tokens)
@@ -276,6 +276,9 @@ def test_the_shift_by_tokens_is_that_of_the_flux_pipeline_and_its_scheduler() ->
         )
     assert shift_by_tokens(64) == shift_by_tokens(256) and shift_by_tokens(24_576) == shift_by_tokens(4096)
     assert shift_by_tokens(24_576) == pytest.approx(3.158, abs=1e-3) and np.exp(calculate_shift(24_576)) > 99
+    unclamped = ShiftByTokens(clamped=False)
+    for tokens in (64, 4096, 6889):  # 1328x1328 pixels
+        assert unclamped(tokens) == pytest.approx(np.exp(calculate_shift(tokens)), rel=1e-12)
 
 
 def spread(step: int, count: int, seed: int = 0) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -43,10 +44,11 @@ class TokenGrid:
 
 @dataclass
 class KeptTokens:
-    """The tokens of a route, of the N that the transformer has.
+    """The tokens of a route, of the N visual ones that the transformer has.
 
+    What follows the visual tokens along the second axis, as a text that is attended to jointly, is kept whole.
     positions_BK: ascending, in the order of `FamilyModule.token_grid`. square: that of the TokenGrid, whose squares are
-    kept whole. waiting_BND: the hidden states of all tokens where the route begins; set by its first block.
+    kept whole. waiting_BND: the hidden states of all visual tokens where the route begins; set by its first block.
     """
 
     positions_BK: torch.Tensor
@@ -59,16 +61,18 @@ class KeptTokens:
         self._rows = (self.positions_BK + starts_B1).flatten()  # of all samples' tokens, one after the other
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
-        """(B or 1, N, ...) -> (B, K, ...)"""
+        """(B or 1, N + M, ...) -> (B, K + M, ...), where M values follow those of the visual tokens."""
         shape = self.positions_BK.shape
-        rows = values.expand(shape[0], *values.shape[1:]).flatten(0, 1)
-        return rows.index_select(0, self._rows).unflatten(0, shape)
+        values = values.expand(shape[0], *values.shape[1:])
+        taken = values[:, : self.tokens].flatten(0, 1).index_select(0, self._rows).unflatten(0, shape)
+        return taken if values.shape[1] == self.tokens else torch.cat([taken, values[:, self.tokens :]], 1)
 
-    def restore(self, values_BKD: torch.Tensor) -> torch.Tensor:
-        """(B, N, D): the tokens that waited, with these in their places."""
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, K + M, D) -> (B, N + M, D): the tokens that waited, with these in their places."""
         assert self.waiting_BND is not None, "the route's first block has not run"
-        rows = self.waiting_BND.to(values_BKD.dtype).flatten(0, 1)
-        return rows.index_copy(0, self._rows, values_BKD.flatten(0, 1)).view_as(self.waiting_BND)
+        count, waiting = self.positions_BK.shape[1], self.waiting_BND.to(values.dtype)
+        restored = waiting.flatten(0, 1).index_copy(0, self._rows, values[:, :count].flatten(0, 1)).view_as(waiting)
+        return restored if values.shape[1] == count else torch.cat([restored, values[:, count:]], 1)
 
 
 class FamilyModule(Protocol):
@@ -76,10 +80,12 @@ class FamilyModule(Protocol):
 
     Latents are (B, C, T, h, w) in the model's space, sigma_B goes from 0 (data) to 1 (noise). model: what `load`
     returns; `predict` may get it inside DistributedDataParallel. LORA_TARGETS: a regular expression that matches the
-    full paths of the modules that LoRA adapts by default.
+    full paths of the modules that LoRA adapts by default. UNGUIDED_SCALE: the guidance scale up to which the pipeline
+    does without the negative prompt.
     """
 
     LORA_TARGETS: str
+    UNGUIDED_SCALE: float
 
     def load(
         self,
@@ -104,7 +110,7 @@ class FamilyModule(Protocol):
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
         """The blocks of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
-        `token_grid`; of Experts, `model` is one of them."""
+        `token_grid`, and what may follow them, as a text; of Experts, `model` is one of them."""
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         """The order of the visual blocks' tokens."""
@@ -119,8 +125,8 @@ class FamilyModule(Protocol):
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
-        gets as its first argument: what else belongs to a token is taken with it. A block may look at the tokens that
-        wait (`kept.restore`) where it computes neighbors."""
+        gets as its first argument, with what follows them there: what else belongs to a token is taken with it. A block
+        may look at the tokens that wait (`kept.restore`) where it computes neighbors."""
 
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
@@ -131,11 +137,38 @@ class FamilyModule(Protocol):
     def sampling_dtype(self, model: Any) -> torch.dtype:
         """The dtype of the pipeline's latents between denoising steps."""
 
+    def set_timesteps(self, scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+        """Set the scheduler's noise levels as the pipeline does, for latents of so many visual tokens."""
+
+    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
+        """The guided velocity (B, C, T, h, w), of those with the prompt and with the negative one."""
+
     def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
         """The latents that denoising starts from."""
 
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """The pipeline's processing of latents after denoising."""
+
+
+def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+    """`FamilyModule.set_timesteps` of pipelines that leave the noise levels to the scheduler."""
+    scheduler.set_timesteps(steps, device=device)
+
+
+def set_linear_sigmas(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+    """`FamilyModule.set_timesteps` of pipelines that give sigmas from 1 to 1 / steps, and mu by the scheduler's config:
+    that of a line through two numbers of tokens (`calculate_shift`), which a scheduler with a fixed shift ignores."""
+    config = scheduler.config
+    fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (high - low) / (most - fewest)
+    sigmas = np.linspace(1.0, 1 / steps, steps).tolist()
+    scheduler.set_timesteps(sigmas=sigmas, mu=tokens * slope + low - slope * fewest, device=device)
+
+
+def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
+    """`FamilyModule.guide` of classifier-free guidance (Ho and Salimans 2022), without effect at a scale of 1."""
+    return unconditional + scale * (conditional - unconditional)
 
 
 def module_of(family: Family) -> FamilyModule:

@@ -14,6 +14,7 @@ from cache.models.weights import load_part
 from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
+from trainer.families import base
 from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
 from trainer.families.kandinsky5_attention import (
     Kandinsky5Transformer3DModel,
@@ -33,7 +34,9 @@ LORA_TARGETS = (
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
 
-
+UNGUIDED_SCALE = 1.0
+guide = base.guide
+set_timesteps = base.set_timesteps
 FLOAT32_MODULES = frozenset({"time_embeddings", "modulation", "visual_modulation", "text_modulation"})
 
 

@@ -42,7 +42,7 @@ class CREPAMethod(Method):
         self.ended = False
         self._projection: torch.nn.Module | None = None
         self._width = 0  # of the hidden states
-        self._hidden_BLD: torch.Tensor | None = None
+        self._hidden: torch.Tensor | None = None  # (B, L or more, D)
         self._hook: RemovableHandle | None = None
 
     def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -92,25 +92,26 @@ class CREPAMethod(Method):
         """Keep what the block computes. With gradient checkpointing this is the tensor that the next block reads, too,
         so gradients reach it; `loss` removes the hook before the block is computed again."""
         if torch.is_grad_enabled():
-            self._hidden_BLD = output
+            self._hidden = output
 
     def _release(self) -> torch.Tensor | None:
         """Return what was kept, once."""
         if self._hook is not None:
             self._hook.remove()
-        hidden_BLD, self._hidden_BLD, self._hook = self._hidden_BLD, None, None
-        return hidden_BLD
+        hidden, self._hidden, self._hook = self._hidden, None, None
+        return hidden
 
     def loss(self, step: MethodStep) -> torch.Tensor:
-        weight, hidden_BLD = self.weight(step.number, step.steps), self._release()
+        weight, hidden = self.weight(step.number, step.steps), self._release()
         assert self._projection is not None
         step.log("crepa_weight", torch.full_like(step.sigma_B, weight))
         if not self.measures(step.number, step.steps):
             return self.nothing(step)
-        assert hidden_BLD is not None, "the block was not called"
+        assert hidden is not None, "the block was not called"
         with nullcontext() if weight else torch.no_grad():
-            projected_BLC = F.normalize(self._projection(hidden_BLD.float()), dim=-1)
             targets_BLC = self.take(step, self.targets(step))
+            hidden_BLD = hidden[:, : targets_BLC.shape[1]]  # without a text that follows
+            projected_BLC = F.normalize(self._projection(hidden_BLD.float()), dim=-1)
             similarity_BL = (projected_BLC * targets_BLC).sum(-1)
         step.log("crepa_similarity", similarity_BL.detach().mean(1))
         if not weight:

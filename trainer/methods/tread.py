@@ -95,9 +95,10 @@ def covered_squares(mask_BTHW: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
 
 
 def begin(kept: KeptTokens, block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    kept.waiting_BND, *others = inputs
-    assert kept.waiting_BND is not None and kept.waiting_BND.shape[1] == kept.tokens, "routes do not overlap"
-    return kept.take(kept.waiting_BND), *others
+    hidden, *others = inputs
+    assert hidden.shape[1] >= kept.tokens, "routes do not overlap"
+    kept.waiting_BND = hidden[:, : kept.tokens]
+    return kept.take(hidden), *others
 
 
 def end(kept: KeptTokens, block: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

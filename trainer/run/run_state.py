@@ -1,7 +1,6 @@
 """A run's folder, resume signature and progress, computed from files, without torch."""
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from trainer.run.resume import ResumeError, check_signature, file_checksum, newe
 
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
 RANDOM_NUMBERS = "philox4x64-10"
-BASE_TOKENS, MOST_TOKENS = 256, 4096  # as diffusers has it: 256x256 and 1024x1024 pixels
-BASE_LOG_SHIFT, LARGEST_LOG_SHIFT = 0.5, 1.15
 HASH_ROWS = 1 << 18  # rows hashed at a time
 HASHED_STRINGS = ("sample_id", "bucket", "dataset")
 HASHED_NUMBERS = ("repeats", "weight", "regularisation")
@@ -158,20 +155,9 @@ def train_shift(config: Config, bucket: str) -> float:
     """The shift of sigma for samples of a bucket ("WxH@F")."""
     if not config.train.timesteps.auto_shift:
         return fixed_shift(config)
-    size, token = Bucket.parse(bucket), config.model.family_spec.side_multiple  # pixels
-    return shift_by_tokens((size.width // token) * (size.height // token))
-
-
-def shift_by_tokens(tokens: int) -> float:
-    """The shift of an image of so many visual tokens: exp(mu), mu linear from 0.5 at 256 to 1.15 at 4096 tokens.
-
-    `calculate_shift` of diffusers' pipelines, whose scheduler's exp(mu) / (exp(mu) + 1 / u - 1) is
-    `flow.shift_sigma` by exp(mu). Of a video, the tokens of one frame; all frames' would give a shift of about 100 at
-    24,576 tokens. Outside of 256..4096 tokens it is that of the nearest, 1.65 or 3.16, since the line was not made for
-    them.
-    """
-    share = (min(max(tokens, BASE_TOKENS), MOST_TOKENS) - BASE_TOKENS) / (MOST_TOKENS - BASE_TOKENS)
-    return math.exp(BASE_LOG_SHIFT + share * (LARGEST_LOG_SHIFT - BASE_LOG_SHIFT))
+    size, family = Bucket.parse(bucket), config.model.family_spec
+    token = family.side_multiple  # pixels
+    return family.shift_by_tokens((size.width // token) * (size.height // token))
 
 
 def train_precision(config: Config) -> str:

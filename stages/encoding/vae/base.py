@@ -3,8 +3,8 @@
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -107,7 +107,7 @@ class Autoencoder(ABC):
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 pixels_BTHWC on the CPU, of latents in the model's space or of the mean of moments."""
-        latents_BCTHW = posterior_means(latents_BCTHW, self._vae.config.latent_channels)
+        latents_BCTHW = posterior_means(latents_BCTHW, latent_channels(self._vae.config))
         z_BCTHW = self._normalizer.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
         return to_uint8(self._decode(z_BCTHW))
 
@@ -171,6 +171,11 @@ def make_posterior(parameters: torch.Tensor) -> Any:
     return DiagonalGaussianDistribution(parameters)
 
 
+def latent_channels(config: Mapping[str, Any]) -> int:
+    """Of an autoencoder's config; those for videos name the number z_dim."""
+    return config["latent_channels"] if "latent_channels" in config else config["z_dim"]
+
+
 @dataclass(frozen=True)
 class Normalizer:
     """From the autoencoder's latents to the model's: (z - mean) / deviation * scale; axis 1 holds the channels.
@@ -189,7 +194,7 @@ class Normalizer:
         def numbers(key: str | None) -> tuple[float, ...] | None:
             if key is None:
                 return None
-            value, channels = vae.config.get(key), vae.config.latent_channels
+            value, channels = vae.config.get(key), latent_channels(vae.config)
             if value is None:
                 raise ValueError(f"vae/config.json has no {key}, by which the family's latents are normalized")
             values = tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
@@ -273,7 +278,7 @@ def to_uint8(pixels_BCTHW: torch.Tensor) -> torch.Tensor:
 class TinyAutoencoder:
     """A tiny autoencoder for previews: diffusers' AutoencoderTiny (TAESD and its kin).
 
-    It was distilled on latents that are shifted and scaled by the large autoencoder's config; those of the family
+    It was distilled on latents that are shifted and scaled by the large autoencoder's config; those of some families
     are only scaled. offset: the difference.
     """
 
@@ -294,9 +299,10 @@ def load_tiny_autoencoder(config: Config, where: torch.device) -> TinyAutoencode
     from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
 
     model, source = config.model, config.validation.preview_autoencoder
-    assert source is not None and model.family_spec.normalization == Normalization()
+    normalization = model.family_spec.normalization
+    assert source is not None and replace(normalization, mean=None) == Normalization()
     large = read_component_config(model.source, model.revision, "vae")
-    offset = (large.get("shift_factor") or 0.0) * large["scaling_factor"]
+    offset = 0.0 if normalization.mean else (large.get("shift_factor") or 0.0) * large["scaling_factor"]
     folder = preview_model(source).fetch()
     dtype = getattr(torch, config.latents.precision or model.precision)
     with model_loading.reading_errors(source, "the tiny autoencoder"):

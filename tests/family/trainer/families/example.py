@@ -11,10 +11,14 @@ from cache.models.weights import load_part
 from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
+from trainer.families import base
 from trainer.families.base import Experts, FamilyModule, KeptTokens, TokenGrid, components
 
 BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
 LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+UNGUIDED_SCALE = 1.0
+guide = base.guide
+set_timesteps = base.set_timesteps
 
 
 def load(
