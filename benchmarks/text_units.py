@@ -6,7 +6,7 @@ A plan of so many images of about a megapixel, one caption each: lognormal numbe
 each number of units among which texts are sorted by length (0: all, as it was before units followed the samples):
 
 "padding": of batches of 4,096 tokens, by the plan's estimate of tokens. "cost": tokens that passes compute, with 256
-more for each pass (`stages.encoding.text.prefix_cache`), as a multiple of the texts' own. "latents at a time", "texts
+more for each pass (`stages.encoding.text.reader`), as a multiple of the texts' own. "latents at a time", "texts
 at a time": shards that steps in a row read which use up a quarter of `--shuffle-shards` of latents, on average and at
 most. "texts read": how often an epoch reads each shard of texts, if it is kept while a section lasts. All are counts,
 so a busy machine gives the same.
@@ -22,7 +22,7 @@ from cache.order.set_columns import IntColumn
 from cache.order.shard_order import order_by_shards
 from schemas.config.pipeline import Config
 from schemas.tables import MEDIA_SCHEMA
-from stages.encoding.text.prefix_cache import PASS_OVERHEAD_TOKENS, split_by_length
+from stages.encoding.text.reader import PASS_OVERHEAD_TOKENS, split_by_length
 from stages.planning import units
 from stages.planning.plan_builder import DraftPlan, build_plan
 

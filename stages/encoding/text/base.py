@@ -1,5 +1,4 @@
-"""The common part of the families' text encoders: loading, quantized or offloaded, and reading behind the template's
-prefix."""
+"""The common part of the families' text encoders: loading, quantized or offloaded, and a reader of the texts."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -7,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from PIL import Image
@@ -22,7 +21,8 @@ from schemas.family import Template
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from schemas.text_format import shorten
 from stages.encoding import model_loading
-from stages.encoding.text.prefix_cache import EncoderStats, PrefixCachedModel, find_prefix_ids
+from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
+from stages.encoding.text.reader import EncoderStats, TextReader
 from stages.media.files import MediaError
 
 CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
@@ -30,6 +30,8 @@ CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 #: not quantized, on any machine.
 NF4_ROW_MULTIPLE, NF4_COLUMN_MULTIPLE = 32, 64
 DEFAULT_OPTIONS = Text()
+Reader = TypeVar("Reader", bound=TextReader)
+CachedReader = TypeVar("CachedReader", bound=PrefixCachedModel)
 
 
 class OptionError(LatentpressError, ValueError):
@@ -74,12 +76,12 @@ def request_error(reason: str, request: TextRequest, problem: str, advice: str) 
     return RequestError(reason, f"caption {shorten(request.text)!r}", problem, advice)
 
 
-class TextEncoder(ABC):
+class TextEncoder(ABC, Generic[Reader]):
     """Loads a family's text encoder once. `prepare` tokenizes, and may run at the same time as `encode`, the forward
     pass.
 
-    Each family's `Encoder` names its components, loads its language model in `_load`, makes the model's input of a
-    request in `prepare`, and reads a batch of these in `_compute`.
+    Each family's `Encoder` names its components and its reader's class, loads its language model in `_load`, makes the
+    model's input of a request in `prepare`, and reads a batch of these in `_compute`.
     """
 
     components: tuple[str, ...]  # folders of the checkpoint
@@ -109,7 +111,7 @@ class TextEncoder(ABC):
         self._reader = self._load(folder)
 
     @abstractmethod
-    def _load(self, folder: Path) -> PrefixCachedModel:
+    def _load(self, folder: Path) -> Reader:
         """Load the models from `folder`; returns the reader of the language model."""
 
     @abstractmethod
@@ -158,10 +160,15 @@ class TextEncoder(ABC):
             self.unquantized = unquantized_layers(model)
         return model
 
-    def _make_reader(self, reader_class: type[PrefixCachedModel], model: Any, most: int) -> PrefixCachedModel:
-        """most: how many tokens of the template's beginning are computed once for all texts, at most."""
+    def _make_reader(self, reader_class: type[CachedReader], model: Any, most: int) -> CachedReader:
+        """A reader of a causal model. most: how many tokens of the template's beginning are computed once for all
+        texts, at most."""
         prefix = find_prefix_ids(self._ids, self.template, most) if self._share_prefix else []
-        return reader_class(model, prefix, self._tokenizer.pad_token_id or 0, self.device, self.template.layers)
+        return reader_class(model, prefix, self._pad_id, self.device, self.template.layers)
+
+    @property
+    def _pad_id(self) -> int:
+        return self._tokenizer.pad_token_id or 0
 
     @property
     def stats(self) -> EncoderStats:
@@ -194,8 +201,9 @@ def load_language_model(
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
     int8-quanto and nf4-bnb quantize the matrices of the language model's blocks, except those in `unquantized_layers`;
-    embeddings, norms and the vision model stay. blocks: the weights stay on the host, and each block's are on the
-    device while it computes, with the same result. unused: submodules that are removed, as nothing calls them.
+    embeddings, norms and the vision model stay. nf4-bnb leaves out, too, what the class keeps in float32: T5's forward
+    converts a layer's input to the dtype of its weight. blocks: the weights stay on the host, and each block's are on
+    the device while it computes, with the same result. unused: submodules that are removed, as nothing calls them.
     Raises OptionError, and WeightsError where the weights are pickled.
     """
     _check_options(model_class, device, options)
@@ -213,25 +221,28 @@ def load_language_model(
         from optimum.quanto import freeze, qint8, quantize
 
         # On the host, so that the device needs memory for the smaller weights only.
-        layers = decoder_layers(model)
+        layers = text_blocks(model)
         quantize(layers, weights=qint8)
         freeze(layers)
     if options.offload == "blocks":
         from accelerate import cpu_offload
 
-        blocks = sorted({type(block).__name__ for block in decoder_layers(model)})
+        blocks = sorted({type(block).__name__ for block in text_blocks(model)})
         return cpu_offload(model, device, preload_module_classes=blocks)
     return model if options.quantization == "nf4-bnb" else model.to(device)
 
 
-def decoder_layers(model: Any) -> torch.nn.ModuleList:
+def text_blocks(model: Any) -> torch.nn.ModuleList:
+    """The blocks of the language model: of a causal one, or of a T5's encoder."""
+    if hasattr(model, "encoder"):
+        return model.encoder.block
     inner = getattr(model, "model", model)
     return getattr(inner, "language_model", inner).layers
 
 
 def unquantized_layers(model: Any) -> list[str]:
     """Matrices of a quantized model's blocks that are not quantized, without the blocks' numbers."""
-    parts = (part for block in decoder_layers(model) for part in block.named_modules())
+    parts = (part for block in text_blocks(model) for part in block.named_modules())
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
 
@@ -241,6 +252,11 @@ def _check_options(model_class: Any, device: torch.device, options: Text) -> Non
         raise OptionError(
             f"text.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
             "remove text.attention, or use eager or flash_attention_2",
+        )
+    if options.attention == "flash_attention_2" and not model_class._supports_flash_attn:
+        raise OptionError(
+            f"text.attention: flash_attention_2 is not for {model_class.__name__}, which adds a bias to its scores",
+            "remove text.attention, or use eager or sdpa",
         )
     if options.attention == "flash_attention_2" and (device.type != "cuda" or not is_installed("flash_attn")):
         raise OptionError(
@@ -265,7 +281,7 @@ def _nf4_config(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
 
     with torch.device("meta"), config_errors(f"{folder}/config.json"):
         model = model_class(model_class.config_class.from_pretrained(folder))
-    inside = {part for part in decoder_layers(model).modules() if isinstance(part, torch.nn.Linear)}
+    inside = {part for part in text_blocks(model).modules() if isinstance(part, torch.nn.Linear)}
     packed = {p for p in inside if p.out_features % NF4_ROW_MULTIPLE == 0 == p.in_features % NF4_COLUMN_MULTIPLE}
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
     return BitsAndBytesConfig(

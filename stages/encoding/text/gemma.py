@@ -13,7 +13,8 @@ import torch
 from transformers import Gemma2Model
 
 from stages.encoding.text.base import TextEncoder, TextRequest, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
+from stages.encoding.text.prefix_cache import PrefixCachedModel
+from stages.encoding.text.reader import PreparedPrompt
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class GemmaPrompt(PreparedPrompt):
     negative: bool
 
 
-class Encoder(TextEncoder):
+class Encoder(TextEncoder[PrefixCachedModel]):
     components = ("text_encoder", "tokenizer")
 
     def _load(self, folder: Path) -> PrefixCachedModel:

@@ -23,7 +23,8 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from cache.models.weights import WeightsError, load_pretrained
 from schemas.devices import to_device_together
 from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, request_error
-from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
+from stages.encoding.text.prefix_cache import PrefixCachedModel
+from stages.encoding.text.reader import PreparedPrompt
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
 IMAGE_SUFFIX_TOKENS = 3
@@ -210,7 +211,7 @@ class KandinskyPrompt(PreparedImagePrompt):
     clip_tokens: int = 0
 
 
-class Encoder(TextEncoder):
+class Encoder(TextEncoder[PrefixCachedModel]):
     """Qwen2.5-VL and CLIP. max_length: tokens kept after the template's prefix."""
 
     components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")

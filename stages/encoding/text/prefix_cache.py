@@ -8,51 +8,17 @@ with other ids is computed from its first token.
 
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from schemas.devices import to_device_together
 from schemas.family import Template
+from stages.encoding.text.reader import PreparedPrompt, TextReader
 
 # The empty caption, every letter ("user" and "s" give "users"), digit and sign, letters outside ASCII.
 PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation, "é", "猫")
-
-# One more pass of Qwen2.5-VL-7B reads 14 GB of weights, as long as computing some 100 to 500 tokens takes on a GPU
-# (bandwidth against arithmetic), some 10 to 30 on a CPU. Estimated from the shapes, not measured.
-PASS_OVERHEAD_TOKENS = {"cpu": 32, "accelerator": 256}
-
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A request tokenized, and cut to the limit.
-
-    ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
-    whose keys and values are computed already. untruncated: the number of ids without the limit.
-    """
-
-    ids: list[int]
-    shared: int
-    untruncated: int
-
-    @property
-    def cost(self) -> int:
-        """Tokens that a forward pass computes for this text."""
-        return len(self.ids) - self.shared
-
-
-@dataclass
-class EncoderStats:
-    """shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision passes;
-    reused: texts whose image's features were in the cache."""
-
-    shared: int = 0
-    whole: int = 0
-    images: int = 0
-    reused: int = 0
 
 
 def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
@@ -60,29 +26,6 @@ def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, mo
     rows = [tokenize(template.render(probe)) for probe in PROBE_CAPTIONS]
     same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
     return [column[0] for column in same][:most]
-
-
-def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
-    """Split a batch's rows into the passes that together compute the fewest tokens, padding included.
-
-    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighboring
-    lengths, shortest first. In one pass, a batch of captions of 10 to 170 tokens is half padding.
-    """
-    order = sorted(range(len(costs)), key=lambda row: costs[row])
-    # Rows of one length stay together, so passes can end only where the length changes.
-    ends = [0, *(end for end in range(1, len(order)) if costs[order[end]] != costs[order[end - 1]]), len(order)]
-    # For each end: the fewest tokens of the rows before it, and the end that their last pass begins at.
-    least = [(0, 0)]
-    for number, end in enumerate(ends[1:], 1):
-        longest = costs[order[end - 1]]
-        totals = (least[before][0] + overhead + (end - ends[before]) * longest for before in range(number))
-        least.append(min(zip(totals, range(number), strict=True)))
-    passes, number = [], len(ends) - 1
-    while number:
-        before = least[number][1]
-        passes.append(order[ends[before] : ends[number]])
-        number = before
-    return passes[::-1]
 
 
 class _PrefixLayer(CacheLayerMixin):
@@ -127,7 +70,7 @@ def _without_storing(recorded: Cache) -> Cache:
     return Cache(layers=[_PrefixLayer(layer) for layer in recorded.layers])
 
 
-class PrefixCachedModel:
+class PrefixCachedModel(TextReader):
     """A causal language model that reads texts behind a known prefix.
 
     It is called with positions and without a mask: padding is on the right, where no real token sees it.
@@ -137,10 +80,8 @@ class PrefixCachedModel:
         self, model: Any, prefix: list[int], pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)
     ) -> None:
         """prefix: ids to compute here, once; may be empty. layers: see `schemas.family.Template`."""
-        self.stats = EncoderStats()
-        self.device = device
-        self._model, self._prefix, self._pad_id = model, prefix, pad_id
-        self._layers = () if tuple(layers) == (-1,) else tuple(layers)
+        super().__init__(model, pad_id, device, layers)
+        self._prefix = prefix
         # For texts without the prefix an empty one: without a cache transformers asks the device whether the positions
         # are those of several texts in one row.
         self._caches = {0: _without_storing(DynamicCache(config=model.config))}
@@ -159,37 +100,6 @@ class PrefixCachedModel:
         length = len(self._prefix)
         return length if len(ids) > length and ids[:length] == self._prefix else 0
 
-    @torch.no_grad()
-    def hidden_states(
-        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """hidden_LD of each text's tokens after the shared ones, on the model's device, and `others`, tensors of the
-        host which go there in the same copy.
-
-        Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
-        """
-        passes = self._divide(texts)
-        inputs = list(others)
-        for rows in passes:
-            inputs += self._inputs([texts[row] for row in rows])
-        sent = to_device_together(inputs, self.device)
-        hidden_by_row: dict[int, torch.Tensor] = {}
-        for number, rows in enumerate(passes):
-            ids_BL, positions = sent[len(others) + 2 * number :][:2]
-            hidden_BLD = self._pass([texts[row] for row in rows], ids_BL, positions)
-            hidden_by_row |= {row: hidden_BLD[index, : texts[row].cost] for index, row in enumerate(rows)}
-        return [hidden_by_row[row] for row in range(len(texts))], sent[: len(others)]
-
-    def _divide(self, texts: Sequence[PreparedPrompt]) -> list[list[int]]:
-        """The rows of each pass."""
-        overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
-        passes = []
-        for shared in sorted({text.shared for text in texts}):
-            group = [row for row, text in enumerate(texts) if text.shared == shared]
-            split = split_by_length([texts[row].cost for row in group], overhead)
-            passes += [[group[number] for number in numbers] for numbers in split]
-        return passes
-
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         """(B, L, D): the input of the first layer."""
         return self._model.get_input_embeddings()(ids_BL)
@@ -199,12 +109,12 @@ class PrefixCachedModel:
         return (texts[0].shared + torch.arange(length)).expand(len(texts), length)
 
     def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
-        """Of a pass, on the host: ids_BL after the shared ones, padded, and their positions."""
-        longest = max(text.cost for text in texts)
-        rows = [text.ids[text.shared :] + [self._pad_id] * (longest - text.cost) for text in texts]
-        return [torch.tensor(rows), self.positions(texts, longest)]
+        """ids_BL after the shared ones, and their positions."""
+        ids_BL = self._ids(texts)
+        return [ids_BL, self.positions(texts, ids_BL.shape[1])]
 
-    def _pass(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
+        ids_BL, positions = inputs
         cache = self._caches[texts[0].shared]
         if texts[0].shared:
             self.stats.shared += len(texts)
@@ -212,10 +122,3 @@ class PrefixCachedModel:
             self.stats.whole += len(texts)
         embeds_BLD = self.embeds(texts, ids_BL)
         return self._run(inputs_embeds=embeds_BLD, position_ids=positions, use_cache=True, past_key_values=cache)
-
-    def _run(self, **inputs: Any) -> torch.Tensor:
-        """(B, L, D): the layers' hidden states, concatenated."""
-        if not self._layers:
-            return self._model(**inputs).last_hidden_state
-        states = self._model(**inputs, output_hidden_states=True).hidden_states
-        return torch.cat([states[layer] for layer in self._layers], dim=-1)

@@ -11,14 +11,16 @@ from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
 from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, TextResult
-from stages.encoding.text.prefix_cache import PreparedPrompt
+from stages.encoding.text.reader import PreparedPrompt
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
 
 CLIP_TRUNCATED_REMARK = (
     f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
 )
-UNQUANTIZED_REMARK = "texts encoded with some matrices unquantized, since nf4-bnb can't pack their sides"
+UNQUANTIZED_REMARK = (
+    "texts encoded with some matrices unquantized, since nf4-bnb can't pack their sides or the model needs them whole"
+)
 PREFETCHED_BATCHES = 4  # of texts without an image, by an estimate of their tokens
 
 

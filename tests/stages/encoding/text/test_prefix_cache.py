@@ -10,7 +10,7 @@ from PIL import Image
 
 from stages.encoding.text import kandinsky5
 from stages.encoding.text.base import TextRequest
-from stages.encoding.text.prefix_cache import split_by_length
+from stages.encoding.text.reader import split_by_length
 
 KINDS = [
     "kandinsky5-image-t2i",

@@ -7,10 +7,11 @@ import torch
 from transformers import Gemma2Model
 
 from stages.encoding.text.base import TextEncoder, TextRequest
-from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
+from stages.encoding.text.prefix_cache import PrefixCachedModel
+from stages.encoding.text.reader import PreparedPrompt
 
 
-class Encoder(TextEncoder):
+class Encoder(TextEncoder[PrefixCachedModel]):
     components = ("text_encoder", "tokenizer")
 
     def _load(self, folder: Path) -> PrefixCachedModel:

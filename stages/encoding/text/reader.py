@@ -1,0 +1,130 @@
+"""What the readers of texts have in common: prepared texts, passes of neighboring lengths, one copy to the device.
+
+A reader computes the hidden states of a batch of token ids: `prefix_cache.py` those of a causal model, which shares the
+template's beginning, `masked.py` those of a model whose tokens see each other in both directions.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from schemas.devices import to_device_together
+
+# One more pass of Qwen2.5-VL-7B reads 14 GB of weights, as long as computing some 100 to 500 tokens takes on a GPU
+# (bandwidth against arithmetic), some 10 to 30 on a CPU. Estimated from the shapes, not measured.
+PASS_OVERHEAD_TOKENS = {"cpu": 32, "accelerator": 256}
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A request tokenized, and cut to the limit.
+
+    ids: the model's input, template and image included. shared: how many of the first ids are the template's prefix,
+    whose keys and values are computed already. untruncated: the number of ids without the limit.
+    """
+
+    ids: list[int]
+    shared: int
+    untruncated: int
+
+    @property
+    def cost(self) -> int:
+        """Tokens that a forward pass computes for this text."""
+        return len(self.ids) - self.shared
+
+
+@dataclass
+class EncoderStats:
+    """shared, whole: texts behind the shared prefix, and texts computed from their first token. images: vision passes;
+    reused: texts whose image's features were in the cache."""
+
+    shared: int = 0
+    whole: int = 0
+    images: int = 0
+    reused: int = 0
+
+
+def split_by_length(costs: Sequence[int], overhead: int) -> list[list[int]]:
+    """Split a batch's rows into the passes that together compute the fewest tokens, padding included.
+
+    costs: tokens of each row. overhead: the cost of one more pass, in tokens. Each pass has rows of neighboring
+    lengths, shortest first. In one pass, a batch of captions of 10 to 170 tokens is half padding.
+    """
+    order = sorted(range(len(costs)), key=lambda row: costs[row])
+    # Rows of one length stay together, so passes can end only where the length changes.
+    ends = [0, *(end for end in range(1, len(order)) if costs[order[end]] != costs[order[end - 1]]), len(order)]
+    # For each end: the fewest tokens of the rows before it, and the end that their last pass begins at.
+    least = [(0, 0)]
+    for number, end in enumerate(ends[1:], 1):
+        longest = costs[order[end - 1]]
+        totals = (least[before][0] + overhead + (end - ends[before]) * longest for before in range(number))
+        least.append(min(zip(totals, range(number), strict=True)))
+    passes, number = [], len(ends) - 1
+    while number:
+        before = least[number][1]
+        passes.append(order[ends[before] : ends[number]])
+        number = before
+    return passes[::-1]
+
+
+class TextReader(ABC):
+    """A text model that computes hidden states of texts, in passes of neighboring lengths."""
+
+    def __init__(self, model: Any, pad_id: int, device: torch.device, layers: Sequence[int] = (-1,)) -> None:
+        """layers: see `schemas.family.Template`."""
+        self.stats = EncoderStats()
+        self.device = device
+        self._model, self._pad_id = model, pad_id
+        self._layers = () if tuple(layers) == (-1,) else tuple(layers)
+
+    @torch.no_grad()
+    def hidden_states(
+        self, texts: Sequence[PreparedPrompt], others: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """hidden_LD of each text's tokens after the shared ones, on the model's device, and `others`, tensors of the
+        host which go there in the same copy.
+
+        Texts with and without the prefix are in different passes, and so are lengths that would be mostly padding.
+        """
+        passes = self._divide(texts)
+        inputs = [self._inputs([texts[row] for row in rows]) for rows in passes]
+        sent = iter(to_device_together([*others, *(tensor for tensors in inputs for tensor in tensors)], self.device))
+        moved = [next(sent) for _ in others]
+        hidden_by_row: dict[int, torch.Tensor] = {}
+        for rows, tensors in zip(passes, inputs, strict=True):
+            hidden_BLD = self._pass([texts[row] for row in rows], *(next(sent) for _ in tensors))
+            hidden_by_row |= {row: hidden_BLD[index, : texts[row].cost] for index, row in enumerate(rows)}
+        return [hidden_by_row[row] for row in range(len(texts))], moved
+
+    def _divide(self, texts: Sequence[PreparedPrompt]) -> list[list[int]]:
+        """The rows of each pass."""
+        overhead = PASS_OVERHEAD_TOKENS["cpu" if self.device.type == "cpu" else "accelerator"]
+        passes = []
+        for shared in sorted({text.shared for text in texts}):
+            group = [row for row, text in enumerate(texts) if text.shared == shared]
+            split = split_by_length([texts[row].cost for row in group], overhead)
+            passes += [[group[number] for number in numbers] for numbers in split]
+        return passes
+
+    def _ids(self, texts: Sequence[PreparedPrompt]) -> torch.Tensor:
+        """ids_BL after the shared ones, padded on the right, on the host."""
+        longest = max(text.cost for text in texts)
+        return torch.tensor([text.ids[text.shared :] + [self._pad_id] * (longest - text.cost) for text in texts])
+
+    @abstractmethod
+    def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
+        """Tensors that a pass needs on the device, made on the host; `_pass` gets them in this order."""
+
+    @abstractmethod
+    def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
+        """Queue a pass: hidden_BLD of the tokens after the shared ones; what is at padding has no meaning."""
+
+    def _run(self, **inputs: Any) -> torch.Tensor:
+        """(B, L, D): the layers' hidden states, concatenated."""
+        if not self._layers:
+            return self._model(**inputs).last_hidden_state
+        states = self._model(**inputs, output_hidden_states=True).hidden_states
+        return torch.cat([states[layer] for layer in self._layers], dim=-1)
