@@ -42,13 +42,57 @@ class TokenGrid:
         return values_BTHWD.flatten(1, -2)
 
 
+@dataclass(frozen=True)
+class BlockTokens:
+    """Where a call of a visual block has hidden states (B, L, D) of the N visual tokens: its first argument, which may be
+    passed by the name `keyword`, and its output, of several tensors that at the index `output`. last: a text is before
+    them along the second axis; else they are the first, and a text may follow."""
+
+    keyword: str = "hidden_states"
+    output: int | None = None
+    last: bool = False
+
+    def read(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> torch.Tensor:
+        return named[self.keyword] if self.keyword in named else inputs[0]
+
+    def replace(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], hidden: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other hidden states, as a forward pre-hook returns them."""
+        if self.keyword in named:
+            return inputs, {**named, self.keyword: hidden}
+        return (hidden, *inputs[1:]), dict(named)
+
+    def read_output(self, output: Any) -> torch.Tensor:
+        return output if self.output is None else output[self.output]
+
+    def replace_output(self, output: Any, hidden: torch.Tensor) -> Any:
+        if self.output is None:
+            return hidden
+        return *output[: self.output], hidden, *output[self.output + 1 :]
+
+    def divide(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, L, ...) -> those of `count` visual tokens, and the text's."""
+        text = values.shape[1] - count
+        return (values[:, text:], values[:, :text]) if self.last else (values[:, :count], values[:, count:])
+
+    def join(self, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """The inverse of `divide`."""
+        if not text.shape[1]:
+            return visual
+        return torch.cat([text, visual] if self.last else [visual, text], 1)
+
+
+FIRST_TOKENS = BlockTokens()
+
+
 @dataclass
 class KeptTokens:
     """The tokens of a route, of the N visual ones that the transformer has.
 
-    What follows the visual tokens along the second axis, as a text that is attended to jointly, is kept whole.
     positions_BK: ascending, in the order of `FamilyModule.token_grid`. square: that of the TokenGrid, whose squares are
     kept whole. waiting_BND: the hidden states of all visual tokens where the route begins; set by its first block.
+    What stands before or after the visual tokens, as a text that is attended to jointly, is kept whole.
     """
 
     positions_BK: torch.Tensor
@@ -60,19 +104,19 @@ class KeptTokens:
         starts_B1 = torch.arange(len(self.positions_BK), device=self.positions_BK.device)[:, None] * self.tokens
         self._rows = (self.positions_BK + starts_B1).flatten()  # of all samples' tokens, one after the other
 
-    def take(self, values: torch.Tensor) -> torch.Tensor:
-        """(B or 1, N + M, ...) -> (B, K + M, ...), where M values follow those of the visual tokens."""
+    def take(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
+        """(B or 1, N + M, ...) -> (B, K + M, ...), where M values of a text stand `where` a block has them."""
         shape = self.positions_BK.shape
-        values = values.expand(shape[0], *values.shape[1:])
-        taken = values[:, : self.tokens].flatten(0, 1).index_select(0, self._rows).unflatten(0, shape)
-        return taken if values.shape[1] == self.tokens else torch.cat([taken, values[:, self.tokens :]], 1)
+        visual, text = where.divide(values.expand(shape[0], *values.shape[1:]), self.tokens)
+        return where.join(visual.flatten(0, 1).index_select(0, self._rows).unflatten(0, shape), text)
 
-    def restore(self, values: torch.Tensor) -> torch.Tensor:
+    def restore(self, values: torch.Tensor, where: BlockTokens = FIRST_TOKENS) -> torch.Tensor:
         """(B, K + M, D) -> (B, N + M, D): the tokens that waited, with these in their places."""
         assert self.waiting_BND is not None, "the route's first block has not run"
-        count, waiting = self.positions_BK.shape[1], self.waiting_BND.to(values.dtype)
-        restored = waiting.flatten(0, 1).index_copy(0, self._rows, values[:, :count].flatten(0, 1)).view_as(waiting)
-        return restored if values.shape[1] == count else torch.cat([restored, values[:, count:]], 1)
+        visual, text = where.divide(values, self.positions_BK.shape[1])
+        waiting = self.waiting_BND.to(values.dtype)
+        restored = waiting.flatten(0, 1).index_copy(0, self._rows, visual.flatten(0, 1)).view_as(waiting)
+        return where.join(restored, text)
 
 
 class FamilyModule(Protocol):
@@ -109,8 +153,11 @@ class FamilyModule(Protocol):
         compiled or sharded one by one."""
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
-        """The blocks of `blocks` whose first argument and output are the visual tokens (B, N, D), in the order of
-        `token_grid`, and what may follow them, as a text; of Experts, `model` is one of them."""
+        """The blocks of `blocks` that compute the visual tokens (B, N, D), in the order of `token_grid`; of Experts,
+        `model` is one of them."""
+
+    def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
+        """Where a visual block has these tokens in its arguments and output."""
 
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         """The order of the visual blocks' tokens."""
@@ -125,8 +172,8 @@ class FamilyModule(Protocol):
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
-        gets as its first argument, with what follows them there: what else belongs to a token is taken with it. A block
-        may look at the tokens that wait (`kept.restore`) where it computes neighbors."""
+        gets in place of all: what else belongs to a token is taken with it. A block may look at the tokens that wait
+        (`kept.restore`) where it computes neighbors."""
 
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
@@ -148,6 +195,11 @@ class FamilyModule(Protocol):
 
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """The pipeline's processing of latents after denoising."""
+
+
+def first_tokens(block: torch.nn.Module) -> BlockTokens:
+    """`FamilyModule.block_tokens` of blocks whose first argument and output begin with the visual tokens."""
+    return FIRST_TOKENS
 
 
 def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:

@@ -37,6 +37,7 @@ LORA_TARGETS = (
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps
+block_tokens = base.first_tokens
 FLOAT32_MODULES = frozenset({"time_embeddings", "modulation", "visual_modulation", "text_modulation"})
 
 

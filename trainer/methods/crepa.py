@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import CREPA
-from trainer.families.base import FamilyModule, components
+from trainer.families.base import FIRST_TOKENS, FamilyModule, components
 from trainer.methods.base import Method, MethodError, MethodStep
 from trainer.schedules import scheduled_value
 
@@ -44,6 +44,7 @@ class CREPAMethod(Method):
         self._width = 0  # of the hidden states
         self._hidden: torch.Tensor | None = None  # (B, L or more, D)
         self._hook: RemovableHandle | None = None
+        self._tokens = FIRST_TOKENS  # where the block has those that it computes
 
     def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
         if len(components(model)) > 1:
@@ -82,17 +83,18 @@ class CREPAMethod(Method):
             yield
             return
         block = step.family.visual_blocks(step.model)[self.settings.block_index]
+        self._tokens = step.family.block_tokens(block)
         self._hook = block.register_forward_hook(self._keep, prepend=True)
         try:
             yield
         finally:
             self._release()
 
-    def _keep(self, block: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _keep(self, block: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what the block computes. With gradient checkpointing this is the tensor that the next block reads, too,
         so gradients reach it; `loss` removes the hook before the block is computed again."""
         if torch.is_grad_enabled():
-            self._hidden = output
+            self._hidden = self._tokens.read_output(output)
 
     def _release(self) -> torch.Tensor | None:
         """Return what was kept, once."""
@@ -110,7 +112,7 @@ class CREPAMethod(Method):
         assert hidden is not None, "the block was not called"
         with nullcontext() if weight else torch.no_grad():
             targets_BLC = self.take(step, self.targets(step))
-            hidden_BLD = hidden[:, : targets_BLC.shape[1]]  # without a text that follows
+            hidden_BLD, _ = self._tokens.divide(hidden, targets_BLC.shape[1])
             projected_BLC = F.normalize(self._projection(hidden_BLD.float()), dim=-1)
             similarity_BL = (projected_BLC * targets_BLC).sum(-1)
         step.log("crepa_similarity", similarity_BL.detach().mean(1))

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
 from schemas.devices import to_device
-from trainer.families.base import KeptTokens, TokenGrid, components
+from trainer.families.base import BlockTokens, KeptTokens, TokenGrid, components
 from trainer.methods.base import Method, MethodStep
 
 
@@ -50,9 +50,10 @@ class TreadMethod(Method):
             blocks, kept = step.family.visual_blocks(expert), KeptTokens(positions_BK, grid.tokens, grid.square)
             layers = route.layers(len(blocks))
             routed = [blocks[layer] for layer in layers]
-            handles += [routed[0].register_forward_pre_hook(partial(begin, kept))]
+            first, last = (step.family.block_tokens(block) for block in (routed[0], routed[-1]))
+            handles += [routed[0].register_forward_pre_hook(partial(begin, kept, first), with_kwargs=True)]
             handles += step.family.route_blocks(routed, kept)
-            handles += [routed[-1].register_forward_hook(partial(end, kept))]
+            handles += [routed[-1].register_forward_hook(partial(end, kept, last))]
             step.kept_tokens |= dict.fromkeys(layers, positions_BK)
         return handles
 
@@ -94,12 +95,14 @@ def covered_squares(mask_BTHW: torch.Tensor, grid: TokenGrid) -> torch.Tensor:
     return covered_BS & ~covered_BS.all(1, keepdim=True)
 
 
-def begin(kept: KeptTokens, block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    hidden, *others = inputs
+def begin(
+    kept: KeptTokens, where: BlockTokens, block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    hidden = where.read(inputs, named)
     assert hidden.shape[1] >= kept.tokens, "routes do not overlap"
-    kept.waiting_BND = hidden[:, : kept.tokens]
-    return kept.take(hidden), *others
+    kept.waiting_BND, _ = where.divide(hidden, kept.tokens)
+    return where.replace(inputs, named, kept.take(hidden, where))
 
 
-def end(kept: KeptTokens, block: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    return kept.restore(output)
+def end(kept: KeptTokens, where: BlockTokens, block: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    return where.replace_output(output, kept.restore(where.read_output(output), where))

@@ -19,6 +19,7 @@ LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps
+block_tokens = base.first_tokens
 
 
 def load(
