@@ -44,9 +44,9 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """Where a call of a visual block has hidden states (B, L, D) of the N visual tokens: its first argument, which may be
-    passed by the name `keyword`, and its output, of several tensors that at the index `output`. last: a text is before
-    them along the second axis; else they are the first, and a text may follow."""
+    """Where a call of a visual block has the hidden states (B, L, D) of the visual tokens: its first argument, which
+    may be passed by the name `keyword`, and its output, of several tensors that at the index `output`. last: a text is
+    before them along the second axis; else they are the first, and a text may follow."""
 
     keyword: str = "hidden_states"
     output: int | None = None
@@ -159,6 +159,10 @@ class FamilyModule(Protocol):
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
         """Where a visual block has these tokens in its arguments and output."""
 
+    def without_gradient(self, model: Any) -> list[torch.nn.Module]:
+        """Modules on whose weights no prediction depends, as what a last block computes of the text. They are never
+        trained: DistributedDataParallel waits for a gradient of each trained weight."""
+
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         """The order of the visual blocks' tokens."""
 
@@ -195,6 +199,11 @@ class FamilyModule(Protocol):
 
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """The pipeline's processing of latents after denoising."""
+
+
+def all_have_gradient(model: Any) -> list[torch.nn.Module]:
+    """`FamilyModule.without_gradient` of transformers whose every weight counts."""
+    return []
 
 
 def first_tokens(block: torch.nn.Module) -> BlockTokens:

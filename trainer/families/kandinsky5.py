@@ -38,6 +38,7 @@ UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps
 block_tokens = base.first_tokens
+without_gradient = base.all_have_gradient
 FLOAT32_MODULES = frozenset({"time_embeddings", "modulation", "visual_modulation", "text_modulation"})
 
 

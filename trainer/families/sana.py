@@ -23,6 +23,7 @@ UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps
 block_tokens = base.first_tokens
+without_gradient = base.all_have_gradient
 
 
 def load(

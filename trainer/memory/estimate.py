@@ -111,7 +111,7 @@ def estimate_memory(
         with config_errors(f"{config.model.source}/{config.model.family_spec.components[0]}/config.json"):
             model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())
-        scales = fit_initial(model, file, adapter)[1] if file else None
+        scales = fit_initial(model, family, file, adapter)[1] if file else None
         if settings.quantized:
             quantize_shapes(model, family, settings.base_precision)
         make_trainable(model, family, adapter, settings.weight_precision, scales)

@@ -23,13 +23,15 @@ T = TypeVar("T")
 Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type annotations
 
 
-def choose_targets(model: Model, patterns: Sequence[str]) -> list[str]:
-    """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups) and that a regular
-    expression matches whole. AdapterError for a pattern without matches."""
+def choose_targets(model: Model, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> list[str]:
+    """Full paths of the modules that LoRA can wrap (linear layers, convolutions without groups), that are not inside of
+    those left out, and that a regular expression matches whole. AdapterError for a pattern without matches."""
+    inside = {part for module in left_out for part in module.modules()}
     wrappable = [
         name
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) or (is_convolution(module) and module.groups == 1)
+        if module not in inside
     ]
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in wrappable):

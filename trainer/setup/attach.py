@@ -4,6 +4,7 @@ start from (`train.adapter.init`) gives modules, ranks, alphas and weights."""
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,20 +29,23 @@ def make_trainable(
 
     weight_precision: of full rank; float32 weights are computed with under autocast. scales: rank and alpha of an
     adapter by full module path, in place of those of the settings or the initial adapter, whose weights are then left.
+    What the family names as `without_gradient` has no adapter and stays frozen.
     """
     if adapter.type == "full":
-        unfreeze(model, adapter.targets)
+        unfreeze(model, adapter.targets, family)
         if weight_precision == "float32":
             model.float()
         return
     file = None
     if scales is None:
         if file := read_initial(adapter):
-            file, scales = fit_initial(model, file, adapter)
+            file, scales = fit_initial(model, family, file, adapter)
         else:
-            targets = adapters.choose_targets(model, adapter.targets or [family.LORA_TARGETS])
-            patterns = adapter.rank_pattern, adapter.alpha_pattern
-            scales = adapters.choose_scales(targets, adapter.rank, adapter.alpha, *patterns)
+            patterns = adapter.targets or [family.LORA_TARGETS]
+            targets = adapters.choose_targets(model, patterns, family.without_gradient(model))
+            scales = adapters.choose_scales(
+                targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern
+            )
     if adapter.type == "lokr":
         adapters.add_lokr(model, scales, adapter.decompose_factor, adapter.decompose_both)
     else:
@@ -51,9 +55,9 @@ def make_trainable(
         load_weights(model, file)
 
 
-def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
+def unfreeze(model: Any, targets: Sequence[str] | None, family: FamilyModule) -> None:
     """Train the parameters that a pattern matches whole, by their own path or that of a module around them; None: all.
-    AdapterError for a pattern without matches."""
+    Those without a gradient stay frozen. AdapterError for a pattern without matches."""
     model.requires_grad_(targets is None)
     for pattern in targets or ():
         modules = [part for path, part in model.named_modules() if path and re.fullmatch(pattern, path)]
@@ -67,17 +71,32 @@ def unfreeze(model: Any, targets: Sequence[str] | None) -> None:
                 f"modules begin with {', '.join(examples)}",
                 adapters.WHOLE_PATHS,
             )
+    for part in family.without_gradient(model):
+        part.requires_grad_(False)
+    if not adapters.trainable_parameters(model):
+        raise AdapterError(
+            f"train.adapter.targets: {', '.join(map(repr, targets or ()))} chooses weights only on which no prediction "
+            "depends",
+            "Name modules of other blocks, or remove train.adapter.targets.",
+        )
 
 
-def fit_initial(model: Any, file: AdapterFile, adapter: Adapter) -> tuple[AdapterFile, dict[str, tuple[int, float]]]:
+def fit_initial(
+    model: Any, family: FamilyModule, file: AdapterFile, adapter: Adapter
+) -> tuple[AdapterFile, dict[str, tuple[int, float]]]:
     """The file with module paths for names, and of each module that it adapts the full path, rank and alpha.
     AdapterError where the model has no such module or one of another size, or `train.adapter.targets` chooses others.
+    What it has of modules without a gradient, which changes nothing, is left out.
 
     model: without an adapter, on any device, quantized or not.
     """
     paths = _name_modules(model, [".*"])
     file = resolve_names(file, paths, "the transformer")
-    if adapter.targets is not None and (chosen := _name_modules(model, adapter.targets).keys()) != file.layers.keys():
+    left_out = family.without_gradient(model)
+    unused = paths.keys() - _name_modules(model, [".*"], left_out).keys()
+    file = replace(file, layers={name: layer for name, layer in file.layers.items() if name not in unused})
+    chosen = None if adapter.targets is None else _name_modules(model, adapter.targets, left_out).keys()
+    if chosen is not None and chosen != file.layers.keys():
         sides = (("the file", file.layers.keys() - chosen), ("train.adapter.targets", chosen - file.layers.keys()))
         shown = (
             f"only {side} has {', '.join(sorted(names)[:3])} ({len(names)} in all)" for side, names in sides if names
@@ -91,12 +110,12 @@ def fit_initial(model: Any, file: AdapterFile, adapter: Adapter) -> tuple[Adapte
     return file, {path: initial_scale(layer, adapter.rslora) for path, layer in layers.items()}
 
 
-def _name_modules(model: Any, patterns: Sequence[str]) -> dict[str, str]:
+def _name_modules(model: Any, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> dict[str, str]:
     """ "<component>.<module path>" of the modules that the patterns choose -> full path."""
     several = isinstance(model, Experts)
     return {
         path.removeprefix("experts.") if several else f"transformer.{path}": path
-        for path in choose_targets(model, patterns)
+        for path in choose_targets(model, patterns, left_out)
     }
 
 

@@ -96,10 +96,10 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
     with explain_checkpoint_errors(config):
         model = empty_transformer(config)
         if adapter.type == "full":
-            return unfreeze(model, adapter.targets)
+            return unfreeze(model, adapter.targets, family)
         if file:
-            fit_initial(model, file, adapter)
-        targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS])
+            fit_initial(model, family, file, adapter)
+        targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS], family.without_gradient(model))
         choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
     if config.train.quantized and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
         shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})

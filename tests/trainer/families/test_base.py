@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ import torch
 from cache.order.schedule import BatchSchedule
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
-from tests.trainer.runs import opened
+from tests.trainer.conftest import KINDS
+from tests.trainer.runs import opened, prepared
 from trainer.data import BatchLoader
-from trainer.families.base import module_of
+from trainer.families.base import BlockTokens, KeptTokens, module_of
+from trainer.methods.tread import begin, end
+from trainer.train import train_step
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = """
@@ -71,8 +75,13 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
     assert text.endswith(asked)
 
 
+def note(called, family, number, block, inputs, named) -> None:
+    """Its number, and the shape of what the block gets as visual tokens; a block of texts has them first, too."""
+    called.append((number, family.block_tokens(block).read(inputs, named).shape))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", "i2i", "t2v", "i2v", "sana"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kind) -> None:
     config = ready(kind)
     data = opened(config)
@@ -81,12 +90,12 @@ def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kin
     model = family.load(config.model.source).eval()
     blocks = family.blocks(model)
     for number, block in enumerate(blocks):
-        block.register_forward_pre_hook(lambda _, inputs, number=number: called.append((number, inputs[0].shape)))
+        block.register_forward_pre_hook(partial(note, called, family, number), with_kwargs=True)
     with torch.no_grad():
         family.predict(model, part.batch.latents_BCTHW, torch.full((2,), 0.5), part.batch, config.model.task)
     assert [number for number, _ in called] == [*range(len(blocks))]
     grid = family.token_grid(model, part.batch)
-    assert called[-1][1][:-1].numel() == 2 * grid.frames * grid.rows * grid.columns
+    assert called[-1][1][:-1].numel() == 2 * grid.tokens
     size, edge = Bucket.parse(part.batch.bucket), config.model.family_spec.side_multiple
     assert (grid.rows, grid.columns) == (size.height // edge, size.width // edge), "side_multiple is a token's edge"
     assert grid.frames == part.batch.latents_BCTHW.shape[2] and grid.text_length == part.batch.text_BLD.shape[1]
@@ -95,3 +104,67 @@ def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kin
     listed = {id(weight) for block in blocks for weight in block.parameters()}
     repeated = {id(weight) for name, weight in model.named_parameters() if "_blocks." in name}
     assert listed == repeated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{"rank": 2}, {"type": "full"}], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trained_weight_gets_a_gradient(ready, kind, adapter) -> None:
+    """DistributedDataParallel waits for each. In full rank all are trained but those that the family names."""
+    run, without = prepared(ready(kind, adapter=adapter, batch_size=2)), []
+    run.optimizer.step = lambda: without.extend(name for name, weight in run.trainable.items() if weight.grad is None)
+    train_step(run, run.loader.step(0))
+    assert run.trainable and without == []
+    left_out = {id(weight) for part in run.family.without_gradient(run.model) for weight in part.parameters()}
+    trained = {id(weight) for weight in run.trainable.values()}
+    assert not left_out & trained
+    if adapter.get("type") == "full":
+        assert left_out | trained == {id(weight) for weight in run.model.parameters()}
+
+
+# --- where blocks have their visual tokens ---
+
+
+class JointBlock(torch.nn.Module):
+    """Doubles the image and adds its mean to the text; one tensor [text | image], or two."""
+
+    def forward(self, hidden_states, encoder_hidden_states=None, marks=None):
+        image = hidden_states if encoder_hidden_states is not None else hidden_states[:, TEXT:]
+        text = hidden_states[:, :TEXT] if encoder_hidden_states is None else encoder_hidden_states
+        assert image.shape[1] == marks.shape[1], "what belongs to a token goes with it"
+        text, image = text + image.mean(1, keepdim=True), 2 * image + marks[..., None]
+        return (text, image) if encoder_hidden_states is not None else torch.cat([text, image], 1)
+
+
+TEXT, IMAGE = 2, 6
+PLACES = {False: BlockTokens(output=1), True: BlockTokens(last=True)}  # whether the text is in the same tensor
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("joint", [(False, False), (False, True), (True, True)])
+def test_a_route_finds_tokens_by_name_in_tuples_and_behind_a_text(joint, by_name) -> None:
+    """A route over two blocks, one or both of which have the text in the same tensor: the tokens that are left out wait
+    as they are."""
+    image, text, marks = torch.randn(2, IMAGE, 3), torch.randn(2, TEXT, 3), torch.randn(2, IMAGE)
+    positions = torch.tensor([[0, 2, 5], [1, 2, 3]])
+    kept, blocks = KeptTokens(positions, IMAGE), [JointBlock(), JointBlock()]
+    first, last = (PLACES[each] for each in joint)
+    blocks[0].register_forward_pre_hook(partial(begin, kept, first), with_kwargs=True)
+    blocks[1].register_forward_hook(partial(end, kept, last))
+    found_text, found = run_blocks(blocks, joint, image, text, kept.take(marks), by_name)
+    rows = torch.arange(2)[:, None]
+    taken_text, taken = run_blocks(
+        [JointBlock(), JointBlock()], joint, image[rows, positions], text, marks[rows, positions]
+    )
+    expected = image.clone()
+    expected[rows, positions] = taken
+    assert torch.equal(found, expected) and torch.equal(found_text, taken_text)
+
+
+def run_blocks(blocks, joint, image, text, marks, by_name=False):
+    for block, joined in zip(blocks, joint, strict=True):
+        hidden = torch.cat([text, image], 1) if joined else image
+        given = {"hidden_states": hidden, "encoder_hidden_states": None if joined else text, "marks": marks}
+        output = block(**given) if by_name else block(*given.values())
+        text, image = (output[:, :TEXT], output[:, TEXT:]) if joined else output
+    return text, image
