@@ -58,6 +58,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "image": {"model_dim": 128, "ff_dim": 384},
     "video": {"model_dim": 128, "ff_dim": 384},
     "sana": {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
+    "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
 }
 
 
@@ -266,6 +267,10 @@ def make_transformer(part: str, **overrides: Any) -> Any:
     with torch.no_grad():
         if part == "sana":
             _carry_through(model.patch_embed.proj.weight.flatten(1), model.proj_out.weight, range(32))
+            return model
+        if part == "z_image":  # the pipeline negates its output
+            _carry_through(model.all_x_embedder["2-1"].weight, model.all_final_layer["2-1"].linear.weight, range(64))
+            model.all_final_layer["2-1"].linear.weight.neg_()
             return model
         channels, inputs = 16, model.visual_embeddings.in_layer.in_features // 4
         # The input has a patch's channels last, the output has them first.

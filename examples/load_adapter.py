@@ -141,9 +141,9 @@ def check_output_changes(config: Config) -> None:
     torch.manual_seed(0)
     pipeline = base_pipeline(config, **dict.fromkeys(config.model.family_spec.text_components))
     inputs = example_inputs(pipeline.transformer)
-    before = pipeline.transformer(**inputs, return_dict=True).sample
+    before = pipeline.transformer(**inputs, return_dict=True).sample[0]  # of the batch's only sample
     load_trained(pipeline, config)
-    difference = (pipeline.transformer(**inputs, return_dict=True).sample - before).abs().mean().item()
+    difference = (pipeline.transformer(**inputs, return_dict=True).sample[0] - before).abs().mean().item()
     folder = Path(config.output).parent.name
     print(f"  {folder}: loaded in {pipeline_name(config)}; mean |change of the output| = {difference:.4f}")
     if not difference > 0:
@@ -158,6 +158,12 @@ def example_inputs(transformer: Any) -> dict:
             "hidden_states": torch.randn(1, config.in_channels, 8, 8),
             "encoder_hidden_states": torch.randn(1, 12, config.caption_channels),
             "timestep": torch.tensor([500.0]),
+        }
+    if "cap_feat_dim" in config:
+        return {
+            "x": [torch.randn(config.in_channels, 1, 8, 8)],
+            "t": torch.tensor([0.5]),
+            "cap_feats": [torch.randn(12, config.cap_feat_dim)],
         }
     channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
     return {

@@ -24,6 +24,7 @@ _PACKAGE = f"{__package__}." if __package__ else ""
 _SHAPES = importlib.import_module(f"{_PACKAGE}tiny_shapes")
 SHAPES, CLASSES, KINDS = _SHAPES.SHAPES, _SHAPES.CLASSES, _SHAPES.KINDS
 TOKENIZERS = importlib.import_module(f"{_PACKAGE}tiny_tokenizers").TOKENIZERS
+VISION_LANGUAGE = ("qwen", "qwen49")  # text encoders that read images, too
 
 # --- models ---
 
@@ -38,8 +39,8 @@ def model_config(part: str, size: str, overrides: dict[str, Any]) -> dict[str, A
     clip_ends = {"eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 0}
     if part == "clip_model":
         return config | {"text_config": {"vocab_size": len(tokenizer)} | config["text_config"] | clip_ends}
-    if not part.startswith("qwen"):
-        return {"vocab_size": len(tokenizer)} | config | {"clip": clip_ends, "gemma": {}}[part]
+    if part not in VISION_LANGUAGE:
+        return {"vocab_size": len(tokenizer)} | config | {"clip": clip_ends}.get(part, {})
     names = ("vision_start", "vision_end", "image_pad", "video_pad")
     ids = {f"{name.removesuffix('_pad')}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
     text = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
@@ -172,7 +173,7 @@ def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str],
 
             side = SHAPES[size][part]["vision_config"]["image_size"]
             CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side).save_pretrained(out / name)
-        if part.startswith("qwen"):  # the repositories keep Qwen's whole processor under this name
+        if part in VISION_LANGUAGE:  # the repositories keep Qwen's whole processor under this name
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
             edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
@@ -183,16 +184,15 @@ def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
     """The scheduler, and model_index.json as the pipeline's own save_pretrained writes it."""
     import diffusers
 
-    sana = "flow_shift" in kind.scheduler
-    scheduler = "DPMSolverMultistepScheduler" if sana else "FlowMatchEulerDiscreteScheduler"
     if with_scheduler:
-        getattr(diffusers, scheduler)(**kind.scheduler).save_pretrained(out / "scheduler")
+        getattr(diffusers, kind.scheduler_class)(**kind.scheduler).save_pretrained(out / "scheduler")
     index: dict[str, Any] = {"_class_name": kind.pipeline, "_diffusers_version": diffusers.__version__}
     index |= {component: list(CLASSES[part][:2]) for component, part in kind.components.items()}
-    index["tokenizer"] = ["transformers", "GemmaTokenizer" if sana else "Qwen2VLProcessor"]
-    if not sana:
-        index["tokenizer_2"] = ["transformers", "CLIPTokenizer"]
-    index["scheduler"] = ["diffusers", scheduler]
+    for component, part in kind.components.items():
+        if part in TOKENIZERS:
+            name = "Qwen2VLProcessor" if part in VISION_LANGUAGE else type(TOKENIZERS[part]()).__name__
+            index[component.replace("text_encoder", "tokenizer")] = ["transformers", name]
+    index["scheduler"] = ["diffusers", kind.scheduler_class]
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -14,8 +14,8 @@ _KANDINSKY_TINY = _KANDINSKY | {
     "in_text_dim": 64, "in_text_dim2": 32, "time_dim": 64, "model_dim": 96, "ff_dim": 256,
     "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 12, 12),
 }  # fmt: skip
-_IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES = (
-    FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana")
+_IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES = (
+    FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image")
 )
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
 _DC_TINY = {
@@ -37,6 +37,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "in_channels": 32, "out_channels": 32, "num_attention_heads": 3, "attention_head_dim": 32,
             "num_layers": 3, "num_cross_attention_heads": 3, "cross_attention_head_dim": 32,
             "cross_attention_dim": 96, "caption_channels": 64, "sample_size": 32,
+        },
+        "z_image": {
+            "dim": 64, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 64,
+            "axes_dims": (8, 12, 12),
         },
         "flux_vae": {**_IMAGE_SHAPES["vae"], **_TINY_VAE},
         "hunyuan_vae": _TINY_VAE,
@@ -70,18 +74,24 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16,
         },
+        "qwen3": {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
         "image": dict(_IMAGE_SHAPES["transformer"]),
         "video": dict(_VIDEO_SHAPES["transformer"]),
         "sana": dict(_SANA_SHAPES["transformer"]),
+        "z_image": dict(_Z_IMAGE_SHAPES["transformer"]),
         "flux_vae": dict(_IMAGE_SHAPES["vae"]),
         "hunyuan_vae": dict(_VIDEO_SHAPES["vae"]),
         "dc_ae": dict(_SANA_SHAPES["vae"]),
         "qwen": dict(_IMAGE_SHAPES["text_encoder"]),
         "clip": dict(_IMAGE_SHAPES["text_encoder_2"]),
         "gemma": dict(_SANA_SHAPES["text_encoder"]),
+        "qwen3": dict(_Z_IMAGE_SHAPES["text_encoder"]),
         "clip_model": {  # ViT-L/14
             "projection_dim": 768,
             "text_config": {
@@ -108,6 +118,7 @@ CLASSES = {
     "image": ("diffusers", "Kandinsky5Transformer3DModel", None),
     "video": ("diffusers", "Kandinsky5Transformer3DModel", None),
     "sana": ("diffusers", "SanaTransformer2DModel", None),
+    "z_image": ("diffusers", "ZImageTransformer2DModel", None),
     "flux_vae": ("diffusers", "AutoencoderKL", None),
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
     "dc_ae": ("diffusers", "AutoencoderDC", None),
@@ -116,6 +127,7 @@ CLASSES = {
     "clip": ("transformers", "CLIPTextModel", "CLIPTextConfig"),
     "clip_model": ("transformers", "CLIPModel", "CLIPConfig"),
     "gemma": ("transformers", "Gemma2Model", "Gemma2Config"),
+    "qwen3": ("transformers", "Qwen3Model", "Qwen3Config"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
 
@@ -123,18 +135,20 @@ CLASSES = {
 @dataclass(frozen=True)
 class CheckpointKind:
     """One checkpoint. pipeline: class in diffusers, None for a single model. components: sub-folder -> row of SHAPES.
-    transformer, scheduler: further configuration of the two."""
+    transformer, scheduler: further configuration of the two. scheduler_class: in diffusers."""
 
     pipeline: str | None
     components: dict[str, str]
     transformer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
+    scheduler_class: str = "FlowMatchEulerDiscreteScheduler"
 
 
 _QWEN_CLIP = {"text_encoder": "qwen", "text_encoder_2": "clip"}
 _IMAGE = {"transformer": "image", "vae": "flux_vae"} | _QWEN_CLIP
 _VIDEO = {"transformer": "video", "vae": "hunyuan_vae"} | _QWEN_CLIP
 _SANA = {"transformer": "sana", "vae": "dc_ae", "text_encoder": "gemma"}
+_Z_IMAGE = {"transformer": "z_image", "vae": "flux_vae", "text_encoder": "qwen3"}
 _SANA_SCHEDULER = {
     "algorithm_type": "dpmsolver++", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
     "flow_shift": 3.0,
@@ -149,7 +163,10 @@ KINDS = {
     "kandinsky5-video-t2v": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-i2v": CheckpointKind(_K5_VIDEO["i2v"], _VIDEO, {}, {"shift": 5.0}),
     "kandinsky5-video-t2v-nabla": CheckpointKind(_K5_VIDEO["t2v"], _VIDEO, NABLA, {"shift": 5.0}),
-    "sana": CheckpointKind(FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER),
+    "sana": CheckpointKind(
+        FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER, "DPMSolverMultistepScheduler"
+    ),
+    "z-image": CheckpointKind(FAMILIES["z-image"].pipelines["t2i"], _Z_IMAGE, {}, {"shift": 3.0}),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),
 }

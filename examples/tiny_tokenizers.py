@@ -41,6 +41,12 @@ EXTRA_SPLIT_WORDS = {
     " together": (" to", "gether"),
     "second": ("sec", "ond"),
 }
+# What Qwen3's chat template makes of users' messages: an empty thought where thinking is off.
+QWEN3_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 TEMPLATE_TASKS: tuple[tuple[str, Task], ...] = (
     ("kandinsky5-video", "t2v"),
     ("kandinsky5-image", "t2i"),
@@ -76,7 +82,7 @@ def _train_bpe(tokenizer: Any, trainer: Any, texts: Sequence[str]) -> tuple[list
 
 
 @cache
-def qwen_tokenizer(i2i_prefix: int = 54) -> Any:
+def qwen_tokenizer(i2i_prefix: int = 54, chat_template: str | None = None) -> Any:
     """A Qwen2Tokenizer whose template prefixes have exactly the number of tokens that the pipelines crop.
 
     `i2i_prefix`: 54, or 49 for the length that the i2i prefix has in Qwen's own vocabulary.
@@ -105,6 +111,7 @@ def qwen_tokenizer(i2i_prefix: int = 54) -> Any:
         pad_token="<|endoftext|>",
         model_max_length=131072,
         extra_special_tokens=list(QWEN_SPECIAL),
+        chat_template=chat_template,
     )
     for name, (prefix, crop) in prefixes.items():
         wanted = i2i_prefix if "I2I" in name else crop
@@ -160,6 +167,7 @@ def gemma_tokenizer() -> Any:
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen": qwen_tokenizer,
     "qwen49": partial(qwen_tokenizer, 49),
+    "qwen3": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "clip": clip_tokenizer,
     "clip_model": clip_tokenizer,
     "gemma": gemma_tokenizer,

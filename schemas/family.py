@@ -189,7 +189,8 @@ class Flavour:
 
     shift: training default of s in sigma = s u / (1 + (s - 1) u). sizes: published (width, height) in pixels of its
     training. sparse: it uses the family's sparse attention. in_window: it was trained inside the family's scale window.
-    shape: of its transformer's config, what differs from the family's.
+    shape: of its transformer's config, what differs from the family's. distilled_from: the flavour to train in its
+    place, where it was distilled to few steps, which training would undo.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Flavour:
     sparse: bool = False
     in_window: bool = False
     shape: Mapping[str, Any] = field(default_factory=dict)
+    distilled_from: str | None = None
 
 
 @dataclass(frozen=True)

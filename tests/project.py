@@ -96,4 +96,5 @@ SETTINGS = {
     "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},
     "kandinsky5-video-i2v": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"},
     "sana": {"family": "sana", "flavour": "sana-1.6b-1024px"},
+    "z-image": {"family": "z-image", "flavour": "z-image"},
 }

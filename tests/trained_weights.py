@@ -1,12 +1,13 @@
 """Weights as training saves them, without training."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
+from trainer.families.base import module_of
 from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
@@ -14,8 +15,8 @@ from trainer.setup.attach import make_trainable
 def save_changed_weights(checkpoint: Path, family: str, run_folder: Path, **adapter: Any) -> None:
     """The adapter, or the model in full rank, that a run on this checkpoint has saved; it changes the output.
     adapter: settings of train.adapter."""
-    module = importlib.import_module(f"trainer.families.{'sana' if family == 'sana' else 'kandinsky5'}")
-    model = module.load(checkpoint)
+    module = module_of(FAMILIES[family])
+    model = module.load(str(checkpoint))
     torch.manual_seed(0)
     full = adapter["type"] == "full"
     make_trainable(model, module, Adapter(**adapter, **({} if full else {"rank": 2})))

@@ -67,7 +67,7 @@ _CLIP = {  # the text model of ViT-L/14
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "projection_dim": 768, "vocab_size": 49408,
 }  # fmt: skip
-_FLUX_VAE = {
+FLUX_VAE = {
     "latent_channels": 16, "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4, "use_quant_conv": False, "use_post_quant_conv": False,
     "scaling_factor": 0.3611, "shift_factor": 0.1159, "block_out_channels": (128, 256, 512, 512),
@@ -145,7 +145,7 @@ _IMAGE = Family(
         | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
         "text_encoder": _QWEN,
         "text_encoder_2": _CLIP,
-        "vae": _FLUX_VAE,
+        "vae": FLUX_VAE,
     },
 )
 #: The text encoder, the transformer's module and what follows from them are the image family's.

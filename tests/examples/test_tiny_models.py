@@ -72,7 +72,7 @@ def test_every_process_makes_the_same_tokenizers() -> None:
     other = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
     with contextlib.redirect_stdout(io.StringIO()) as here:
         exec(script, {})
-    assert here.getvalue() == other and len(other.splitlines()) == 5
+    assert here.getvalue() == other and len(other.splitlines()) == 6
 
 
 def test_a_build_leaves_torch_as_it_was(tmp_path: Path) -> None:
@@ -205,6 +205,12 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
             "encoder_hidden_states": noise(1, 20, 64),
             "timestep": torch.tensor([500.0]),
         }
+    if kind == "z-image":
+        return {
+            "hidden_states": noise(1, 16, 1, 16, 16),
+            "encoder_hidden_states": noise(1, 20, 64),
+            "timestep": torch.tensor([500.0]),
+        }
     frames, height, width = (5, 8, 12) if "video" in kind else (1, 16, 16)
     return {
         "hidden_states": noise(1, frames, height, width, 16 if kind.endswith("image-t2i") else 33),
@@ -217,6 +223,9 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
 def _forward(model: Any, kind: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     if kind == "sana":
         return model(**inputs).sample
+    if kind == "z-image":
+        hidden, texts, timestep = inputs.values()
+        return torch.stack(model([*hidden], timestep / 1000, [*texts]).sample)
     _, frames, height, width, _ = inputs["hidden_states"].shape
     positions = [torch.arange(n) for n in (frames, height // 2, width // 2)]
     return model(**inputs, visual_rope_pos=positions, text_rope_pos=torch.arange(20)).sample

@@ -60,6 +60,13 @@ def test_sanas_instruction():
     assert default(pipe.__call__, "clean_caption") is False
 
 
+def test_z_images_template():
+    """Its text is compared with the tokenizer's chat template by the encoder."""
+    template, pipe = FAMILIES["z-image"].templates["t2i"], pipeline(("z-image", "t2i"))
+    assert template.max_length == default(pipe.__call__, "max_sequence_length") and template.layers == (-2,)
+    assert template.cleaner.text(" A \n b ") == " A \n b "
+
+
 @pytest.mark.parametrize("key", PIPELINES)
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
@@ -71,7 +78,7 @@ def test_inference_defaults(key):
 def test_negative_prompts(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     if key not in KANDINSKY:
-        assert family.negative_prompt == default(pipe.__call__, "negative_prompt")
+        assert family.negative_prompt == (default(pipe.__call__, "negative_prompt") or "")
     else:
         assert assigned(type(pipe).__call__, "negative_prompt") == [family.negative_prompt]
 
@@ -79,7 +86,9 @@ def test_negative_prompts(key):
 @pytest.mark.parametrize("key", PIPELINES)
 def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key not in KANDINSKY:
+    if key == ("z-image", "t2i"):
+        assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
+    elif key not in KANDINSKY:
         assert family.spatial_stride == pipe.vae_scale_factor == family.side_multiple
     else:
         assert family.spatial_stride == pipe.vae_scale_factor_spatial
@@ -105,8 +114,9 @@ def test_what_is_stored_and_loaded_is_named():
 
 
 def test_the_parts_are_those_that_the_encoders_load():
-    from stages.encoding.text import gemma, kandinsky5
+    from stages.encoding.text import gemma, kandinsky5, qwen3
 
+    assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
     assert FAMILIES["sana"].text_components == gemma.Encoder.components
     assert {FAMILIES[name].text_components for name in ("kandinsky5-image", "kandinsky5-video")} == {
         kandinsky5.Encoder.components
@@ -115,7 +125,7 @@ def test_the_parts_are_those_that_the_encoders_load():
 
 def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
     assert get_flavour("sana", "sana-600m-512px").shift == 4.0
-    with pytest.raises(ValueError, match="valid families: kandinsky5-image, kandinsky5-video, sana"):
+    with pytest.raises(ValueError, match="valid families: kandinsky5-image, kandinsky5-video, sana, z-image"):
         get_flavour("kandinsky4", "x")
     with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
         get_flavour("kandinsky5-video", "i2v-lite-pretrain-5s")

@@ -39,7 +39,7 @@ def names() -> set[str]:
     "kandinsky5-video", and "kandinsky" without its number."""
     found = {*FAMILIES, *modules().values()}
     found |= {flavour for family in FAMILIES.values() for flavour in family.flavours}
-    found |= {re.match("[a-z]+", name)[0] for name in FAMILIES}
+    found |= {word[0] for name in FAMILIES if (word := re.match("[a-z]{3,}", name))}
     return {re.escape(name).replace("_", "[-_ ]?") for name in found}
 
 

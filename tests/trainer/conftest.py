@@ -27,21 +27,22 @@ KINDS = {
     "t2v": ("kandinsky5-video", "t2v-lite-sft-5s", "kandinsky5-video-t2v"),
     "i2v": ("kandinsky5-video", "i2v-lite-5s", "kandinsky5-video-i2v"),
     "sana": ("sana", None, "sana"),
+    "z-image": ("z-image", None, "z-image"),
 }
 
 
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:
     """Samples of two buckets, captions of unequal lengths (one or two each), null prompt, one validation prompt."""
-    rng, sana, task = np.random.default_rng(seed), config.model.family == "sana", config.model.task
+    rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
     items = []
     for number in range(count):
         x0 = latent(rng, config, buckets[number % 3 == 2])
-        texts = [caption(rng, int(rng.integers(2, 9)), not sana) for _ in range(1 + number % 2)]
+        texts = [caption(rng, int(rng.integers(2, 9)), pooled) for _ in range(1 + number % 2)]
         condition = {"i2v": x0[:, :1], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(task)
         items.append(Item(buckets[number % 3 == 2], x0, texts, condition))
     shown = {"i2v": items[0].latent[:, :1], "i2i": items[0].latent}.get(task)
-    return items, caption(rng, 2, not sana), [Prompt("one", buckets[0], caption(rng, 5, not sana), shown)]
+    return items, caption(rng, 2, pooled), [Prompt("one", buckets[0], caption(rng, 5, pooled), shown)]
 
 
 @pytest.fixture(scope="session")

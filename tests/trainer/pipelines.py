@@ -1,5 +1,6 @@
 """The pipelines' own transformers beside trained ones, on one fixed batch."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from safetensors.torch import load_file
 
-from schemas.catalog import FAMILIES
+from examples import tiny_shapes
 from schemas.config.adapter import Adapter
 from trainer.batch import Batch
-from trainer.families import kandinsky5, sana
+from trainer.families import kandinsky5, sana, z_image
 from trainer.families.kandinsky5_attention import MaskedAttnProcessor
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
@@ -22,8 +23,8 @@ KINDS = {
     "kandinsky5-video-t2v": (kandinsky5, "t2v"),
     "kandinsky5-video-i2v": (kandinsky5, "i2v"),
     "sana": (sana, "t2i"),
+    "z-image": (z_image, "t2i"),
 }
-COMPONENTS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -46,20 +47,26 @@ def output(kind: str, model) -> torch.Tensor:
     if type(model) is stock.Kandinsky5Transformer3DModel:
         assert arguments.pop("text_mask_BL") is None
     with torch.no_grad():
-        return model(**arguments, return_dict=False)[0]
+        made = model(**arguments, return_dict=False)[0]
+    return torch.stack(made) if isinstance(made, list) else made
 
 
 def pipeline_class(kind: str):
-    family, _, task = kind.rpartition("-")
-    return getattr(diffusers, FAMILIES[family or kind].pipelines[task if family else "t2i"])
+    return getattr(diffusers, tiny_shapes.KINDS[kind].pipeline)
 
 
 def pipeline(kind: str, folder: Path):
     """The real pipeline around the real transformer, without encoders, autoencoder and scheduler."""
     name = json.loads((folder / "transformer" / "config.json").read_text())["_class_name"]
     transformer = getattr(diffusers, name).from_pretrained(folder / "transformer")
-    parts = COMPONENTS if kind != "sana" else ("vae", "text_encoder", "tokenizer", "scheduler")
-    return pipeline_class(kind)(transformer=transformer, **dict.fromkeys(parts))
+    return pipeline_class(kind)(transformer=transformer, **absent_parts(pipeline_class(kind)))
+
+
+def absent_parts(wanted: type) -> dict[str, None]:
+    """None for every component that a pipeline class must be given, but for the transformer."""
+    parameters = inspect.signature(wanted).parameters.values()
+    required = {parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty}
+    return dict.fromkeys(required - {"transformer"})
 
 
 def trained(kind: str, folder: Path, moved: float = 0.1, **options):
@@ -76,7 +83,7 @@ def trained(kind: str, folder: Path, moved: float = 0.1, **options):
 
 def exact_output(kind: str, model: torch.nn.Module) -> torch.Tensor:
     """Without the stock rounding of rotary embeddings to bfloat16, which turns differences of 1e-7 into 1e-4."""
-    for module in model.modules() if kind != "sana" else ():
+    for module in model.modules() if KINDS[kind][0] is kandinsky5 else ():
         if hasattr(module, "set_processor"):
             module.set_processor(MaskedAttnProcessor(None, float32_rotary=True))  # no text is padded here
     return output(kind, model)

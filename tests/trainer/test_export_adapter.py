@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cache.store.files import temporary
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
 from tests.trainer.pipelines import (
-    COMPONENTS,
+    absent_parts,
     apply_as_comfyui,
     exact_output,
     pipeline,
@@ -223,9 +223,8 @@ def test_a_whole_checkpoint_loads_as_a_pipeline_and_the_strength_is_chosen(expor
         assert path.stat().st_mode == like.stat().st_mode, path
     code, report = it(source=comfyui, form="diffusers", to=it.folder / "back", scale=2.0)
     assert code == OK and report["details"]["alpha"] == [2.5]
-    loaded = pipeline_class("sana").from_pretrained(
-        it.checkpoint, use_safetensors=True, **dict.fromkeys(COMPONENTS[:3] + COMPONENTS[5:])
-    )
+    absent = absent_parts(pipeline_class("sana"))
+    loaded = pipeline_class("sana").from_pretrained(it.checkpoint, use_safetensors=True, **absent)
     loaded.load_lora_weights(it.folder / "back")
     close(exact_output("sana", loaded.transformer), exact_output("sana", twice))
 

@@ -15,17 +15,19 @@ from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
 from schemas.geometry import Bucket
 from tests.forms import in_turn
+from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
 from trainer.families import kandinsky5, sana
+from trainer.families.base import module_of
 from trainer.noise import seeded_noise
 from trainer.run import metrics
 from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
@@ -71,12 +73,15 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     """Of one sample, by the stock transformer. cost: of the velocity's errors."""
     given = 1 if config.model.task == "i2v" else 0
     x0, model = batch.latents_BCTHW, stock_transformer(config)
-    family = sana if config.model.family == "sana" else kandinsky5
+    family = module_of(config.model.family_spec)
     arguments = family.model_inputs(model, (1 - sigma) * x0 + sigma * noise, sigma, batch, config.model.task)
     assert arguments.pop("text_mask_BL", None) is None, "one caption has no padding"
     with torch.no_grad():
         velocity = model(**arguments).sample
-    velocity = velocity[:, :, None] if family is sana else velocity.movedim(-1, 1)
+    if family is kandinsky5:
+        velocity = velocity.movedim(-1, 1)
+    else:
+        velocity = velocity[:, :, None] if family is sana else -velocity[0][None]
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
 
 
@@ -102,15 +107,13 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
 
 def pipeline(config, transformer):
     """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
-    family = sana if config.model.family == "sana" else kandinsky5
     folder, wanted = Path(config.model.path), getattr(diffusers, config.model.family_spec.pipelines[config.model.task])
-    names = {"vae", "text_encoder", "tokenizer"} | (set() if family is sana else {"text_encoder_2", "tokenizer_2"})
     name = json.loads((folder / "scheduler/scheduler_config.json").read_text())["_class_name"]
     scheduler_class = getattr(diffusers, name)
     settings = scheduler_class.load_config(folder / "scheduler")
     key = next(key for key in SHIFT_KEYS if key in scheduler_class.from_config(settings).config)
     scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift})
-    pipe = wanted(transformer=transformer, scheduler=scheduler, **dict.fromkeys(names))
+    pipe = wanted(**absent_parts(wanted) | {"transformer": transformer, "scheduler": scheduler})
     pipe.resolutions = [(64, 64), (96, 64)]  # the image pipelines' list of sizes, each too large here
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -125,12 +128,17 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
             texts[f"{prefix}prompt_embeds"] = torch.nn.functional.pad(part.text_BLD, (0, 0, 0, 12 - rows))
             texts[f"{prefix}prompt_attention_mask"] = (torch.arange(12)[None] < rows).long()
             continue
+        if config.model.family == "z-image":
+            texts[f"{prefix}prompt_embeds"] = [part.text_BLD[0]]
+            continue
         texts |= {f"{prefix}prompt_embeds_qwen": part.text_BLD, f"{prefix}prompt_embeds_clip": part.pooled_BD}
         lengths = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
         texts |= {f"{prefix}prompt_cu_seqlens": lengths}
     options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.family_spec.video else {}
     if config.model.family == "sana":
         options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
+    elif config.model.family == "z-image":
+        options |= {"latents": noise[:, :, 0]}
     else:
         start = kandinsky5.visual_input(noise, batch.condition_BCTHW, task, pipe.transformer.visual_cond)
         pipe.prepare_latents = lambda *_, **__: start
@@ -146,7 +154,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         output_type="latent",
         return_dict=False,
     )[0]
-    return found[:, :, None] if config.model.family == "sana" else found.movedim(-1, 1)
+    return found[:, :, None] if found.ndim == 4 else found.movedim(-1, 1)
 
 
 LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}

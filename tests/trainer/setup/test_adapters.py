@@ -32,7 +32,10 @@ VARIANTS = {
     "pissa, rslora, by module": {"init_weights": "pissa", "rslora": True, **BY_MODULE},
     "olora": {"init_weights": "olora", "dropout": 0.5, **BY_MODULE},
 }
-LINEAR_TARGETS = r".*blocks\.\d+\.(attn[12]|self_attention|cross_attention)\.(to_.|to_out\.0|to_query|to_key|out_layer)"
+LINEAR_TARGETS = (
+    r".*(blocks|layers)\.\d+\.(attn[12]|attention|self_attention|cross_attention)\."
+    r"(to_.|to_out\.0|to_query|to_key|out_layer)"
+)
 
 
 @pytest.mark.parametrize(("kind", "variant"), in_turn(KINDS, VARIANTS))

@@ -1,0 +1,52 @@
+"""Qwen3 behind a chat template: the hidden states of `Template.layers` of the whole prompt, template included.
+
+The pipelines render a prompt by the tokenizer's own chat template. What is stored is rendered by the catalog's, which
+is compared with it once, when the encoder is loaded.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Model
+
+from cache.models.weights import WeightsError
+from stages.encoding.text.base import TextEncoder, TextRequest
+from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
+
+PROBE = "a caption"
+
+
+class Encoder(TextEncoder):
+    components = ("text_encoder", "tokenizer")
+
+    def _load(self, folder: Path) -> PrefixCachedModel:
+        self._check_chat_template()
+        # The prefix is three tokens, so no pass is saved by computing it once.
+        return self._make_reader(PrefixCachedModel, self._language_model(Qwen3Model, folder), 0)
+
+    def _check_chat_template(self) -> None:
+        messages = [{"role": "user", "content": PROBE}]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, **options)
+        except ValueError as error:
+            raise WeightsError(f"{self.source}: the tokenizer has no chat template", WHOLE_TOKENIZER) from error
+        if rendered != (wanted := self.template.render(PROBE)):
+            raise WeightsError(
+                f"{self.source}: the tokenizer's chat template makes {rendered!r} of a prompt, and the template "
+                f"{self.template.name} makes {wanted!r}",
+                WHOLE_TOKENIZER,
+            )
+
+    def prepare(self, request: TextRequest) -> PreparedPrompt:
+        with self._lock:
+            ids = self._ids(self.template.render(request.text, negative=request.negative))
+        return PreparedPrompt(ids[: self.max_length], 0, len(ids))
+
+    def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
+        return self._reader.hidden_states(batch)[0], None
+
+
+WHOLE_TOKENIZER = "take the whole folder tokenizer/ from the checkpoint's own repository"
