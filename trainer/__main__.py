@@ -79,6 +79,7 @@ def run(
     stop, ending = StopRequest(max_time, console, world), ExitStack()
     try:
         compatibility.check_task(config.model)
+        compatibility.check_distilled(config.model, console.warn)
         data = open_configured_set(config, console.warn)
         ending.callback(data.close)
         _check_options(config, data, world)

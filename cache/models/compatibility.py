@@ -1,5 +1,6 @@
 """Checks by its small files that a checkpoint fits the configured family, flavour and task. Imports no torch."""
 
+from collections.abc import Callable
 from typing import Any
 
 from cache.models import weights
@@ -58,6 +59,25 @@ def find_published(repo: str) -> list[tuple[Family, Flavour]]:
         for flavour in family.flavours.values()
         if flavour.repo == repo
     ]
+
+
+def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
+    """CheckpointMismatch where the flavour or the repository is known to be distilled to few steps. A folder does not
+    tell whether it is: warn says so, where the family has such checkpoints."""
+    published = [flavour for _, flavour in find_published(model.source)]
+    for flavour in (model.flavour_spec, *published):
+        if flavour.distilled_from:
+            raise CheckpointMismatch(
+                f"{model.source}: {flavour.name} was distilled to few steps, which training would undo",
+                f"train {flavour.distilled_from} ({model.family_spec.flavours[flavour.distilled_from].repo}) instead: "
+                "correct model.flavour or model.path",
+            )
+    distilled = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
+    if distilled and not published:
+        warn(
+            f"model.path: nothing in {model.source} tells whether it is {' or '.join(distilled)}, "
+            "distilled to few steps, which training would undo"
+        )
 
 
 def check_transformer(model: Model) -> None:

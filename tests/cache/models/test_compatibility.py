@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cache.models.compatibility import CheckpointMismatch, bucket_side_multiple, pin_revision
+from cache.models.compatibility import CheckpointMismatch, bucket_side_multiple, check_distilled, pin_revision
 from cache.models.weights import WeightsError, fingerprint_weights
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
@@ -175,3 +175,19 @@ def test_a_commit_that_an_encoding_stage_recorded_is_known_where_nothing_was_dow
     file.write_bytes(b"\xff{")
     with pytest.raises(WeightsError, match="is not known yet"):
         fingerprint_weights(model.source, ("vae",), None, memo)
+
+
+def test_a_distilled_checkpoint_is_known_by_flavour_and_repository(tmp_path):
+    """Of a folder nothing is known, which is said where the family has such checkpoints."""
+    repo, remarks = "Tongyi-MAI/Z-Image-Turbo", list[str]()
+    for model in (Model(family="z-image", flavour="z-image-turbo"), Model(family="z-image", path=repo)):
+        with pytest.raises(
+            CheckpointMismatch, match="z-image-turbo was distilled to few steps, which training would undo"
+        ) as caught:
+            check_distilled(model, remarks.append)
+        assert "train z-image (Tongyi-MAI/Z-Image)" in caught.value.next_step
+    check_distilled(Model(family="z-image"), remarks.append)
+    check_distilled(Model(family="sana", path=str(tmp_path)), remarks.append)
+    assert remarks == []
+    check_distilled(Model(family="z-image", path=str(tmp_path)), remarks.append)
+    assert len(remarks) == 1 and "whether it is z-image-turbo" in remarks[0]

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from schemas.catalog import FAMILIES
 from schemas.config.error_messages import type_at
 from schemas.config.loading import ConfigError, dump_yaml, load_config
 from schemas.config.migration_hints import HINTS
@@ -167,7 +168,7 @@ def test_the_resolved_configuration_reads_back_as_itself(write):
         (
             "family: sana",
             "family: sama",
-            "3: model.family: unknown family 'sama'; valid: kandinsky5-image, kandinsky5-video, sana",
+            f"3: model.family: unknown family 'sama'; valid: {', '.join(FAMILIES)}",
         ),
     ],
 )

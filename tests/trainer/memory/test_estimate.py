@@ -28,8 +28,9 @@ MIDDLE = {
     "t2i": SHAPES["tiny"]["image"] | {"model_dim": 128, "ff_dim": 512, "num_visual_blocks": 2, "visual_cond": False},
     "sana": SHAPES["tiny"]["sana"]
     | {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
+    "z-image": SHAPES["tiny"]["z_image"] | {"dim": 192, "axes_dims": (32, 32, 32)},
 }
-SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512")}
+SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512"), "z-image": ("256x256", "256x320")}
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU: device and offloaded are one there. Of each kind of setting at least one; the long form has more of them.
 GRID = {
@@ -44,6 +45,7 @@ GRID = {
         },
         {**FULL, "precision": "bfloat16", "ema": {}, "offload": {"activations": True}},
     ],
+    "z-image": [{"batch_size": 2, **ALL}, {"base_precision": "int8-quanto", "batch_size": 2}],
 }
 LONG_GRID = {
     "t2i": [
@@ -121,7 +123,7 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
 
 @pytest.mark.slow
 def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_config, checkpoints) -> None:
-    for kind in ("t2i", "sana"):
+    for kind in ("t2i", "sana", "z-image"):
         family = module_of(make_config(kind).model.family_spec)
         loaded = family.load(str(checkpoints(kind)), dtype=torch.bfloat16)
         with torch.device("meta"):
@@ -135,7 +137,7 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
     make_config, make_set, made, tmp_path, is_long
 ) -> None:
     skip_without_peaks()
-    rows = [(kind, settings) for kind in GRID for settings in GRID[kind] + (LONG_GRID[kind] if is_long else [])]
+    rows = [(kind, settings) for kind in GRID for settings in GRID[kind] + (LONG_GRID.get(kind, []) if is_long else [])]
     shapes, configs = {}, []
     for kind, middle in MIDDLE.items():
         torch.manual_seed(0)
@@ -147,7 +149,7 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
         source = config.model.model_copy(update={"path": str(tmp_path / kind)})
         configs.append(config.model_copy(update={"model": source}))
         rng, bucket = np.random.default_rng(0), SIZES[kind][number % 2]
-        captions = [made.caption(rng, 32, kind != "sana") for _ in range(5)]
+        captions = [made.caption(rng, 32, kind == "t2i") for _ in range(5)]
         items = [made.Item(bucket, made.latent(rng, config, bucket), [caption]) for caption in captions[1:]]
         make_set(config, items, captions[0])
     lines = [json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)) for config in configs]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from examples.tiny_models import build, make_model
+from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE
 from tests.forms import long
@@ -22,10 +23,12 @@ from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
 from tests.trainer.runs import LOADS, lines, prepared, train
 from trainer import train as loop
+from trainer.families import kandinsky5
 from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
 
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
+BUCKETS["z-image"] = "96x64"
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             _, _, name = KINDS["t2v" if kind == "nabla" else kind]
             build(name, made[kind], only=["transformer", "scheduler"])
             shutil.rmtree(made[kind] / "transformer")
-            part = {"t2i": "image", "i2i": "image", "sana": "sana"}.get(kind, "video")
-            more: dict[str, Any] = {"num_layers" if kind == "sana" else "num_visual_blocks": LAYERS}
+            part = {"t2i": "image", "i2i": "image", "sana": "sana", "z-image": "z_image"}.get(kind, "video")
+            more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
             make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
         return made[kind]
@@ -69,7 +72,7 @@ def start(make_config, make_set, made, deep) -> Callable[..., loop.TrainState]:
 
 def samples(made, config: Config, bucket: str, masks: bool):
     """Four of one bucket, with captions of unequal lengths; of two every other has a mask."""
-    rng, pooled, items = np.random.default_rng(3), config.model.family != "sana", []
+    rng, pooled, items = np.random.default_rng(3), "pooled" in config.model.family_spec.text_widths, []
     for number in range(4):
         x0 = made.latent(rng, config, bucket)
         condition = {"i2v": x0[:, :1], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(config.model.task)
@@ -83,7 +86,7 @@ def samples(made, config: Config, bucket: str, masks: bool):
 
 def prepare(config: Config) -> loop.TrainState:
     run = prepared(config)
-    if config.model.family != "sana":  # rounding to bfloat16 would make a last bit's difference 60,000 times larger
+    if run.family is kandinsky5:  # rounding to bfloat16 would make a last bit's difference 60,000 times larger
         install_processors(run.model, float32_rotary=True)
     return run
 
@@ -108,6 +111,7 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         ("i2v", True, 2),
         ("sana", True, 2),
         ("nabla", False, 1),
+        ("z-image", True, 1),
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:

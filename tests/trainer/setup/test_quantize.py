@@ -27,7 +27,7 @@ from trainer.setup.quantize import (
     stored_bytes,
 )
 
-WIDE = ["kandinsky5-image-t2i", "sana"]
+WIDE = ["kandinsky5-image-t2i", "sana", "z-image"]
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
 #: Largest relative errors of the loss, the prediction and the gradient of the adapter, in float32.
 BOUNDS = {
@@ -117,7 +117,7 @@ def test_on_a_card_too(wide, make_config, kind, name):
     """In bfloat16, quantized on the card, whose kernels are others."""
     family, _ = KINDS[kind]
     try:
-        config = make_config("sana" if kind == "sana" else "t2i", base_precision=name)
+        config = make_config("t2i" if kind.endswith("t2i") else kind, base_precision=name)
         check_setup(config, family, torch.device("cuda"))
     except RunError as error:  # fp8 on older cards; sides of the tiny checkpoints
         if "multiples of 64" not in str(error):
