@@ -61,7 +61,7 @@ def pipeline_name(config: Config) -> str:
 
 def missing_components(config: Config) -> dict[str, Any]:
     """Components to pass to from_pretrained because it can't make them here."""
-    if config.model.family_spec.model_classes["text_encoder"] != "qwen2_5_vl" or find_spec("torchvision") is not None:
+    if "torchvision" not in config.model.family_spec.pipeline_packages or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -158,6 +158,13 @@ def example_inputs(transformer: Any) -> dict:
             "hidden_states": torch.randn(1, config.in_channels, 8, 8),
             "encoder_hidden_states": torch.randn(1, 12, config.caption_channels),
             "timestep": torch.tensor([500.0]),
+        }
+    if "joint_attention_dim" in config:
+        return {
+            "hidden_states": torch.randn(1, 16, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, 12, config.joint_attention_dim),
+            "timestep": torch.tensor([0.5]),
+            "img_shapes": [[(1, 4, 4)]],
         }
     if "cap_feat_dim" in config:
         return {

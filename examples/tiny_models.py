@@ -56,12 +56,13 @@ def make_untrained(part: str, size: str = "tiny", **overrides: Any) -> Any:
 
 
 def weight_scale(name: str, shape: Sequence[int]) -> float | None:
-    """Deviation of a random weight: a matrix keeps the scale of its input, a bias is small. None: a norm's weight.
+    """Deviation of a random weight: a matrix keeps the scale of its input, a bias is small. None: a norm's weight,
+    whatever its shape.
 
     The classes' own initialization sets Kandinsky's modulations to zero (then no block has an effect and the output
     ignores the text) and makes the text encoders' matrices so small that tokens hardly influence each other.
     """
-    if len(shape) >= 2:
+    if len(shape) >= 2 and not name.endswith("gamma"):
         scale = (shape[0] / prod(shape)) ** 0.5
         return scale * (0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0)
     return 0.1 if name.endswith("bias") else None
@@ -95,16 +96,16 @@ def _smooth_clips(shape_BCTHW: tuple[int, int, int, int, int]) -> Any:
 
 
 def _calibrate(vae: Any, part: str) -> None:
-    """Scale an encoder's last layer so that z * scaling_factor has mean 0 and deviation 1 in every channel.
+    """Scale an encoder's last layer so that latents, normalized, have mean 0 and deviation 1 in every channel.
 
     DC-AE's last layer has a shortcut around it: there the means are moved and the scaling factor itself is set.
     """
     import torch
 
-    video = part == "hunyuan_vae"
+    video = part not in ("flux_vae", "dc_ae")
     clips_BCTHW = _smooth_clips((4, 3, 5 if video else 1, 128, 128))
     last = vae.quant_conv if video else vae.encoder.conv_out
-    channels = vae.config.latent_channels
+    channels = vae.config.latent_channels if "latent_channels" in vae.config else vae.config.z_dim
     with torch.no_grad():
         encoded = vae.encode(clips_BCTHW if video else clips_BCTHW[:, :, 0])
         z = encoded.latent if part == "dc_ae" else encoded.latent_dist.mean
@@ -113,12 +114,17 @@ def _calibrate(vae: Any, part: str) -> None:
             last.bias -= z.mean(axes)
             vae.register_to_config(scaling_factor=round(1 / (z - z.mean(axes, keepdim=True)).std().item(), 4))
             return
-        gain = 1 / (vae.config.scaling_factor * z.std(axes))
-        last.weight[:channels] *= gain.view(-1, *[1] * (last.weight.ndim - 1))
-        last.bias[:channels] = (last.bias[:channels] - z.mean(axes)) * gain
         # A posterior a tenth as wide as the latents: sampling is visible and does not hide the picture.
+        if vae.config.get("latents_std"):
+            means, deviations = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+            gain, narrow = deviations / z.std(axes), 2 * torch.log(0.1 * deviations)
+        else:
+            means, gain = torch.zeros(channels), 1 / (vae.config.scaling_factor * z.std(axes))
+            narrow = 2 * torch.log(torch.tensor(0.1 / vae.config.scaling_factor))
+        last.weight[:channels] *= gain.view(-1, *[1] * (last.weight.ndim - 1))
+        last.bias[:channels] = (last.bias[:channels] - z.mean(axes)) * gain + means
         last.weight[channels:] *= 0.1
-        last.bias[channels:] = 2 * torch.log(torch.tensor(0.1 / vae.config.scaling_factor))
+        last.bias[channels:] = narrow
 
 
 @contextmanager
@@ -154,7 +160,7 @@ def make_model(
     with _reproducible(seed, torch.float32 if size == "tiny" else wanted), torch.device(device):
         model = make_untrained(part, size, **(overrides or {})).eval()
         _randomize(model, seed)
-        if size == "tiny" and part in ("flux_vae", "hunyuan_vae", "dc_ae"):
+        if size == "tiny" and (part.endswith("vae") or part == "dc_ae"):
             _calibrate(model, part)
     return model if model.dtype == wanted else model.to(wanted)
 
@@ -192,7 +198,7 @@ def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:
         if part in TOKENIZERS:
             name = "Qwen2VLProcessor" if part in VISION_LANGUAGE else type(TOKENIZERS[part]()).__name__
             index[component.replace("text_encoder", "tokenizer")] = ["transformers", name]
-    index["scheduler"] = ["diffusers", kind.scheduler_class]
+    index |= {"scheduler": ["diffusers", kind.scheduler_class]} | kind.index
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -17,6 +17,7 @@ _KANDINSKY_TINY = _KANDINSKY | {
 _IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES = (
     FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image")
 )
+_QWEN_IMAGE_SHAPES = FAMILIES["qwen-image"].shapes
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
 _DC_TINY = {
     f"{side}_{key}": value
@@ -42,6 +43,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "dim": 64, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 64,
             "axes_dims": (8, 12, 12),
         },
+        "qwen_image": {
+            "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12),
+            "joint_attention_dim": 64,
+        },
+        "qwen_image_vae": {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1},
         "flux_vae": {**_IMAGE_SHAPES["vae"], **_TINY_VAE},
         "hunyuan_vae": _TINY_VAE,
         "dc_ae": {**_SANA_SHAPES["vae"], **_DC_TINY, "attention_head_dim": 8},
@@ -85,6 +91,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "video": dict(_VIDEO_SHAPES["transformer"]),
         "sana": dict(_SANA_SHAPES["transformer"]),
         "z_image": dict(_Z_IMAGE_SHAPES["transformer"]),
+        "qwen_image": dict(_QWEN_IMAGE_SHAPES["transformer"]),
+        "qwen_image_vae": dict(_QWEN_IMAGE_SHAPES["vae"]),
         "flux_vae": dict(_IMAGE_SHAPES["vae"]),
         "hunyuan_vae": dict(_VIDEO_SHAPES["vae"]),
         "dc_ae": dict(_SANA_SHAPES["vae"]),
@@ -119,6 +127,8 @@ CLASSES = {
     "video": ("diffusers", "Kandinsky5Transformer3DModel", None),
     "sana": ("diffusers", "SanaTransformer2DModel", None),
     "z_image": ("diffusers", "ZImageTransformer2DModel", None),
+    "qwen_image": ("diffusers", "QwenImageTransformer2DModel", None),
+    "qwen_image_vae": ("diffusers", "AutoencoderKLQwenImage", None),
     "flux_vae": ("diffusers", "AutoencoderKL", None),
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
     "dc_ae": ("diffusers", "AutoencoderDC", None),
@@ -135,13 +145,15 @@ CLASSES = {
 @dataclass(frozen=True)
 class CheckpointKind:
     """One checkpoint. pipeline: class in diffusers, None for a single model. components: sub-folder -> row of SHAPES.
-    transformer, scheduler: further configuration of the two. scheduler_class: in diffusers."""
+    transformer, scheduler: further configuration of the two. scheduler_class: class in diffusers. index: further
+    entries of model_index.json."""
 
     pipeline: str | None
     components: dict[str, str]
     transformer: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
     scheduler_class: str = "FlowMatchEulerDiscreteScheduler"
+    index: dict[str, Any] = field(default_factory=dict)
 
 
 _QWEN_CLIP = {"text_encoder": "qwen", "text_encoder_2": "clip"}
@@ -152,6 +164,10 @@ _Z_IMAGE = {"transformer": "z_image", "vae": "flux_vae", "text_encoder": "qwen3"
 _SANA_SCHEDULER = {
     "algorithm_type": "dpmsolver++", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
     "flow_shift": 3.0,
+}  # fmt: skip
+_QWEN_IMAGE_SCHEDULER = {
+    "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256,
+    "max_image_seq_len": 8192, "shift_terminal": 0.02,
 }  # fmt: skip
 _K5_IMAGE, _K5_VIDEO = (FAMILIES[f"kandinsky5-{media}"].pipelines for media in ("image", "video"))
 KINDS = {
@@ -167,6 +183,13 @@ KINDS = {
         FAMILIES["sana"].pipelines["t2i"], _SANA, {}, _SANA_SCHEDULER, "DPMSolverMultistepScheduler"
     ),
     "z-image": CheckpointKind(FAMILIES["z-image"].pipelines["t2i"], _Z_IMAGE, {}, {"shift": 3.0}),
+    "qwen-image": CheckpointKind(
+        FAMILIES["qwen-image"].pipelines["t2i"],
+        {"transformer": "qwen_image", "vae": "qwen_image_vae", "text_encoder": "qwen"},
+        {},
+        _QWEN_IMAGE_SCHEDULER,
+        index={"tokenizer": ["transformers", "Qwen2Tokenizer"]},
+    ),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),
 }

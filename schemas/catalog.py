@@ -5,10 +5,15 @@ A new family is a file of rows in `schemas/families/`, joined here, and its own 
 
 from dataclasses import dataclass
 
-from schemas.families import kandinsky5, sana, z_image
+from schemas.families import kandinsky5, qwen_image, sana, z_image
 from schemas.family import Family, Flavour
 
-FAMILIES: dict[str, Family] = {**kandinsky5.FAMILIES, **sana.FAMILIES, **z_image.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **kandinsky5.FAMILIES,
+    **sana.FAMILIES,
+    **z_image.FAMILIES,
+    **qwen_image.FAMILIES,
+}
 
 
 @dataclass(frozen=True)

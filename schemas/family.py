@@ -3,7 +3,7 @@ templates clean captions.
 
 The rows are in `schemas/families/`; `schemas/catalog.py` joins them. No other code depends on a family's name.
 FOLDED is the `prompt_clean` of the diffusers pipelines, LOWERCASE their `_text_preprocessing` with
-`clean_caption=False`; tests compare both with the installed release.
+`clean_caption=False`; tests compare both with the installed release. VERBATIM is that of pipelines without cleaning.
 """
 
 import html
@@ -73,6 +73,11 @@ def lowercase(text: str) -> str:
     return text.lower().strip()
 
 
+def verbatim(texts: Any) -> Any:
+    return texts
+
+
+VERBATIM = Cleaner(verbatim, verbatim)
 FOLDED = Cleaner(folded, folded_column)
 LOWERCASE = Cleaner(lowercase)
 
@@ -223,9 +228,11 @@ class Family:
     layers: key of the transformer's config, whose value is the number of blocks that compute visual tokens. convolves:
     these blocks convolve over the grid of tokens. tile: side of the tiles of `latents.tiling`, and the distance between
     their beginnings (pixels). own_sizes: what keeps its pipelines from taking a size of their own near that which is
-    asked for: their attribute `resolutions`, or the argument `use_resolution_binning`. shapes: sub-folder -> its
-    published config, of which only the keys that differ from the defaults of its class, for predictions without a
-    download. shift_by_tokens: visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
+    asked for: their attribute `resolutions`, or the argument `use_resolution_binning`. guidance_argument: theirs of
+    classifier-free guidance. pipeline_packages: those that they need beside diffusers' and transformers' own.
+    shapes: sub-folder -> its published config, of which only the keys that differ from the defaults of its class, for
+    predictions without a download. shift_by_tokens: visual tokens of an image -> the shift of
+    `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -269,6 +276,8 @@ class Family:
     tile: tuple[int, int] = (512, 384)
     shift_by_tokens: Callable[[int], float] = ShiftByTokens()
     own_sizes: Literal["resolutions", "use_resolution_binning"] | None = None
+    guidance_argument: str = "guidance_scale"
+    pipeline_packages: tuple[str, ...] = ()
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:

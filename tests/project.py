@@ -95,6 +95,7 @@ SETTINGS = {
     "kandinsky5-image-i2i": {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"},
     "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},
     "kandinsky5-video-i2v": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"},
+    "qwen-image": {"family": "qwen-image", "flavour": "qwen-image"},
     "sana": {"family": "sana", "flavour": "sana-1.6b-1024px"},
     "z-image": {"family": "z-image", "flavour": "z-image"},
 }

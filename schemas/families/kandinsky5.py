@@ -55,7 +55,7 @@ NABLA = {
     "attention_window": 3, "attention_P": 0.9, "attention_wT": 11, "attention_wW": 3, "attention_wH": 3,
     "attention_add_sta": True, "attention_method": "topcdf",
 }  # fmt: skip
-_QWEN = {  # Qwen2.5-VL-7B
+QWEN_7B = {  # Qwen2.5-VL
     "text_config": {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "vocab_size": 152064, "rms_norm_eps": 1e-6, "max_window_layers": 28,
@@ -134,6 +134,7 @@ _IMAGE = Family(
     layers="num_visual_blocks",
     pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
     own_sizes="resolutions",
+    pipeline_packages=("torchvision",),
     latent_settings={"tiling": False},
     video=False,
     guidance=3.5,
@@ -143,7 +144,7 @@ _IMAGE = Family(
     shapes={
         "transformer": _TRANSFORMER
         | {"model_dim": 2560, "ff_dim": 10240, "num_visual_blocks": 50, "axes_dims": (32, 48, 48)},
-        "text_encoder": _QWEN,
+        "text_encoder": QWEN_7B,
         "text_encoder_2": _CLIP,
         "vae": FLUX_VAE,
     },

@@ -6,14 +6,14 @@ it. The shift of training is musubi-tuner's default.
 """
 
 from schemas.families.kandinsky5 import FLUX_VAE
-from schemas.family import Cleaner, Family, Flavour, Normalization, ShiftByTokens, Template
+from schemas.family import VERBATIM, Family, Flavour, Normalization, ShiftByTokens, Template
 
 _TEMPLATE = Template(
     name="z-image",
     text="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
     crop=0,
     max_length=512,
-    cleaner=Cleaner(str, lambda texts: texts),  # captions are left as they are
+    cleaner=VERBATIM,
     layers=(-2,),
 )
 _QWEN3_4B = {

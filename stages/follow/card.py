@@ -172,8 +172,7 @@ def _packages(config: Config) -> list[str]:
     """Return the packages that the code needs beside torch."""
     family, packages = config.model.family_spec, ["diffusers", "transformers", "accelerate"]
     packages += ["peft"] if config.train.adapter.type != "full" else []
-    packages += ["torchvision"] if family.model_classes["text_encoder"] == "qwen2_5_vl" else []
-    return packages + (["imageio", "imageio-ffmpeg"] if family.video else [])
+    return packages + [*family.pipeline_packages] + (["imageio", "imageio-ffmpeg"] if family.video else [])
 
 
 def _call(config: Config, facts: Facts) -> list[str]:
@@ -190,7 +189,7 @@ def _call(config: Config, facts: Facts) -> list[str]:
         if family.own_sizes == "resolutions":
             before.append(f"pipe.resolutions = [({size.width}, {size.height})]")
     words += [f"num_inference_steps={about['steps']}"] if "steps" in about else []
-    words += [f"guidance_scale={about['guidance']}"] if "guidance" in about else []
+    words += [f"{family.guidance_argument}={about['guidance']}"] if "guidance" in about else []
     lines = [*before, "result = pipe(", *(f"    {word}," for word in words), ")[0][0]"]
     if not video:
         return [*lines, 'result.save("out.png")']

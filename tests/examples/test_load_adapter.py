@@ -22,6 +22,7 @@ RUNS = {
     "kandinsky5-video-i2v": ("kandinsky5-video", "i2v-lite-5s", "lora", "64x64@17"),
     "sana": ("sana", "sana-1.6b-1024px", "full", "64x64"),
     "z-image": ("z-image", "z-image", "lora", "64x64"),
+    "qwen-image": ("qwen-image", "qwen-image", "full", "64x64"),
 }
 
 

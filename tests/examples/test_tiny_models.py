@@ -211,6 +211,12 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
             "encoder_hidden_states": noise(1, 20, 64),
             "timestep": torch.tensor([500.0]),
         }
+    if kind == "qwen-image":
+        return {
+            "hidden_states": noise(1, 64, 64),
+            "encoder_hidden_states": noise(1, 20, 64),
+            "timestep": torch.tensor([500.0]),
+        }
     frames, height, width = (5, 8, 12) if "video" in kind else (1, 16, 16)
     return {
         "hidden_states": noise(1, frames, height, width, 16 if kind.endswith("image-t2i") else 33),
@@ -226,6 +232,8 @@ def _forward(model: Any, kind: str, inputs: dict[str, torch.Tensor]) -> torch.Te
     if kind == "z-image":
         hidden, texts, timestep = inputs.values()
         return torch.stack(model([*hidden], timestep / 1000, [*texts]).sample)
+    if kind == "qwen-image":
+        return model(**inputs | {"timestep": inputs["timestep"] / 1000}, img_shapes=[[(1, 8, 8)]]).sample
     _, frames, height, width, _ = inputs["hidden_states"].shape
     positions = [torch.arange(n) for n in (frames, height // 2, width // 2)]
     return model(**inputs, visual_rope_pos=positions, text_rope_pos=torch.arange(20)).sample

@@ -67,17 +67,28 @@ def test_z_images_template():
     assert template.cleaner.text(" A \n b ") == " A \n b "
 
 
+def test_qwen_images_template():
+    """max_length: of the call, whose encode_prompt alone keeps twice as many tokens. Captions are not cleaned."""
+    template, pipe = FAMILIES["qwen-image"].templates["t2i"], pipeline(("qwen-image", "t2i"))
+    assert template.text == pipe.prompt_template_encode and template.crop == pipe.prompt_template_encode_start_idx
+    assert template.max_length == default(pipe.__call__, "max_sequence_length") <= pipe.tokenizer_max_length
+    assert template.cleaner.text(" A \n b ") == " A \n b "
+
+
 @pytest.mark.parametrize("key", PIPELINES)
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    assert family.guidance == default(pipe.__call__, "guidance_scale")
+    assert family.guidance == default(pipe.__call__, family.guidance_argument)
     assert family.steps == default(pipe.__call__, "num_inference_steps")
 
 
 @pytest.mark.parametrize("key", PIPELINES)
 def test_negative_prompts(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key not in KANDINSKY:
+    if key == ("qwen-image", "t2i"):  # guides only with one, and its documentation says " "
+        assert default(pipe.__call__, "negative_prompt") is None and family.negative_prompt == " "
+        assert 'even an empty negative prompt like " "' in pipe.__call__.__doc__
+    elif key not in KANDINSKY:
         assert family.negative_prompt == (default(pipe.__call__, "negative_prompt") or "")
     else:
         assert assigned(type(pipe).__call__, "negative_prompt") == [family.negative_prompt]
@@ -86,7 +97,7 @@ def test_negative_prompts(key):
 @pytest.mark.parametrize("key", PIPELINES)
 def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key == ("z-image", "t2i"):
+    if key in (("z-image", "t2i"), ("qwen-image", "t2i")):
         assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
     elif key not in KANDINSKY:
         assert family.spatial_stride == pipe.vae_scale_factor == family.side_multiple
@@ -98,12 +109,13 @@ def test_strides(key):
 
 def test_prefixes_have_as_many_tokens_as_are_cropped(tiny):
     counted = {}
-    for family, task in KANDINSKY:
-        tokenizer = AutoTokenizer.from_pretrained(tiny(f"{family}-{task}") / "tokenizer")
+    for family, task in [*KANDINSKY, ("qwen-image", "t2i")]:
+        kind = f"{family}-{task}" if family.startswith("kandinsky5") else family
+        tokenizer = AutoTokenizer.from_pretrained(tiny(kind) / "tokenizer")
         prefix = FAMILIES[family].templates[task].text.split("{}")[0]
-        counted[task] = len(tokenizer(prefix)["input_ids"])
-        assert counted[task] == FAMILIES[family].templates[task].crop
-    assert counted == {"t2i": 40, "i2i": 54, "t2v": 128, "i2v": 128}
+        counted[kind] = len(tokenizer(prefix)["input_ids"])
+        assert counted[kind] == FAMILIES[family].templates[task].crop
+    assert [*counted.values()] == [40, 54, 128, 128, 34]
 
 
 def test_what_is_stored_and_loaded_is_named():
@@ -114,8 +126,9 @@ def test_what_is_stored_and_loaded_is_named():
 
 
 def test_the_parts_are_those_that_the_encoders_load():
-    from stages.encoding.text import gemma, kandinsky5, qwen3
+    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image
 
+    assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
     assert FAMILIES["sana"].text_components == gemma.Encoder.components
     assert {FAMILIES[name].text_components for name in ("kandinsky5-image", "kandinsky5-video")} == {
@@ -125,7 +138,7 @@ def test_the_parts_are_those_that_the_encoders_load():
 
 def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
     assert get_flavour("sana", "sana-600m-512px").shift == 4.0
-    with pytest.raises(ValueError, match="valid families: kandinsky5-image, kandinsky5-video, sana, z-image"):
+    with pytest.raises(ValueError, match=f"valid families: {', '.join(FAMILIES)}"):
         get_flavour("kandinsky4", "x")
     with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
         get_flavour("kandinsky5-video", "i2v-lite-pretrain-5s")

@@ -28,6 +28,7 @@ KINDS = {
     "i2v": ("kandinsky5-video", "i2v-lite-5s", "kandinsky5-video-i2v"),
     "sana": ("sana", None, "sana"),
     "z-image": ("z-image", None, "z-image"),
+    "qwen-image": ("qwen-image", None, "qwen-image"),
 }
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from examples import tiny_shapes
 from schemas.config.adapter import Adapter
 from trainer.batch import Batch
-from trainer.families import kandinsky5, sana, z_image
+from trainer.families import kandinsky5, qwen_image, sana, z_image
 from trainer.families.kandinsky5_attention import MaskedAttnProcessor
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
@@ -24,6 +24,7 @@ KINDS = {
     "kandinsky5-video-i2v": (kandinsky5, "i2v"),
     "sana": (sana, "t2i"),
     "z-image": (z_image, "t2i"),
+    "qwen-image": (qwen_image, "t2i"),
 }
 
 

@@ -19,7 +19,7 @@ from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
-from trainer.families import kandinsky5, sana
+from trainer.families import kandinsky5, qwen_image, sana
 from trainer.families.base import module_of
 from trainer.noise import seeded_noise
 from trainer.run import metrics
@@ -27,7 +27,7 @@ from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
@@ -80,6 +80,8 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
         velocity = model(**arguments).sample
     if family is kandinsky5:
         velocity = velocity.movedim(-1, 1)
+    elif family is qwen_image:
+        velocity = unpacked(velocity, x0)
     else:
         velocity = velocity[:, :, None] if family is sana else -velocity[0][None]
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
@@ -105,6 +107,11 @@ def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     assert len(means) == 2 and first["eval_by_bucket"] == pytest.approx(means, rel=1e-5)
 
 
+def unpacked(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Latents as the pipeline of packed ones has them in the end."""
+    return diffusers.QwenImagePipeline._unpack_latents(tokens, 8 * like.shape[3], 8 * like.shape[4], 8)
+
+
 def pipeline(config, transformer):
     """The flavour's pipeline around a transformer and the checkpoint's scheduler at validation.shift."""
     folder, wanted = Path(config.model.path), getattr(diffusers, config.model.family_spec.pipelines[config.model.task])
@@ -112,7 +119,8 @@ def pipeline(config, transformer):
     scheduler_class = getattr(diffusers, name)
     settings = scheduler_class.load_config(folder / "scheduler")
     key = next(key for key in SHIFT_KEYS if key in scheduler_class.from_config(settings).config)
-    scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift})
+    fixed = {"use_dynamic_shifting": False} if settings.get("use_dynamic_shifting") else {}
+    scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift}, **fixed)
     pipe = wanted(**absent_parts(wanted) | {"transformer": transformer, "scheduler": scheduler})
     pipe.resolutions = [(64, 64), (96, 64)]  # the image pipelines' list of sizes, each too large here
     pipe.set_progress_bar_config(disable=True)
@@ -131,6 +139,9 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         if config.model.family == "z-image":
             texts[f"{prefix}prompt_embeds"] = [part.text_BLD[0]]
             continue
+        if config.model.family == "qwen-image":
+            texts[f"{prefix}prompt_embeds"] = part.text_BLD
+            continue
         texts |= {f"{prefix}prompt_embeds_qwen": part.text_BLD, f"{prefix}prompt_embeds_clip": part.pooled_BD}
         lengths = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
         texts |= {f"{prefix}prompt_cu_seqlens": lengths}
@@ -139,6 +150,8 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
     elif config.model.family == "z-image":
         options |= {"latents": noise[:, :, 0]}
+    elif config.model.family == "qwen-image":
+        options |= {"latents": pipe._pack_latents(noise.transpose(1, 2), 1, *noise.shape[1::2], noise.shape[4])}
     else:
         start = kandinsky5.visual_input(noise, batch.condition_BCTHW, task, pipe.transformer.visual_cond)
         pipe.prepare_latents = lambda *_, **__: start
@@ -150,10 +163,12 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         height=size.height,
         width=size.width,
         num_inference_steps=steps,
-        guidance_scale=config.validation.guidance,
         output_type="latent",
         return_dict=False,
+        **{config.model.family_spec.guidance_argument: config.validation.guidance},
     )[0]
+    if config.model.family == "qwen-image":
+        return unpacked(found, noise)
     return found[:, :, None] if found.ndim == 4 else found.movedim(-1, 1)
 
 

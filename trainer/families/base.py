@@ -124,11 +124,13 @@ class FamilyModule(Protocol):
 
     Latents are (B, C, T, h, w) in the model's space, sigma_B goes from 0 (data) to 1 (noise). model: what `load`
     returns; `predict` may get it inside DistributedDataParallel. LORA_TARGETS: a regular expression that matches the
-    full paths of the modules that LoRA adapts by default. UNGUIDED_SCALE: the guidance scale up to which the pipeline
-    does without the negative prompt.
+    full paths of the modules that LoRA adapts by default. QUANTIZED: one for the linear layers that a quantized base
+    has in 8 or 4 bits, nearly all weights. UNGUIDED_SCALE: the guidance scale up to which the pipeline does without the
+    negative prompt.
     """
 
     LORA_TARGETS: str
+    QUANTIZED: str
     UNGUIDED_SCALE: float
 
     def load(

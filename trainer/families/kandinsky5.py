@@ -34,6 +34,7 @@ LORA_TARGETS = (
     r"((self|cross)_attention\.(to_query|to_key|to_value|out_layer)|feed_forward\.(in_layer|out_layer))"
 )
 
+QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps

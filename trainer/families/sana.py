@@ -19,6 +19,7 @@ TASKS = tuple(FAMILIES["sana"].pipelines)
 # The feed-forward's depthwise convolution is left out: LoRA of a grouped convolution needs a rank that is a
 # multiple of its groups, which are thousands of channels. Its two pointwise ones are linear layers in effect.
 LORA_TARGETS = r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.(conv_inverted|conv_point))"
+QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps

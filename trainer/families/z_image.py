@@ -20,6 +20,7 @@ from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
 LORA_TARGETS = (
     r"(noise_refiner|context_refiner|layers)\.\d+\.(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.w[123])"
 )
+QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 0.0
 PATCH = 2
 set_timesteps = base.set_linear_sigmas

@@ -1,8 +1,8 @@
 """Base weights in 8 or 4 bits, one matrix after the other, so that the host never holds a second copy of the model.
 
-Quantized are the linear layers that the family's LoRA adapts by default: attention and feed-forward of the blocks,
-which are nearly all weights. Biases, norms, embeddings of time and text, modulations, convolutions and final layers
-keep their dtype, as diffusers' quantizers do with what a model names for float32. diffusers' own quantizers are not
+Quantized are the linear layers that the family names: attention and feed-forward of the blocks, which are nearly all
+weights. Biases, norms, embeddings of time and text, convolutions, final layers and mostly modulations keep their dtype,
+as diffusers' quantizers do with what a model names for float32. diffusers' own quantizers are not
 used: the one of bitsandbytes refuses to run without a GPU, and the one of quanto is deprecated.
 
 Sharding and offloading take weights as the plain tensors that they consist of: their numbers, and the scales of these.
@@ -119,7 +119,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
 
 def base_matrices(model: Any, family: FamilyModule) -> dict[str, torch.nn.Linear]:
     """Full path -> linear layer of those that may be quantized."""
-    paths = choose_targets(model, [family.LORA_TARGETS])
+    paths = choose_targets(model, [family.QUANTIZED])
     return {path: part for path in paths if isinstance(part := model.get_submodule(path), torch.nn.Linear)}
 
 

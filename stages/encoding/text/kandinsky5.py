@@ -16,14 +16,15 @@ import torch
 import xxhash
 from PIL import Image
 from torch.nn.functional import interpolate
-from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import CLIPTextModel, CLIPTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from cache.models.weights import WeightsError, load_pretrained
 from schemas.devices import to_device_together
-from stages.encoding.text.base import CLIP_MAX_TOKENS, TextEncoder, TextRequest, request_error
+from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, request_error
 from stages.encoding.text.prefix_cache import PrefixCachedModel
+from stages.encoding.text.qwen_vl import PrefixCroppedEncoder
 from stages.encoding.text.reader import PreparedPrompt
 
 # After the caption, in addition to the image's own tokens: <|vision_start|>, <|vision_end|>, <|im_end|>.
@@ -211,28 +212,16 @@ class KandinskyPrompt(PreparedImagePrompt):
     clip_tokens: int = 0
 
 
-class Encoder(TextEncoder[PrefixCachedModel]):
-    """Qwen2.5-VL and CLIP. max_length: tokens kept after the template's prefix."""
+class Encoder(PrefixCroppedEncoder):
+    """Qwen2.5-VL and CLIP."""
 
     components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     def _load(self, folder: Path) -> PrefixCachedModel:
-        assert self.template.crop is not None, f"{self.template.name} names no prefix length"
-        self.crop, with_image = self.template.crop, self.template.with_image
+        with_image = self.template.with_image
         self._clip_tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer_2")
-        template_tokens = len(self._ids(self.template.render("")))
-        if not with_image and template_tokens <= self.crop:
-            raise WeightsError(
-                f"{self.source}: its tokenizer makes {template_tokens} tokens of the template {self.template.name} "
-                f"with an empty caption, and the pipeline cuts the first {self.crop} off: no token of a short caption "
-                "would be left",
-                "use tokenizer/ of the repository that the text encoder is from",
-            )
         self._images = CachedImageProcessor(folder / "tokenizer") if with_image else None
-        # Loaded whole, as by the pipeline, so that the weights' names are understood in any checkpoint; then used
-        # without lm_head, whose output for every token would be far larger than what is kept.
-        unused = ("lm_head",) if with_image else ("lm_head", "model.visual")
-        qwen = self._language_model(Qwen2_5_VLForConditionalGeneration, folder, unused)
+        qwen = self._load_qwen(folder)
         self._clip = load_pretrained(CLIPTextModel, folder / "text_encoder_2", dtype=self.dtype).to(self.device).eval()
         self._image_id = qwen.config.image_token_id
         self._media_ids = {qwen.config.image_token_id, qwen.config.video_token_id}
@@ -245,9 +234,7 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         with self._lock:
             ids, untruncated = self._tokenize(request)
             clip_ids = self._clip_tokenizer(request.text, verbose=False)["input_ids"]
-        if len(ids) <= self.crop:
-            problem = f"it has {len(ids)} tokens with its template, of which the first {self.crop} are cut off"
-            raise request_error("no-tokens", request, problem, "use the tokenizer of the checkpoint's own repository")
+        self._check_length(ids, request)
         shared = self._reader.shared_length(ids)
         picture = positions_3L = None
         if self._images is not None and request.image is not None:
@@ -260,9 +247,7 @@ class Encoder(TextEncoder[PrefixCachedModel]):
 
     @torch.no_grad()
     def _compute(self, batch: Sequence[KandinskyPrompt]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """One forward pass of each model; another one for prompts that do not begin with the template's own ids."""
-        hidden, (clip_ids_BL,) = self._reader.hidden_states(batch, [self._clip_ids(batch)])
-        embeds = [hidden_LD[self.crop - prompt.shared :] for prompt, hidden_LD in zip(batch, hidden, strict=True)]
+        embeds, (clip_ids_BL,) = self._embed(batch, [self._clip_ids(batch)])
         return embeds, self._clip(input_ids=clip_ids_BL).pooler_output
 
     def _clip_tokens(self, prompt: KandinskyPrompt) -> int:

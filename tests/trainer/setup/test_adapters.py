@@ -33,7 +33,7 @@ VARIANTS = {
     "olora": {"init_weights": "olora", "dropout": 0.5, **BY_MODULE},
 }
 LINEAR_TARGETS = (
-    r".*(blocks|layers)\.\d+\.(attn[12]|attention|self_attention|cross_attention)\."
+    r".*(blocks|layers)\.\d+\.(attn[12]?|attention|self_attention|cross_attention)\."
     r"(to_.|to_out\.0|to_query|to_key|out_layer)"
 )
 

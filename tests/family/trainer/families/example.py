@@ -16,6 +16,7 @@ from trainer.families.base import Experts, FamilyModule, KeptTokens, TokenGrid, 
 
 BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
 LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps

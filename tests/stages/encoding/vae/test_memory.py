@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as diffusers_hunyuan
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 
 from schemas.catalog import FAMILIES
 from stages import encode_latents
@@ -24,6 +25,7 @@ KINDS = {
     "flux": ("kandinsky5-image-t2i", AutoencoderKL, FAMILIES["kandinsky5-image"]),
     "hunyuan_video": ("kandinsky5-video-t2v", HunyuanVideo, FAMILIES["kandinsky5-video"]),
     "dc_ae": ("sana", AutoencoderDC, FAMILIES["sana"]),
+    "qwen_image": ("qwen-image", AutoencoderKLQwenImage, FAMILIES["qwen-image"]),
 }
 
 
@@ -39,9 +41,9 @@ def opened(tiny):
     torch.set_num_threads(1)
 
     def make(name: str, **memory_options):
-        kind = KINDS[name][0]
-        module = importlib.import_module(f"stages.encoding.vae.{name}")
-        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, MemoryOptions(**memory_options))
+        kind, _, family = KINDS[name]
+        module, options = importlib.import_module(f"stages.encoding.vae.{name}"), MemoryOptions(**memory_options)
+        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, options, family.normalization)
 
     return make
 
@@ -189,8 +191,9 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     else:
         vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
     with torch.no_grad():
-        encoded = vae.encode(large if frames > 1 else large[:, :, 0])
-    wanted = (encoded.latent if name == "dc_ae" else encoded.latent_dist.mode()) * vae.config.scaling_factor
+        encoded = vae.encode(large if name in ("hunyuan_video", "qwen_image") else large[:, :, 0])
+    z = encoded.latent if name == "dc_ae" else encoded.latent_dist.mode()
+    wanted = base.Normalizer.of(vae, family.normalization).apply(z)
     assert (found - wanted.reshape(found.shape)).abs().max() <= LIMIT
     gap = ((found - untiled).abs().mean() / untiled.std()).item()
     record_property("mean_difference_in_deviations", gap)

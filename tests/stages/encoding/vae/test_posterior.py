@@ -8,13 +8,22 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
+from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages import encode_latents
 from stages.encoding import model_loading
-from stages.encoding.vae import base, dc_ae, flux, hunyuan_video
+from stages.encoding.vae import base, dc_ae, flux, hunyuan_video, qwen_image
+from tests.project import SETTINGS
 
 CPU = torch.device("cpu")
-KINDS = {"kandinsky5-image-t2i": (flux, 1), "kandinsky5-video-t2v": (hunyuan_video, 5), "sana": (dc_ae, 1)}
+KINDS = {
+    "kandinsky5-image-t2i": (flux, 1),
+    "kandinsky5-video-t2v": (hunyuan_video, 5),
+    "sana": (dc_ae, 1),
+    "qwen-image": (qwen_image, 1),
+}
+WITH_POSTERIOR = [kind for kind in KINDS if kind != "sana"]
+WITH_TIME = ("kandinsky5-video-t2v", "qwen-image")  # an autoencoder of other kinds knows images only
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +34,9 @@ def encoders(tiny):
     for kind, (module, frames) in KINDS.items():
         coarse = torch.rand(2, 3, frames, 6, 6, generator=torch.Generator().manual_seed(2)) * 2 - 1
         pixels = torch.nn.functional.interpolate(coarse, (frames, 64, 64), mode="trilinear")
-        found[kind] = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU), pixels
+        normalization = FAMILIES[SETTINGS[kind]["family"]].normalization
+        ours = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, normalization=normalization)
+        found[kind] = ours, pixels
     return found
 
 
@@ -33,7 +44,7 @@ def noise(seed: int, shape) -> torch.Tensor:
     return torch.randn((1, *shape), generator=torch.Generator().manual_seed(seed))[0]
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
+@pytest.mark.parametrize("kind", WITH_POSTERIOR)
 def test_a_sample_is_its_moments_and_the_seeds_noise(encoders, kind) -> None:
     encoder, pixels = encoders[kind]
     moments = encoder.encode(pixels, [3, 4], "moments")
@@ -49,19 +60,18 @@ def test_a_sample_is_its_moments_and_the_seeds_noise(encoders, kind) -> None:
 
 def _drawn(kind: str, latent_CTHW: torch.Tensor) -> tuple[int, ...]:
     """The shape in which diffusers draws: an image VAE knows no time."""
-    return tuple(latent_CTHW.shape) if "video" in kind else tuple(latent_CTHW[:, 0].shape)
+    return tuple(latent_CTHW.shape) if kind in WITH_TIME else tuple(latent_CTHW[:, 0].shape)
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
+@pytest.mark.parametrize("kind", WITH_POSTERIOR)
 def test_samples_of_many_seeds_are_distributed_as_the_moments_say(encoders, kind) -> None:
     """600 seeds: every number's mean and deviation within 5.5 standard errors."""
     encoder, pixels = encoders[kind]
     mean, logvar = encoder.encode(pixels[:1], [0], "moments").chunk(2, dim=1)
     vae, count = encoder._vae, 600
     with torch.no_grad():
-        parameters = vae.encode(pixels[:1] if "video" in kind else pixels[:1, :, 0]).latent_dist.parameters
-    scale = vae.config.scaling_factor
-    scaled = base.Normalizer(scale)
+        parameters = vae.encode(pixels[:1] if kind in WITH_TIME else pixels[:1, :, 0]).latent_dist.parameters
+    scaled = base.Normalizer.of(vae, FAMILIES[SETTINGS[kind]["family"]].normalization)
     draws = base.latents_from_posterior(parameters.expand(count, *parameters.shape[1:]), range(count), "sample", scaled)
     if count_frames := mean.ndim - draws.ndim:
         draws = draws.unsqueeze(2)

@@ -10,6 +10,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
@@ -17,6 +18,7 @@ from PIL import Image
 from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from stages.media.sample_reader import normalize_pixels
+from tests.project import SETTINGS
 
 CPU = torch.device("cpu")
 # name -> (kind of checkpoint, diffusers' class, stride in space, frames to try)
@@ -24,6 +26,7 @@ AUTOENCODERS = {
     "flux": ("kandinsky5-image-i2i", AutoencoderKL, 8, (1,)),
     "hunyuan_video": ("kandinsky5-video-i2v", AutoencoderKLHunyuanVideo, 8, (1, 5, 17, 21)),
     "dc_ae": ("sana", AutoencoderDC, 32, (1,)),
+    "qwen_image": ("qwen-image", AutoencoderKLQwenImage, 8, (1,)),
 }
 LIMIT = 1e-5
 
@@ -36,7 +39,8 @@ def loaded(tiny):
     pairs = {}
     for name, (kind, reference, *_) in AUTOENCODERS.items():
         module = importlib.import_module(f"stages.encoding.vae.{name}")
-        ours = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU)
+        normalization = FAMILIES[SETTINGS[kind]["family"]].normalization
+        ours = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, normalization=normalization)
         pairs[name] = ours, reference.from_pretrained(tiny(kind) / "vae").eval()
     return pairs
 
@@ -63,6 +67,10 @@ def reference_latents(name, vae, pixels_BCTHW, seed) -> torch.Tensor:
     """latents_BCTHW by the autoencoder itself."""
     if name == "hunyuan_video":
         return vae.encode(pixels_BCTHW).latent_dist.sample(generator(seed)) * vae.config.scaling_factor
+    if name == "qwen_image":  # as its image-to-image pipeline
+        pipe = diffusers.QwenImageImg2ImgPipeline(*[None] * 5)
+        pipe.vae = vae
+        return pipe._encode_vae_image(pixels_BCTHW, generator(seed))
     encoded = vae.encode(pixels_BCTHW[:, :, 0])
     z = encoded.latent if name == "dc_ae" else encoded.latent_dist.sample(generator(seed))
     return z.unsqueeze(2) * vae.config.scaling_factor
@@ -170,6 +178,15 @@ def test_i2v_first_frame_equals_the_pipelines(loaded, tiny, record_property):
     assert latents_BTHWC.shape[1] == 3 and gap <= LIMIT
 
 
+def denormalized(vae, latents) -> torch.Tensor:
+    """As the pipelines of the autoencoders with and without numbers for each channel do."""
+    if "latents_mean" not in vae.config or vae.config.latents_mean is None:
+        return latents / vae.config.scaling_factor
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    inverse = 1.0 / torch.tensor(vae.config.latents_std).view(shape)
+    return latents / inverse + torch.tensor(vae.config.latents_mean).view(shape)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AUTOENCODERS)
 def test_decoded_pictures_equal_the_pipelines(loaded, name):
@@ -178,12 +195,12 @@ def test_decoded_pictures_equal_the_pipelines(loaded, name):
     latents = ours.encode(pixels(*clips), [0, 1], "mode")
     decoded = ours.decode(latents)
     assert decoded.dtype == torch.uint8 and decoded.shape == np.stack(clips).shape
-    z = latents / vae.config.scaling_factor
     with torch.no_grad():
+        z = denormalized(vae, latents)
         if name == "hunyuan_video":
             videos = VideoProcessor(8).postprocess_video(vae.decode(z).sample, output_type="pil")
         else:
-            images = vae.decode(z[:, :, 0]).sample
+            images = vae.decode(z).sample[:, :, 0] if name == "qwen_image" else vae.decode(z[:, :, 0]).sample
             videos = [[image] for image in VaeImageProcessor().postprocess(images, output_type="pil")]
     assert np.array_equal(decoded.numpy(), np.stack([np.stack([*map(np.asarray, video)]) for video in videos]))
 

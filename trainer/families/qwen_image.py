@@ -1,0 +1,215 @@
+"""Qwen-Image: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See FamilyModule."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from torch.utils.hooks import RemovableHandle
+
+from cache.models.weights import load_part
+from schemas.catalog import FAMILIES
+from schemas.family import Task
+from trainer.batch import Batch
+from trainer.families import base
+from trainer.families.base import BlockTokens, FamilyModule, KeptTokens, TokenGrid
+
+FAMILY = FAMILIES["qwen-image"]
+
+# The image's attention, as other trainers have it by default; the text's are add_q_proj and its like.
+LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
+# All of the blocks: a third of the weights is modulations. The first block's of the image is left out, as in the 4-bit
+# checkpoint that diffusers publishes (diffusers/Qwen-Image-Layered-modular).
+QUANTIZED = r"transformer_blocks\.(?!0\.img_mod)\d+\..*"
+UNGUIDED_SCALE = 1.0
+BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
+ROTARY = 4  # the place of image_rotary_emb among a block's arguments
+set_timesteps = base.set_linear_sigmas
+
+
+class JointAttnProcessor:
+    """The stock QwenDoubleStreamAttnProcessor2_0, but each sample may have its own rotary embeddings of the image, as
+    where tokens are dropped: (N, D), or (B, N, D)."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states_mask: torch.Tensor | None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        image, text = image_rotary_emb
+        layers = attn.to_q, attn.to_k, attn.to_v
+        text_layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        joint = zip(
+            project(encoder_hidden_states, text_layers, (attn.norm_added_q, attn.norm_added_k), text, attn.heads),
+            project(hidden_states, layers, (attn.norm_q, attn.norm_k), image, attn.heads),
+            strict=True,
+        )
+        query, key, value = (torch.cat(pair, 1) for pair in joint)  # (B, L + N, heads, D)
+        mask_B11L = None
+        if encoder_hidden_states_mask is not None:
+            mask_B11L = F.pad(encoder_hidden_states_mask, (0, hidden_states.shape[1]), value=True)[:, None, None]
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE)
+        text_out, image_out = out.flatten(2).tensor_split([encoder_hidden_states.shape[1]], 1)
+        return attn.to_out[0](image_out.contiguous()), attn.to_add_out(text_out.contiguous())
+
+
+def project(
+    hidden_BLD: torch.Tensor, layers: Sequence[Any], norms: Sequence[Any], rotary: torch.Tensor, heads: int
+) -> tuple[torch.Tensor, ...]:
+    """Query, key and value (B, L, heads, D), the first two normed and rotated."""
+    query, key, value = (layer(hidden_BLD).unflatten(-1, (heads, -1)) for layer in layers)
+    return *(rotate(norm(x), rotary) for norm, x in zip(norms, (query, key), strict=True)), value
+
+
+def rotate(x_BLHD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x_BLHD.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotary.unsqueeze(-2)).flatten(3).type_as(x_BLHD)
+
+
+def install_processors(model: Any) -> None:
+    for block in model.transformer_blocks:
+        block.attn.set_processor(JointAttnProcessor())
+
+
+def load(
+    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> QwenImageTransformer2DModel:
+    model = load_part(QwenImageTransformer2DModel, source, revision, "transformer", torch_dtype=dtype)
+    if model.config.guidance_embeds:
+        raise ValueError(f"{source}: a guidance-distilled model can't be trained")
+    install_processors(model)
+    return model.to(device)
+
+
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> QwenImageTransformer2DModel:
+    model = QwenImageTransformer2DModel.from_config(dict(config))
+    install_processors(model)
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def clean_frames(task: Task) -> int:
+    return 0
+
+
+def blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.transformer_blocks]
+
+
+def visual_blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.transformer_blocks]
+
+
+def block_tokens(block: torch.nn.Module) -> BlockTokens:
+    return BLOCK_TOKENS
+
+
+def without_gradient(model: Any) -> list[torch.nn.Module]:
+    """What the last block makes of the text beyond keys and values."""
+    last = model.transformer_blocks[-1]
+    return [last.attn.to_add_out, last.txt_mlp]
+
+
+def token_grid(model: Any, batch: Batch) -> TokenGrid:
+    _, _, frames, height, width = batch.latents_BCTHW.shape
+    return TokenGrid(frames, height // 2, width // 2, batch.text_BLD.shape[1])
+
+
+def hidden_size(model: Any) -> int:
+    return model.config.num_attention_heads * model.config.attention_head_dim
+
+
+def dense_attention(model: Any) -> tuple[list[Any], int]:
+    raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
+
+
+def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    taken: list[Any] = []  # the same for all of them
+
+    def take(
+        block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        by_name = "image_rotary_emb" in named
+        image, text = named["image_rotary_emb"] if by_name else inputs[ROTARY]
+        if not taken:
+            taken.append((kept.take(image[None]), text))
+        if by_name:
+            return inputs, named | {"image_rotary_emb": taken[0]}
+        return (*inputs[:ROTARY], taken[0], *inputs[ROTARY + 1 :]), named
+
+    return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """The dtype of frozen weights; adapters may be float32."""
+    return model.img_in.weight.dtype
+
+
+sampling_dtype = compute_dtype
+
+
+def pack(latents_BC1HW: torch.Tensor) -> torch.Tensor:
+    """(B, N, 4 C): a token of each 2x2 latents, channels first."""
+    squares = latents_BC1HW[:, :, 0].unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # B C H/2 2 W/2 2
+    return squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Latents of this shape, (B, C, 1, H, W)."""
+    squares = tokens_BND.unflatten(2, (-1, 2, 2)).unflatten(1, (shape[3] // 2, -1))  # B H/2 W/2 C 2 2
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
+    """As classifier-free guidance, but each token has the norm of the conditional one."""
+    tokens, guided = pack(conditional), pack(base.guide(conditional, unconditional, scale))
+    norm, guided_norm = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (tokens, guided))
+    return unpack(guided * (norm / guided_norm), conditional.shape)
+
+
+def model_inputs(
+    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+) -> dict[str, Any]:
+    """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute dtype in
+    thousandths, as at inference."""
+    if task not in FAMILY.pipelines:
+        raise ValueError(f"Qwen-Image has no task {task!r}; valid: {', '.join(FAMILY.pipelines)}")
+    _, _, frames, height, width = noisy_BCTHW.shape
+    assert frames == 1, f"images have one frame, not {frames}"
+    if height % 2 or width % 2:
+        stride = FAMILY.spatial_stride
+        raise ValueError(f"{width * stride}x{height * stride} pixels: sides must be multiples of {2 * stride}")
+    dtype = compute_dtype(model)
+    return {
+        "hidden_states": pack(noisy_BCTHW.to(dtype)),
+        "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
+        "encoder_hidden_states": batch.text_BLD.to(dtype),
+        "encoder_hidden_states_mask": batch.text_mask_BL if batch.padded else None,
+        "img_shapes": [[(1, height // 2, width // 2)]] * len(batch),
+    }
+
+
+def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+    return unpack(model(**arguments, return_dict=False)[0], noisy_BCTHW.shape)
+
+
+def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    return noise_BCTHW
+
+
+def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+    return latents_BCTHW
+
+
+if TYPE_CHECKING:
+    from trainer.families import qwen_image as this_module
+
+    _checked: FamilyModule = this_module
