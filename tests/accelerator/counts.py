@@ -72,7 +72,8 @@ def wait(kind: str, until: int | None = None) -> None:
 
 def arrive_later(target: torch.Tensor, value: torch.Tensor) -> None:
     """Have `value` in a tensor of the host once that has waited, and until then nothing that is like it."""
-    target.fill_(torch.nan) if target.is_floating_point() else target.copy_(~value)
+    has_nan = target.is_floating_point() or target.is_complex()
+    target.fill_(torch.nan) if has_nan else target.copy_(~value)
     _arriving[next(_numbers)] = target, value.expand(target.shape).clone()
 
 

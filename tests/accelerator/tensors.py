@@ -103,7 +103,7 @@ def compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             owner = owners.get(id(value))
             if owner is not None and owner.shape != value.shape:
                 raise NotImplementedError(f"{func} gives a tensor of {NAME} another shape")
-            return Emulated(value) if owner is None else owner
+            return Emulated(value.resolve_conj()) if owner is None else owner  # the device's tensor has no such mark
         return type(value)(map(wrap, value)) if type(value) in (list, tuple) else value
 
     found = func(*raw_args, **raw_kwargs)
