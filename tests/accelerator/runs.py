@@ -17,7 +17,7 @@ from trainer.run import metrics
 from trainer.train import TrainState
 
 DEVICES = ("cpu", NAME)
-#: How names of metrics end that depend on the clock or the machine; a noise scale is a difference of nearly equal numbers.
+#: How names of metrics end that depend on the clock or the machine, or are a difference of nearly equal numbers.
 UNEQUAL = ("_s", "_share", "_left", "_gib", "_noise_scale")
 
 

@@ -18,6 +18,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, run
 from stages.encoding import model_loading
 from stages.encoding.vae import base
+from stages.encoding.vae.base import load_tiny_autoencoder
 from stages.follow.watchers import Watch, decodes_while_training
 from stages.media.image import is_preview
 from tests.background import until
@@ -304,6 +305,19 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
     events = EventAccumulator(str(home.folder / "output/run/tensorboard/pictures"))
     events.Reload()
     assert {"preview/cat", "preview/dog", "validation/cat", "validation/dog"} == {*events.Tags()["images"]}
+
+
+@torch.no_grad()
+def test_latents_that_are_shifted_already_are_not_shifted_again(project) -> None:
+    from diffusers import AutoencoderTiny
+
+    home = project("z-image")
+    folder = make_tiny(home.folder / "taef")
+    loaded = load_tiny_autoencoder(home.config(f"validation.preview_autoencoder={folder}"), torch.device("cpu"))
+    tiny, latents = AutoencoderTiny.from_pretrained(folder), torch.randn(1, 16, 1, 4, 4)
+    expected = tiny.decode(latents[:, :, 0] / tiny.config.scaling_factor + tiny.config.shift_factor).sample
+    shown = loaded.decode(latents)[:, 0].permute(0, 3, 1, 2).float() / 255
+    assert ((expected * 0.5 + 0.5).clamp(0, 1) - shown).abs().max() <= 0.51 / 255
 
 
 @pytest.mark.slow

@@ -243,3 +243,20 @@ def test_a_missing_vae_is_named(tmp_path):
     (tmp_path / "text_encoder").mkdir()
     with pytest.raises(WeightsError, match=r"lacks vae; it holds text_encoder"):
         Autoencoder(str(tmp_path), None, torch.float32, CPU)
+
+
+@torch.no_grad()
+def test_latents_are_shifted_where_the_family_says(tiny):
+    """Z-Image's pipeline decodes z / scaling_factor + shift_factor."""
+    family, folder = FAMILIES["z-image"], tiny("z-image")
+    module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
+    ours = module.Autoencoder(str(folder), None, torch.float32, CPU, normalization=family.normalization)
+    vae, inputs = AutoencoderKL.from_pretrained(folder / "vae").eval(), pixels(frames())
+    assert vae.config.shift_factor > 0.1
+    sampled = vae.encode(inputs[:, :, 0]).latent_dist.sample(generator(7))
+    latents = ours.encode(inputs, [7], "sample")
+    wanted = (sampled - vae.config.shift_factor) * vae.config.scaling_factor
+    assert (latents[:, :, 0] - wanted).abs().max() <= LIMIT
+    decoded = vae.decode(latents[:, :, 0] / vae.config.scaling_factor + vae.config.shift_factor).sample
+    shown = VaeImageProcessor().postprocess(decoded, output_type="np")
+    assert np.abs(ours.decode(latents)[:, 0].numpy() - 255 * shown).max() <= 0.51
