@@ -37,7 +37,7 @@ from trainer.reading import BatchReader
 from trainer.run import metrics
 from trainer.setup.optimizers import DivergedError
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image"]
 
 
 @pytest.mark.slow
@@ -98,7 +98,9 @@ def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"})])
+@pytest.mark.parametrize(
+    ("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"}), ("qwen-image", {"type": "full"})]
+)
 def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch, kind, adapter) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,
     each every second prompt, with the moving average, which is saved."""

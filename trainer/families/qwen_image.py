@@ -30,17 +30,19 @@ set_timesteps = base.set_linear_sigmas
 
 
 class JointAttnProcessor:
-    """The stock QwenDoubleStreamAttnProcessor2_0, but each sample may have its own rotary embeddings of the image, as
-    where tokens are dropped: (N, D), or (B, N, D)."""
+    """The stock QwenDoubleStreamAttnProcessor2_0 with two differences. Each sample may have its own rotary embeddings
+    of the image, as where tokens are dropped: (N, D), or (B, N, D). The text's mask comes by `attention_kwargs`: for a
+    mask of its own the forward pass copies to the device, and waits, for lengths that nothing uses."""
 
     def __call__(
         self,
         attn: Any,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
-        encoder_hidden_states_mask: torch.Tensor | None,
+        encoder_hidden_states_mask: None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
         attention_mask: None = None,
+        text_mask_BL: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         image, text = image_rotary_emb
         layers = attn.to_q, attn.to_k, attn.to_v
@@ -52,8 +54,8 @@ class JointAttnProcessor:
         )
         query, key, value = (torch.cat(pair, 1) for pair in joint)  # (B, L + N, heads, D)
         mask_B11L = None
-        if encoder_hidden_states_mask is not None:
-            mask_B11L = F.pad(encoder_hidden_states_mask, (0, hidden_states.shape[1]), value=True)[:, None, None]
+        if text_mask_BL is not None:
+            mask_B11L = F.pad(text_mask_BL, (0, hidden_states.shape[1]), value=True)[:, None, None]
         out = dispatch_attention_fn(query, key, value, attn_mask=mask_B11L, backend=AttentionBackendName.NATIVE)
         text_out, image_out = out.flatten(2).tensor_split([encoder_hidden_states.shape[1]], 1)
         return attn.to_out[0](image_out.contiguous()), attn.to_add_out(text_out.contiguous())
@@ -191,7 +193,7 @@ def model_inputs(
         "hidden_states": pack(noisy_BCTHW.to(dtype)),
         "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
         "encoder_hidden_states": batch.text_BLD.to(dtype),
-        "encoder_hidden_states_mask": batch.text_mask_BL if batch.padded else None,
+        "attention_kwargs": {"text_mask_BL": batch.text_mask_BL} if batch.padded else None,
         "img_shapes": [[(1, height // 2, width // 2)]] * len(batch),
     }
 

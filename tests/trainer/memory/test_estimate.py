@@ -29,8 +29,10 @@ MIDDLE = {
     "sana": SHAPES["tiny"]["sana"]
     | {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
     "z-image": SHAPES["tiny"]["z_image"] | {"dim": 192, "axes_dims": (32, 32, 32)},
+    "qwen-image": SHAPES["tiny"]["qwen_image"] | {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)},
 }
 SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512"), "z-image": ("256x256", "256x320")}
+SIZES["qwen-image"] = SIZES["t2i"]
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU: device and offloaded are one there. Of each kind of setting at least one; the long form has more of them.
 GRID = {
@@ -46,6 +48,7 @@ GRID = {
         {**FULL, "precision": "bfloat16", "ema": {}, "offload": {"activations": True}},
     ],
     "z-image": [{"batch_size": 2, **ALL}, {"base_precision": "int8-quanto", "batch_size": 2}],
+    "qwen-image": [{"batch_size": 2, **ALL}, {"base_precision": "nf4-bnb", "batch_size": 2}],
 }
 LONG_GRID = {
     "t2i": [
@@ -123,7 +126,7 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
 
 @pytest.mark.slow
 def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_config, checkpoints) -> None:
-    for kind in ("t2i", "sana", "z-image"):
+    for kind in ("t2i", "sana", "z-image", "qwen-image"):
         family = module_of(make_config(kind).model.family_spec)
         loaded = family.load(str(checkpoints(kind)), dtype=torch.bfloat16)
         with torch.device("meta"):

@@ -50,9 +50,11 @@ CASES = {
     "i2i": ("i2i", {}, 2),
     "sana": ("sana", {}, 2),
     "joint": ("z-image", {}, 2),
+    "tuples": ("qwen-image", {}, 1),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
     "tread of joint tokens": ("z-image", {}, 1),
+    "tread of tuples": ("qwen-image", {}, 2),
     "rollout": ("t2v", {}, 1),
     "regularisation": ("t2i", {}, 1),
 }
@@ -82,7 +84,9 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     move_adapter(run)
     step = loop.start_step(run, 0, run.loader.step(0).micro_batches[0])
     method, seen = run.methods["crepa"], []
-    run.family.visual_blocks(run.model)[index].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    block = run.family.visual_blocks(run.model)[index]
+    tokens = run.family.block_tokens(block)
+    block.register_forward_hook(lambda _, inputs, output: seen.append(tokens.read_output(output)))
     before = step.noisy_BCTHW, step.target_BCTHW
     for each in run.methods.values():
         each.prepare(step)

@@ -28,7 +28,7 @@ from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
 
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
-BUCKETS["z-image"] = "96x64"
+BUCKETS |= {"z-image": "96x64", "qwen-image": "96x64"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,13 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             _, _, name = KINDS["t2v" if kind == "nabla" else kind]
             build(name, made[kind], only=["transformer", "scheduler"])
             shutil.rmtree(made[kind] / "transformer")
-            part = {"t2i": "image", "i2i": "image", "sana": "sana", "z-image": "z_image"}.get(kind, "video")
+            part = {
+                "t2i": "image",
+                "i2i": "image",
+                "sana": "sana",
+                "z-image": "z_image",
+                "qwen-image": "qwen_image",
+            }.get(kind, "video")
             more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
             make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
@@ -112,6 +118,7 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         ("sana", True, 2),
         ("nabla", False, 1),
         ("z-image", True, 1),
+        ("qwen-image", True, 2),
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:

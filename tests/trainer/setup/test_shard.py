@@ -36,6 +36,7 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
     cases += [Case("sana", wide("sana"), full, half=True), Case(kandinsky, wide(kandinsky), full, half=True)]
     cases += [Case("sana", wide("sana"), {"type": "lora"}, compiled=True)]
     cases += [Case("z-image", wide("z-image"), full, half=True), Case("z-image", wide("z-image"), {}, "nf4-bnb")]
+    cases += [Case("qwen-image", wide("qwen-image"), full), Case("qwen-image", wide("qwen-image"), {}, "int8-torchao")]
     expected = [case.step(case.make()) for case in cases]
     torch.compiler.reset()  # imports what both processes need
 
