@@ -38,6 +38,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "model.flavour": (JOIN, "model.flavour=i2v-pro-sft-5s"),  # the checkpoint at model.path stays the same
     "model.path": (WEIGHTS, "model.path=COPY"),
     "model.revision": (MACHINE, "model.revision=main"),  # of a repository; a folder has none
+    "model.assistant": (REFUSED, "model.assistant=absent.safetensors"),
     "model.precision": (ENCODERS, "model.precision=bfloat16"),
     "datasets.clips.id": (MEDIA, "datasets.0.id=others"),
     "datasets.clips.dataset_type": (REFUSED, "datasets.clips.dataset_type=image"),

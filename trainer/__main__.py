@@ -28,7 +28,7 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
-from trainer.adapters.header import check_family, read_initial
+from trainer.adapters.header import check_family, read_assistant, read_initial
 from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
 from trainer.run.metrics import describe_results, require_trackers
@@ -132,6 +132,7 @@ def _check_options(config: Config, data: TrainSet, world: int) -> None:
     check_methods(config, data)
     if initial := read_initial(config.train.adapter):
         check_family(initial, config.model.family)
+    read_assistant(config.model)
     check_base_precision(config)
     check_parallel(config.train.parallel, world)
 

@@ -27,7 +27,7 @@ from trainer import flow
 from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
 from trainer.batch import Batch, make_batch
-from trainer.families.base import FamilyModule
+from trainer.families.base import FamilyModule, assistant_off
 from trainer.noise import draw_latents, seeded_noise
 from trainer.reading import BatchReader, to_tensor
 from trainer.run.new_data import Change
@@ -139,7 +139,7 @@ def write_validation_latents(
         prompt = prompts[sample.planned]
         batch, negative, noise_BCTHW = draw_inputs(config, prompt, sample, device)
         precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-        with precision, validation_backend(model, family, config):
+        with precision, validation_backend(model, family, config), assistant_off(model):
             latents = denoise(
                 model, family, task, batch, negative, noise_BCTHW, scheduler, sample.steps, sample.guidance, advance
             )

@@ -62,15 +62,18 @@ def find_published(repo: str) -> list[tuple[Family, Flavour]]:
 
 
 def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
-    """CheckpointMismatch where the flavour or the repository is known to be distilled to few steps. A folder does not
-    tell whether it is: warn says so, where the family has such checkpoints."""
+    """CheckpointMismatch where the flavour or the repository is known to be distilled to few steps, and there is no
+    `model.assistant`. A folder does not tell whether it is: warn says so, where the family has such checkpoints."""
+    if model.assistant is not None:
+        return
     published = [flavour for _, flavour in find_published(model.source)]
     for flavour in (model.flavour_spec, *published):
         if flavour.distilled_from:
             raise CheckpointMismatch(
                 f"{model.source}: {flavour.name} was distilled to few steps, which training would undo",
                 f"train {flavour.distilled_from} ({model.family_spec.flavours[flavour.distilled_from].repo}) instead: "
-                "correct model.flavour or model.path",
+                "correct model.flavour or model.path; or name an adapter that takes the distillation back in "
+                "model.assistant",
             )
     distilled = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
     if distilled and not published:

@@ -46,6 +46,11 @@ class Model(Section):
     path: str | None = Field(None, description="folder or repo in diffusers layout; default: the flavour's repo")
     revision: str | None = Field(None, description="commit or tag of the repo")
     precision: Precision = Field("bfloat16", description="of the encoders and the transformer")
+    assistant: str | None = Field(
+        None,
+        min_length=1,
+        description="LoRA file, or folder of one, with which a distilled checkpoint is trained; samples are without it",
+    )
 
     @field_validator("family")
     @classmethod

@@ -263,6 +263,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _map_texts(config, ("root", "output"), absolute)
     config.setdefault("output", absolute("output"))
     _map_texts(config.get("model"), ("path",), absolute_if_there)
+    _map_texts(config.get("model"), ("assistant",), absolute)
     _map_texts(config.get("vision"), ("model",), absolute_if_there)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     train = config.get("train")

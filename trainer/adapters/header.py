@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from cache.models.weights import PICKLE_SUFFIXES
 from cache.store.json_checks import printable
 from schemas.config.adapter import FILE_NAMES, Adapter, FileFormat
+from schemas.config.encoding import Model
 from schemas.errors import USAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR
 from trainer.adapters.layers import (
@@ -282,6 +283,21 @@ def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], mod
                 f"{adapter.path}: {name} is {layer.size[0]} x {layer.size[1]}, and in {model} {size[0]} x {size[1]}",
                 "It was made for a model of another size: set model.flavour or model.path to that.",
             )
+
+
+def read_assistant(model: Model) -> AdapterFile | None:
+    """The adapter of `model.assistant`. AdapterError where it is no LoRA, or was trained for another family."""
+    if model.assistant is None:
+        return None
+    try:
+        adapter = read_adapter(Path(model.assistant))
+        check_family(adapter, model.family)
+    except AdapterError as error:
+        raise AdapterError(f"model.assistant: {error.message}", error.next_step) from error
+    if adapter.kind != "LoRA":
+        step = "Name a LoRA, or remove model.assistant."
+        raise AdapterError(f"model.assistant: {adapter.path} is a {adapter.kind}, and only a LoRA can be one", step)
+    return adapter
 
 
 def read_initial(settings: Adapter) -> AdapterFile | None:

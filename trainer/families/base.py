@@ -4,7 +4,8 @@ Each module ends with an assignment of itself to a name of type `FamilyModule`, 
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -255,3 +256,16 @@ class Experts(torch.nn.Module):
 def components(model: Any) -> dict[str, Any]:
     """Sub-folder -> transformer of what a family's `load` returned."""
     return dict(model.experts.items()) if isinstance(model, Experts) else {"transformer": model}
+
+
+@contextmanager
+def assistant_off(model: Any) -> Iterator[None]:
+    """Within the body the model computes without its assistant, if it has one (`trainer/setup/assistant.py`)."""
+    assistants = [part.assistant for part in components(model).values() if hasattr(part, "assistant")]
+    for assistant in assistants:
+        assistant.active = False
+    try:
+        yield
+    finally:
+        for assistant in assistants:
+            assistant.active = True

@@ -20,7 +20,7 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Offload, Parallel, Train
 from schemas.geometry import Bucket
 from trainer import flow
-from trainer.adapters.header import read_initial
+from trainer.adapters.header import read_assistant, read_initial
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule, module_of
 from trainer.memory.meter import (
@@ -34,6 +34,7 @@ from trainer.memory.meter import (
 )
 from trainer.methods.selection import make_methods
 from trainer.setup.adapters import MUTATING_INITS
+from trainer.setup.assistant import add_assistant, assistant_bytes
 from trainer.setup.attach import fit_initial, make_trainable
 from trainer.setup.blocks import checkpoint_blocks, largest_groups
 from trainer.setup.load import choose_dtypes
@@ -114,6 +115,8 @@ def estimate_memory(
         scales = fit_initial(model, family, file, adapter)[1] if file else None
         if settings.quantized:
             quantize_shapes(model, family, settings.base_precision)
+        if assistant := read_assistant(config.model):
+            add_assistant(model, assistant, autocast or dtype)
         make_trainable(model, family, adapter, settings.weight_precision, scales)
         modules = [module for method in make_methods(settings.methods.used).values() if (module := method.modules())]
     added = [weight for module in modules for weight in module.parameters()]
@@ -134,7 +137,12 @@ def estimate_memory(
     gradients = trained.bytes * (2 if ranks > 1 and not sharded and settings.accumulate > 1 else 1)
     average = 4 * sum(trained.numbers.values()) if settings.ema else 0
     near = average if settings.ema and settings.ema.device == "auto" else 0
-    parts: Parts = (weights + sum_bytes(added) - hosted + copies, gradients, trained.state, near)
+    parts: Parts = (
+        weights + assistant_bytes(model) + sum_bytes(added) - hosted + copies,
+        gradients,
+        trained.state,
+        near,
+    )
     offloaded = hosted + moved + average - near
     if sharded:
         cast = gathered_dtype(settings, autocast) is not None

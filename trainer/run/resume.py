@@ -63,11 +63,13 @@ HINTS["random numbers"] = "Continue with the release that began the run, whose n
 HINTS["shuffle_shards"] = "Set train.shuffle_shards back, and train.set to the shards that the run began with."
 HINTS["base weights"] = HINTS["transformer"]
 HINTS["initial adapter"] = "Set train.adapter.init back, or its file."
+HINTS["assistant"] = "Set model.assistant back, or its file."
 #: Hashes in the signature -> the message in place of their values.
 HASHES = {
     "transformer": "the transformer has another shape",
     "base weights": "training starts from other weights",
     "initial adapter": "train.adapter.init is another adapter, or none",
+    "assistant": "model.assistant is another adapter, or none",
 }
 
 

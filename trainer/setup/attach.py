@@ -90,12 +90,12 @@ def fit_initial(
 
     model: without an adapter, on any device, quantized or not.
     """
-    paths = _name_modules(model, [".*"])
+    paths = name_modules(model, [".*"])
     file = resolve_names(file, paths, "the transformer")
     left_out = family.without_gradient(model)
-    unused = paths.keys() - _name_modules(model, [".*"], left_out).keys()
+    unused = paths.keys() - name_modules(model, [".*"], left_out).keys()
     file = replace(file, layers={name: layer for name, layer in file.layers.items() if name not in unused})
-    chosen = None if adapter.targets is None else _name_modules(model, adapter.targets, left_out).keys()
+    chosen = None if adapter.targets is None else name_modules(model, adapter.targets, left_out).keys()
     if chosen is not None and chosen != file.layers.keys():
         sides = (("the file", file.layers.keys() - chosen), ("train.adapter.targets", chosen - file.layers.keys()))
         shown = (
@@ -110,7 +110,7 @@ def fit_initial(
     return file, {path: initial_scale(layer, adapter.rslora) for path, layer in layers.items()}
 
 
-def _name_modules(model: Any, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> dict[str, str]:
+def name_modules(model: Any, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> dict[str, str]:
     """ "<component>.<module path>" of the modules that the patterns choose -> full path."""
     several = isinstance(model, Experts)
     return {

@@ -20,6 +20,7 @@ from schemas.config.pipeline import Config
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from schemas.text_format import shown_path
+from trainer.adapters.header import read_assistant
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
 from trainer.families.base import FamilyModule, module_of
@@ -32,10 +33,12 @@ from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.rank_watch import RankWatch
 from trainer.run.run_files import RunFiles
 from trainer.run.sharded import is_sharded
+from trainer.setup.assistant import add_assistant
 from trainer.setup.attach import make_trainable
 from trainer.setup.blocks import check_compile, check_offload, compile_blocks, loading_device, reduce_memory
 from trainer.setup.ema import MovingAverage
 from trainer.setup.load import (
+    choose_dtypes,
     empty_transformer,
     explain_checkpoint_errors,
     fingerprint_base,
@@ -237,6 +240,9 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
             with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):
                 remark = quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
             run.log(remark)
+        if assistant := read_assistant(config.model):
+            add_assistant(model, assistant, autocast or choose_dtypes(config)[0])
+            run.log(f"with the assistant {shown_path(assistant.path)}, off in samples")
         run.watch.note("adding what is trained", alone=True)
         with activity("adding what is trained"):
             make_trainable(model, family, settings.adapter, settings.weight_precision)

@@ -187,6 +187,7 @@ def test_a_distilled_checkpoint_is_known_by_flavour_and_repository(tmp_path):
             check_distilled(model, remarks.append)
         assert "train z-image (Tongyi-MAI/Z-Image)" in caught.value.next_step
     check_distilled(Model(family="z-image"), remarks.append)
+    check_distilled(Model(family="z-image", flavour="z-image-turbo", assistant="file.safetensors"), remarks.append)
     check_distilled(Model(family="sana", path=str(tmp_path)), remarks.append)
     assert remarks == []
     check_distilled(Model(family="z-image", path=str(tmp_path)), remarks.append)

@@ -1,0 +1,125 @@
+"""An assistant counts in training and in the eval loss, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from schemas.config.pipeline import Config
+from tests.trainer.pipelines import trained
+from tests.trainer.runs import lines, moved, plain_batch, prepared, result, train
+from trainer.adapters.files import load_layers, merge_component
+from trainer.adapters.header import AdapterError, read_adapter, read_assistant
+from trainer.families.base import assistant_off
+from trainer.memory.estimate import estimate_memory
+from trainer.run.resume import ResumeError
+from trainer.run.run_state import read_shape
+from trainer.setup import export
+from trainer.setup.assistant import assistant_bytes
+
+pytestmark = pytest.mark.slow
+
+KIND = "z-image"
+LOOK = {"eval_samples": 2, "eval_sigmas": [0.4], "every": 2}
+
+
+@pytest.fixture
+def assistant(tiny, tmp_path):
+    """An adapter of rank 4 and alpha 6 that changes the output."""
+    return export.save_lora(trained(KIND, tiny(KIND), alpha=6.0), tmp_path / "assistant", KIND)
+
+
+def assisted(config: Config, path) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"assistant": str(path)})})
+
+
+def merged(config: Config, path, folder) -> Config:
+    """The configuration with a checkpoint whose weights have the adapter."""
+    base = Path(config.model.source)
+    layers = {name.partition(".")[2]: layer for name, layer in load_layers(read_adapter(path)).items()}
+    merge_component(base / "transformer", folder / "transformer", layers, lambda: None)
+    (folder / "scheduler").symlink_to(base / "scheduler")
+    return moved(config, folder)
+
+
+def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assistant, tmp_path) -> None:
+    options = {"steps": 2, "batch_size": 2, "adapter": {"rank": 2}, "validation": LOOK}
+    plain, ours, on_merged = (ready(KIND, name=name, **options) for name in ("plain", "ours", "merged"))
+    ours, on_merged = assisted(ours, assistant), merged(on_merged, assistant, tmp_path / "checkpoint")
+    for config in (plain, ours, on_merged):
+        train(config)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert lines(ours, key) == pytest.approx(lines(on_merged, key), rel=1e-5), key
+        assert lines(ours, key) != pytest.approx(lines(plain, key), rel=1e-3), key
+    shown = [
+        load_file(config.run_folder / "validation/step-000000/one.safetensors")["latent"] for config in (plain, ours)
+    ]
+    assert torch.equal(*shown), "before the first step both are the base"
+    kept, own = result(plain), result(ours)
+    assert kept.keys() == own.keys() and any(not torch.equal(kept[key], own[key]) for key in kept)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload": {"blocks": True}},
+        {"gradient_checkpointing": False, "offload": {"activations": True}},
+        {"compile": "blocks", "compile_backend": "eager"},
+        {"adapter": {"type": "full"}},
+    ],
+)
+def test_no_way_of_computing_blocks_loses_it(ready, assistant, settings) -> None:
+    options = {"steps": 1, "adapter": {"rank": 2}} | settings
+    torch.compiler.reset()
+    plain = assisted(ready(KIND, name="plain", steps=1, adapter=options["adapter"]), assistant)
+    other = assisted(ready(KIND, name="other", **options), assistant)
+    for config in (plain, other):
+        train(config)
+    assert lines(other) == pytest.approx(lines(plain), rel=1e-5)
+
+
+def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:
+    path = export.save_lora(trained(KIND, wide(KIND), alpha=6.0), tmp_path / "wide", KIND)
+    config = moved(ready(KIND, adapter={"rank": 2}, base_precision="int8-quanto"), wide(KIND))
+    run = prepared(assisted(config, path))
+    batch, sigma_B = plain_batch([run.loader.data.sample(0)]), torch.tensor([0.5])
+    with torch.no_grad():
+        with_it = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
+        with assistant_off(run.model):
+            without = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
+        again = run.denoiser(batch.latents_BCTHW, sigma_B, batch)
+    assert torch.equal(with_it, again) and (with_it - without).norm() > 0.01 * without.norm()
+
+
+def test_another_assistant_does_not_continue_a_run(ready, assistant, tiny, tmp_path) -> None:
+    config = ready(KIND, steps=1, adapter={"rank": 2})
+    train(assisted(config, assistant))
+    other = export.save_lora(trained(KIND, tiny(KIND), alpha=5.0), tmp_path / "other", KIND)
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
+    for changed in (longer, assisted(longer, other)):
+        with pytest.raises(ResumeError, match=r"model\.assistant is another adapter, or none"):
+            train(changed)
+    train(assisted(longer, assistant.rename(tmp_path / "moved.safetensors")))
+
+
+def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
+    config = ready(KIND, adapter={"rank": 2})
+    plain, ours = (
+        estimate_memory(each, read_shape(each), ["64x64"], 8) for each in (config, assisted(config, assistant))
+    )
+    assert ours.weights - plain.weights == assistant_bytes(prepared(assisted(config, assistant)).model) > 0
+
+
+def test_what_can_be_no_assistant_is_named(ready, assistant, tiny, tmp_path) -> None:
+    model = ready(KIND).model
+    dora = export.save_lora(trained(KIND, tiny(KIND), dora=True), tmp_path / "dora", KIND)
+    others = export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "others", "sana")
+    for path, words in (
+        (dora, "is a DoRA, and only a LoRA can be one"),
+        (others, "was trained for sana, and model.family is z-image"),
+        (tmp_path / "absent", "is not there"),
+    ):
+        with pytest.raises(AdapterError, match=rf"model\.assistant: .*{words}"):
+            read_assistant(model.model_copy(update={"assistant": str(path)}))
+    assert read_assistant(model) is None
