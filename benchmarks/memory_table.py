@@ -48,6 +48,11 @@ def video(flavour: str, shape: dict[str, Any], bucket: str) -> Case:
     return Case("kandinsky5-video", flavour, shape["video"] | sparse, bucket)
 
 
+def wan(family: str, flavour: str, bucket: str) -> Case:
+    shape = FAMILIES[family].published_shape("transformer", FAMILIES[family].flavours[flavour])
+    return Case(family, flavour, shape, bucket)
+
+
 SMALL_SANA = {
     "num_layers": 28, "num_attention_heads": 36, "num_cross_attention_heads": 16, "cross_attention_head_dim": 72,
     "cross_attention_dim": 1152,
@@ -75,6 +80,12 @@ CASES = {
     "Video Pro i2v 5 s, 1280x768, 121 frames": video("i2v-pro-sft-5s", PRO, "1280x768@121"),
     "Qwen-Image, 1024x1024": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1024x1024"),
     "Qwen-Image, 1328x1328": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1328x1328"),
+    "Wan 2.1 1.3B, 832x480, 33 frames": wan("wan2.1", "t2v-1.3b", "832x480@33"),
+    "Wan 2.1 1.3B, 832x480, 81 frames": wan("wan2.1", "t2v-1.3b", "832x480@81"),
+    "Wan 2.1 14B, 832x480, 33 frames": wan("wan2.1", "t2v-14b", "832x480@33"),
+    "Wan 2.1 14B, 832x480, 81 frames": wan("wan2.1", "t2v-14b", "832x480@81"),
+    "Wan 2.2 5B t2v, 1280x704, 121 frames": wan("wan2.2-5b", "t2v-5b", "1280x704@121"),
+    "Wan 2.2 5B i2v, 1280x704, 121 frames": wan("wan2.2-5b", "i2v-5b", "1280x704@121"),
 }
 LORA = {"adapter": {"type": "lora", "rank": 32}}
 FULL = {"adapter": {"type": "full"}}
@@ -106,7 +117,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 def make_config(case: Case, train: dict[str, Any]) -> Config:
     dataset: dict[str, Any] = {"id": "none", "instance_data_dir": "none"}
-    if "video" in case.family:
+    if FAMILIES[case.family].video:
         dataset["dataset_type"] = "video"
     if case.flavour.startswith("i2i"):
         dataset["conditioning_data"] = "none"

@@ -127,9 +127,9 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
             options["use_resolution_binning"] = False
         if config.model.family_spec.video:
             options["num_frames"] = size.frames
-    [result] = pipeline(**options)[0]
+    [result] = pipeline(**options, output_type="pil")[0]
     frames = result if isinstance(result, list) else [result]
-    duration = 1000 / (config.validation.fps or 24.0)
+    duration = 1000 / config.clip_rate
     clip = {"save_all": True, "append_images": frames[1:], "duration": duration} if len(frames) > 1 else {}
     frames[0].save(arguments.out, **clip)
     print(f"{arguments.out}: {pipeline_name(config)}, {config.train.run}")
@@ -171,6 +171,12 @@ def example_inputs(transformer: Any) -> dict:
             "x": [torch.randn(config.in_channels, 1, 8, 8)],
             "t": torch.tensor([0.5]),
             "cap_feats": [torch.randn(12, config.cap_feat_dim)],
+        }
+    if "text_dim" in config:
+        return {
+            "hidden_states": torch.randn(1, config.in_channels, 1, 8, 8),
+            "encoder_hidden_states": torch.randn(1, 12, config.text_dim),
+            "timestep": torch.tensor([500.0]),
         }
     channels = 2 * config.in_visual_dim + 1 if config.visual_cond else config.in_visual_dim
     return {

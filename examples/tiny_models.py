@@ -64,6 +64,8 @@ def weight_scale(name: str, shape: Sequence[int]) -> float | None:
     """
     if len(shape) >= 2 and not name.endswith("gamma"):
         scale = (shape[0] / prod(shape)) ** 0.5
+        if name.endswith("SelfAttention.q.weight"):  # T5 does not divide scores by the root of a head's size, here 16
+            return scale / 4
         return scale * (0.5 if "modulation" in name or name.startswith(("out_layer", "proj_out")) else 1.0)
     return 0.1 if name.endswith("bias") else None
 

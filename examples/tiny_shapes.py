@@ -14,11 +14,21 @@ _KANDINSKY_TINY = _KANDINSKY | {
     "in_text_dim": 64, "in_text_dim2": 32, "time_dim": 64, "model_dim": 96, "ff_dim": 256,
     "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (8, 12, 12),
 }  # fmt: skip
-_IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES = (
-    FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image")
+_IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES, _WAN_SHAPES, _WAN_5B_SHAPES = (
+    FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image", "wan2.1", "wan2.2-5b")
 )
 _QWEN_IMAGE_SHAPES = FAMILIES["qwen-image"].shapes
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
+_WAN_TINY = {
+    "num_attention_heads": 2, "attention_head_dim": 32, "text_dim": 64, "freq_dim": 32, "ffn_dim": 128, "num_layers": 3,
+}  # fmt: skip
+_WAN_VAE_TINY = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+_48_CHANNELS = {"in_channels": 48, "out_channels": 48}
+#: Means and deviations of the channels, in place of the published ones.
+_MEANS = {
+    "latents_mean": tuple(channel % 5 / 4 - 0.5 for channel in range(48)),
+    "latents_std": tuple(0.5 + channel % 7 / 6 for channel in range(48)),
+}
 _DC_TINY = {
     f"{side}_{key}": value
     for side in ("encoder", "decoder")
@@ -48,6 +58,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "joint_attention_dim": 64,
         },
         "qwen_image_vae": {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1},
+        "wan": _WAN_TINY,
+        "wan_5b": _WAN_TINY | _48_CHANNELS,
+        "wan_vae": _WAN_VAE_TINY,
+        "wan_5b_vae": {**_WAN_5B_SHAPES["vae"], **_MEANS, **_WAN_VAE_TINY, "decoder_base_dim": 8},
         "flux_vae": {**_IMAGE_SHAPES["vae"], **_TINY_VAE},
         "hunyuan_vae": _TINY_VAE,
         "dc_ae": {**_SANA_SHAPES["vae"], **_DC_TINY, "attention_head_dim": 8},
@@ -84,6 +98,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
+        "umt5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
@@ -93,6 +108,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "z_image": dict(_Z_IMAGE_SHAPES["transformer"]),
         "qwen_image": dict(_QWEN_IMAGE_SHAPES["transformer"]),
         "qwen_image_vae": dict(_QWEN_IMAGE_SHAPES["vae"]),
+        "wan": dict(_WAN_SHAPES["transformer"]),
+        "wan_5b": {**_WAN_5B_SHAPES["transformer"], **_48_CHANNELS},
+        "wan_vae": dict(_WAN_SHAPES["vae"]),
+        "wan_5b_vae": {**_WAN_5B_SHAPES["vae"], **_MEANS},
+        "umt5": dict(_WAN_SHAPES["text_encoder"]),
         "flux_vae": dict(_IMAGE_SHAPES["vae"]),
         "hunyuan_vae": dict(_VIDEO_SHAPES["vae"]),
         "dc_ae": dict(_SANA_SHAPES["vae"]),
@@ -129,6 +149,10 @@ CLASSES = {
     "z_image": ("diffusers", "ZImageTransformer2DModel", None),
     "qwen_image": ("diffusers", "QwenImageTransformer2DModel", None),
     "qwen_image_vae": ("diffusers", "AutoencoderKLQwenImage", None),
+    "wan": ("diffusers", "WanTransformer3DModel", None),
+    "wan_5b": ("diffusers", "WanTransformer3DModel", None),
+    "wan_vae": ("diffusers", "AutoencoderKLWan", None),
+    "wan_5b_vae": ("diffusers", "AutoencoderKLWan", None),
     "flux_vae": ("diffusers", "AutoencoderKL", None),
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
     "dc_ae": ("diffusers", "AutoencoderDC", None),
@@ -138,6 +162,7 @@ CLASSES = {
     "clip_model": ("transformers", "CLIPModel", "CLIPConfig"),
     "gemma": ("transformers", "Gemma2Model", "Gemma2Config"),
     "qwen3": ("transformers", "Qwen3Model", "Qwen3Config"),
+    "umt5": ("transformers", "UMT5EncoderModel", "UMT5Config"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
 
@@ -169,6 +194,10 @@ _QWEN_IMAGE_SCHEDULER = {
     "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256,
     "max_image_seq_len": 8192, "shift_terminal": 0.02,
 }  # fmt: skip
+_WAN = {"transformer": "wan", "vae": "wan_vae", "text_encoder": "umt5"}
+_WAN_5B = {"transformer": "wan_5b", "vae": "wan_5b_vae", "text_encoder": "umt5"}
+_UNIPC = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+_ONE_EXPERT = {"transformer_2": [None, None], "boundary_ratio": None}
 _K5_IMAGE, _K5_VIDEO = (FAMILIES[f"kandinsky5-{media}"].pipelines for media in ("image", "video"))
 KINDS = {
     "kandinsky5-image-t2i": CheckpointKind(_K5_IMAGE["t2i"], _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
@@ -190,6 +219,21 @@ KINDS = {
         _QWEN_IMAGE_SCHEDULER,
         index={"tokenizer": ["transformers", "Qwen2Tokenizer"]},
     ),
+    "wan2.1-t2v": CheckpointKind(
+        FAMILIES["wan2.1"].pipelines["t2v"], _WAN, {}, _UNIPC, "UniPCMultistepScheduler", _ONE_EXPERT
+    ),
+    # One published checkpoint for both tasks.
+    **{
+        f"wan2.2-5b-{task}": CheckpointKind(
+            FAMILIES["wan2.2-5b"].pipelines["t2v"],
+            _WAN_5B,
+            {},
+            _UNIPC | {"flow_shift": 5.0},
+            "UniPCMultistepScheduler",
+            _ONE_EXPERT | {"expand_timesteps": True},
+        )
+        for task in ("t2v", "i2v")
+    },
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),
 }

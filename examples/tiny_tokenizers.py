@@ -163,6 +163,19 @@ def gemma_tokenizer() -> Any:
     )
 
 
+@cache
+def t5_tokenizer() -> Any:
+    """A T5Tokenizer: words of the sentences with a space before them, else letters; the end token is added."""
+    from transformers import T5Tokenizer
+
+    words = dict.fromkeys(word for text in SENTENCES for word in re.findall(r"[A-Za-z]+", text))
+    letters = dict.fromkeys(string.printable.strip())
+    # A piece's score is its logarithmic probability: one word is likelier than its letters.
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
+    pieces += [(f"▁{word}", -6.0) for word in words if len(word) > 1] + [(letter, -5.0) for letter in letters]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
 # Row of tiny_models.SHAPES -> its tokenizer.
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen": qwen_tokenizer,
@@ -171,4 +184,5 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "clip": clip_tokenizer,
     "clip_model": clip_tokenizer,
     "gemma": gemma_tokenizer,
+    "umt5": t5_tokenizer,
 }

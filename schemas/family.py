@@ -87,6 +87,7 @@ class Template:
     """text: the prompt, with `{}` for the caption. crop: tokens of constant prefix dropped from the encoder's output
     (None: the encoder decides). max_length: tokens kept after the crop. layers: whose hidden states are stored, joined
     along the channels, numbered as transformers numbers `hidden_states` (0: embeddings, -1: after the last norm).
+    longest: tokens that the transformer reads at most; None: any number.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Template:
     negative_uses_template: bool = True
     with_image: bool = False
     layers: tuple[int, ...] = (-1,)
+    longest: int | None = None
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
         """The exact text that is tokenized for a caption; some templates leave negative and null prompts alone."""
@@ -117,10 +119,12 @@ class Condition:
     """The picture that a task gives the model beside the text, encoded separately by the autoencoder.
 
     kind: "source", a source image of each sample; "first-frame", the first `frames` (pixel frames) of the clip.
+    posterior: what its pipeline takes of the autoencoder's distribution; None: what `latents.posterior` says.
     """
 
     kind: Literal["source", "first-frame"]
     frames: int = 1
+    posterior: Literal["mode"] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,21 +222,24 @@ class Family:
     latent_components: those that determine embeddings and latents. model_classes: sub-folder -> the model that its
     config names, to refuse another family's checkpoint. side_multiple: both sides of a bucket are multiples of it
     (pixels). resolution: edge of the square that is a bucket's default area (pixels). frames: of a validation clip by
-    default. image_token: side of the pixels that one token of an image in a prompt covers, for estimates.
-    transformer_config: task -> values in the transformer's config that tell tasks apart. autoencoder_config: likewise;
-    of a list, its length. text_width: channels of a stored text token. text_widths: tensor of a text -> its width's key
-    in the transformer's config. pipelines: task -> diffusers class. conditions: task -> its condition, if it has one.
-    posterior: the autoencoder gives a distribution. latent_settings: what else determines latents; checked when the
-    autoencoder is loaded. latent_precision (None: the model's), text_attention: defaults of the configuration.
-    preview_autoencoder: diffusers' class of tiny autoencoders for these latents, if it has one.
-    layers: key of the transformer's config, whose value is the number of blocks that compute visual tokens. convolves:
-    these blocks convolve over the grid of tokens. tile: side of the tiles of `latents.tiling`, and the distance between
-    their beginnings (pixels). own_sizes: what keeps its pipelines from taking a size of their own near that which is
-    asked for: their attribute `resolutions`, or the argument `use_resolution_binning`. guidance_argument: theirs of
-    classifier-free guidance. pipeline_packages: those that they need beside diffusers' and transformers' own.
-    shapes: sub-folder -> its published config, of which only the keys that differ from the defaults of its class, for
-    predictions without a download. shift_by_tokens: visual tokens of an image -> the shift of
-    `train.timesteps.auto_shift`.
+    default. frame_rate: of clips by default (frames per second). image_token: side of the pixels that one token of an
+    image in a prompt covers, for estimates. transformer_config: task -> values in the transformer's config that tell
+    tasks apart. autoencoder_config: likewise; of a list, its length. text_width: channels of a stored text token.
+    text_widths: tensor of a text -> its width's key in the transformer's config. pipelines: task -> diffusers class.
+    conditions: task -> its condition, if it has one. posterior: the autoencoder gives a distribution. latent_settings:
+    what else determines latents; checked when the autoencoder is loaded. latent_precision (None: the model's),
+    text_attention: defaults of the configuration. preview_autoencoder: diffusers' class of tiny autoencoders for these
+    latents, if it has one. layers: key of the transformer's config, whose value is the number of blocks that compute
+    visual tokens. convolves: these blocks convolve over the grid of tokens. frame_chunks: the autoencoder's
+    convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side of the tiles of
+    `latents.tiling`, and the distance between their beginnings (pixels). own_sizes: what keeps its pipelines from
+    taking a size of their own near that which is asked for: their attribute `resolutions`, or the argument
+    `use_resolution_binning`. guidance_argument: theirs of classifier-free guidance. pipeline_packages: those that they
+    need beside diffusers' and transformers' own. shapes: sub-folder -> its published config, of which only the keys
+    that differ from the defaults of its class, for predictions without a download. one_checkpoint: a checkpoint is for
+    all tasks, and its model_index.json names the pipeline of any. comfyui_names: (path, path in ComfyUI) of modules and
+    of parts of such paths, of whole segments, where ComfyUI has others than diffusers; replaced one after the other.
+    shift_by_tokens: visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -264,6 +271,7 @@ class Family:
     posterior: bool = True
     normalization: Normalization = Normalization()
     frames: int = 1
+    frame_rate: float = 24.0
     image_token: int = 56
     sparse: SparseAttention | None = None
     scale_window: ScaleWindow | None = None
@@ -272,6 +280,7 @@ class Family:
     text_attention: Literal["sdpa", "eager"] = "sdpa"
     layers: str = "num_layers"
     convolves: bool = False
+    frame_chunks: bool = False
     preview_autoencoder: Literal["AutoencoderTiny"] | None = None
     tile: tuple[int, int] = (512, 384)
     shift_by_tokens: Callable[[int], float] = ShiftByTokens()
@@ -279,6 +288,8 @@ class Family:
     guidance_argument: str = "guidance_scale"
     pipeline_packages: tuple[str, ...] = ()
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    one_checkpoint: bool = False
+    comfyui_names: tuple[tuple[str, str], ...] = ()
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
         """The keys of a component's config that differ from the defaults of its class."""

@@ -161,6 +161,8 @@ def latents_settings(config: Config) -> Settings:
         settings["normalisation"] = asdict(family.normalization)
     if model.condition is not None and model.condition.frames != 1:
         settings["condition_frames"] = family.condition_frames(model.task)
+    if model.condition is not None and model.condition.posterior is not None:
+        settings["condition_posterior"] = model.condition.posterior
     return settings
 
 

@@ -174,8 +174,7 @@ def _decode_files(
             model_loading.limit_memory(device)
         load: Callable[..., Any] = base.load_tiny_autoencoder if preview else base.load_autoencoder
         autoencoder = load(config, device)
-    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
-    fps = config.validation.fps or next(iter(rates), 24.0)
+    fps = config.clip_rate
     with (
         console.progress(len(todo), "decode", "samples") as progress,
         open_trackers(folder, config.train.trackers, console) as trackers,

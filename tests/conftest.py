@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from schemas.catalog import FAMILIES
 from stages.engines import sandbox
 from tests.fork_server import ForkServer
 from tests.forms import long
@@ -202,7 +203,7 @@ def project(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[..., Projec
     def make(kind: str = "kandinsky5-image-t2i", **settings: Any) -> Project:
         folder = tmp_path / f"project{len(list(tmp_path.iterdir()))}"
         (folder / "media").mkdir(parents=True)
-        video = "video" in kind
+        video = FAMILIES[SETTINGS[kind]["family"]].video
         dataset: dict[str, Any] = {"id": "photos", "instance_data_dir": "media", "resolution": 64}
         dataset |= {"bucket_step": 1, "allow_upscale": True}  # several buckets of few pictures
         if video:

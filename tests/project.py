@@ -98,4 +98,7 @@ SETTINGS = {
     "qwen-image": {"family": "qwen-image", "flavour": "qwen-image"},
     "sana": {"family": "sana", "flavour": "sana-1.6b-1024px"},
     "z-image": {"family": "z-image", "flavour": "z-image"},
+    "wan2.1-t2v": {"family": "wan2.1", "flavour": "t2v-1.3b"},
+    "wan2.2-5b-t2v": {"family": "wan2.2-5b", "flavour": "t2v-5b"},
+    "wan2.2-5b-i2v": {"family": "wan2.2-5b", "flavour": "i2v-5b"},
 }

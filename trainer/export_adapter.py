@@ -5,6 +5,7 @@ LoKr. Nothing is loaded but the adapter and, to merge, one file of weights at a 
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -22,8 +23,8 @@ from trainer.adapters.header import (
     check_family,
     check_fits,
     read_adapter,
-    resolve_names,
 )
+from trainer.adapters.names import from_comfyui, resolve_names
 from trainer.run.run_state import result_folder
 
 
@@ -199,7 +200,7 @@ def convert_adapter(
     from trainer.run.output_folder import explain_failures
 
     check_format(adapter, form)
-    parts = find_parts(config, adapter)
+    parts, names = find_parts(config, adapter), config.model.family_spec.comfyui_names
     if (folder := local_folder(config.model.source)) is not None and all((folder / part).is_dir() for part in parts):
         adapter = fit_to_model(adapter, folder, parts)
     elif adapter.format == "lycoris":
@@ -208,11 +209,13 @@ def convert_adapter(
             f"{' and '.join(parts)} on this machine",
             "Set model.path to the checkpoint's folder, or name diffusers' or ComfyUI's file of the same adapter.",
         )
+    else:
+        adapter = replace(adapter, layers={from_comfyui(name, names): layer for name, layer in adapter.layers.items()})
     path = adapter.path.parent if to is None else to
     path = path if path.suffix == ".safetensors" else path / FILE_NAMES[form]
     report.details["to_format"] = form
     layers = load_layers(adapter, scale)
-    finals = [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes)]
+    finals = [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes, names)]
     for final in finals:
         if final.exists() and final.samefile(adapter.path):
             raise ExportError(f"{final} is the adapter itself", "Choose another place: --to PATH")
@@ -224,7 +227,7 @@ def convert_adapter(
     if report.dry_run:
         return finals
     with explain_failures(path.parent):
-        return write_adapter(layers, form, path, adapter.notes)
+        return write_adapter(layers, form, path, adapter.notes, names)
 
 
 def merge_adapter(

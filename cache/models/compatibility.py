@@ -33,20 +33,36 @@ def check_task(model: Model) -> None:
     if folder is None:
         pipelines = {family.pipelines[flavour.task] for family, flavour in find_published(model.source)}
     elif (folder / weights.MODEL_INDEX).is_file():
-        pipelines = {str(weights.read_object(folder / weights.MODEL_INDEX).get("_class_name"))}
+        index = weights.read_object(folder / weights.MODEL_INDEX)
+        pipelines = {str(index.get("_class_name"))}
+        _check_transformers(model, index)
     else:
         return
-    wanted = model.family_spec.pipelines[model.task]
+    wanted, family = model.family_spec.pipelines[model.task], model.family_spec
+    fitting = {*family.pipelines.values()} if family.one_checkpoint else {wanted}
     made_for = [
         f"{family.name} {task}"
         for family in FAMILIES.values()
         for task, name in family.pipelines.items()
         if name in pipelines
     ]
-    if wanted not in pipelines and made_for:
+    if not fitting & pipelines and made_for:
         raise CheckpointMismatch(
             f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(pipelines))}), and the "
             f"configuration says {model.family} {model.task} ({wanted})",
+            MODEL_HINT,
+        )
+
+
+def _check_transformers(model: Model, index: dict[str, Any]) -> None:
+    """CheckpointMismatch where model_index.json has a transformer that the family does not: each is trained in a part
+    of the noise levels, and the others would never be."""
+    known = model.family_spec.components
+    present = [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
+    others = [name for name in present if name.startswith("transformer") and name not in known]
+    if others:
+        raise CheckpointMismatch(
+            f"{model.source} has {printable(' and '.join(others))}, and {model.family} has only {' and '.join(known)}",
             MODEL_HINT,
         )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr
 
 from schemas.config.section import Name, OneOrSeveral, Problem, Section, UnitFloat, listed
+from schemas.family import Family
 
 SourceName = Literal["folder", "remote", "webdataset", "huggingface", "manifest"]
 CaptionStrategy = Literal[
@@ -40,7 +41,12 @@ class Video(Section):
     max_frames: VideoFrames | None = Field(
         None, description="a video that yields more, at frame_rate, is excluded (too-long)"
     )
-    frame_rate: float = Field(24.0, gt=0, le=1000, description="frames per second; frames are chosen by timestamp")
+    frame_rate: float = Field(
+        Family.frame_rate,
+        gt=0,
+        le=1000,
+        description="frames per second; frames are chosen by timestamp; some families have another default",
+    )
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
         description="resolution_frames: shorter videos make shorter clips; aspect_ratio: all have num_frames",

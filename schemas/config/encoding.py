@@ -133,7 +133,7 @@ class Latents(Section):
         settings = dict(family.latent_settings)
         if self.tiling:
             settings |= {"tiling": True, "tile": family.tile[0], "tile_stride": family.tile[1]}
-        if self.chunk_frames and family.video:
+        if self.chunk_frames and family.frame_chunks:
             settings |= {"chunk_frames": self.chunk_frames}
         return settings
 

@@ -15,6 +15,7 @@ from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
 from schemas.config.validation import MOST_SAMPLES, Validation, validation_samples
+from schemas.family import Family
 from schemas.geometry import workable_step
 from schemas.regular_files import find_obstacle
 
@@ -60,11 +61,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> "Config":
-        """Set latents.precision to the family's own where it is not given."""
+        """Set latents.precision and the videos' frame_rate to the family's own where they are not given."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
             latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
             object.__setattr__(self, "latents", latents)  # sections are frozen
+        if (rate := self.model.family_spec.frame_rate) != Family.frame_rate:
+            object.__setattr__(self, "datasets", tuple(set_frame_rate(dataset, rate) for dataset in self.datasets))
         return self
+
+    @property
+    def clip_rate(self) -> float:
+        """Frames per second of decoded clips: validation.fps, else the first video dataset's, else the family's own."""
+        rates = [dataset.video.frame_rate for dataset in self.datasets if dataset.dataset_type == "video"]
+        return self.validation.fps or next(iter(rates), self.model.family_spec.frame_rate)
 
     @property
     def run_folder(self) -> Path:
@@ -116,6 +125,9 @@ class Config(Section):
                 yield ("cache", "rolling"), f"is for stages.engine: local, and it is {self.stages.engine}"
             if self.train.on_new_data != "refuse":
                 yield ("train", "on_new_data"), "with cache.rolling a run has one set; set it to refuse"
+        longest = self.model.template.longest
+        if longest is not None and (self.text.max_length or 0) > longest:
+            yield ("text", "max_length"), f"{self.model.family} reads at most {longest} tokens; set it to that or less"
         if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:
             name = self.model.family_spec.name
             yield (
@@ -194,3 +206,10 @@ class Config(Section):
                 below = largest_valid_frames(int(frames), spec.temporal_stride)
                 multiple = f"frames - 1 must be a multiple of {spec.temporal_stride}"
                 yield here, f"{frames} frames: {multiple}; the next below is {below}"
+
+
+def set_frame_rate(dataset: Dataset, rate: float) -> Dataset:
+    """The dataset with this rate of frames where it gives none."""
+    if "frame_rate" in dataset.video.model_fields_set:
+        return dataset
+    return dataset.model_copy(update={"video": dataset.video.model_copy(update={"frame_rate": rate})})

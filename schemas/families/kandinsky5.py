@@ -167,6 +167,7 @@ _VIDEO_FAMILY = replace(
     own_sizes=None,
     latent_settings={"tiling": False, "framewise": True, "window": 16, "stride": 12},
     tile=(256, 192),
+    frame_chunks=True,
     video=True,
     frames=121,
     # NABLA's blocks are 8x8 patches of 2x2 latents of 8x8 pixels.

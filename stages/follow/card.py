@@ -193,9 +193,7 @@ def _call(config: Config, facts: Facts) -> list[str]:
     lines = [*before, "result = pipe(", *(f"    {word}," for word in words), ")[0][0]"]
     if not video:
         return [*lines, 'result.save("out.png")']
-    rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
-    fps = round(config.validation.fps or next(iter(rates), 24.0))
-    return [*lines, f'export_to_video(result, "out.mp4", fps={fps})']
+    return [*lines, f'export_to_video(result, "out.mp4", fps={round(config.clip_rate)})']
 
 
 def _training(config: Config, facts: Facts) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from schemas.catalog import FAMILIES
 from schemas.devices import HostCopy, to_device_together
 from stages import encode_latents, encode_text, encode_vision
 from stages.encoding.worker import UnitWorker
 from tests.accelerator.counts import counting
 from tests.accelerator.tensors import NAME
 from tests.forms import long
-from tests.project import Project
+from tests.project import SETTINGS, Project
 from tests.stages.encoded_photos import prepare
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ def planned(project: Callable[..., Project]) -> Callable[..., Project]:
     def make(kind: str, **settings: Any) -> Project:
         home = project(kind, cache={"unit_mib": 1}, **settings)
         for number in range(MEMBERS):
-            if "video" in kind:
+            if FAMILIES[SETTINGS[kind]["family"]].video:
                 home.video(f"{number}.mp4", size=(64, 64), caption=f"clip number {number}")
             else:
                 home.image(f"{number}.png", (64, 64), f"picture number {number}", number)
@@ -85,12 +86,14 @@ def measure(monkeypatch) -> Callable[..., tuple[Counter[str], int]]:
     return run
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", long("sana"), long("kandinsky5-video-t2v")])
+@pytest.mark.parametrize(
+    "kind", ["kandinsky5-image-t2i", long("sana"), long("kandinsky5-video-t2v"), long("wan2.1-t2v")]
+)
 def test_texts(planned, measure, kind) -> None:
     """One copy of all ids and positions. Back come embeddings and, of Kandinsky, the pooled vectors. One of Sana's
     batches has a null prompt, which is read without the template's beginning."""
     copies, batches = measure(planned(kind), encode_text, "text.batch_tokens=40")
-    assert copies == {"to device": batches, "to host": batches * (1 if kind == "sana" else 2)}
+    assert copies == {"to device": batches, "to host": batches * (2 if kind.startswith("kandinsky") else 1)}
 
 
 @pytest.mark.long
@@ -109,6 +112,8 @@ def test_texts_with_pictures(planned, measure) -> None:
         long("sana", "sample"),  # it has no posterior to draw from
         long("kandinsky5-image-t2i", "mode"),
         long("kandinsky5-video-t2v", "sample"),
+        long("wan2.1-t2v", "moments"),
+        long("wan2.2-5b-i2v", "sample"),
     ],
 )
 def test_latents(planned, measure, kind, posterior) -> None:
@@ -117,7 +122,11 @@ def test_latents(planned, measure, kind, posterior) -> None:
     copies, batches = measure(planned(kind), encode_latents, *overrides)
     tensors = 2 if kind.endswith(("i2i", "i2v")) else 1
     drawn = tensors if posterior == "sample" and kind != "sana" else 0
-    assert copies == {"to device": batches * (1 + drawn), "to host": batches * tensors}
+    once = 0
+    if kind.startswith("wan"):
+        once = 2  # means and deviations of the channels
+        drawn = min(drawn, 1)  # the condition is the mode
+    assert copies == {"to device": batches * (1 + drawn) + once, "to host": batches * tensors}
 
 
 @pytest.mark.parametrize(("kind", "passes"), [long("kandinsky5-image-t2i", 1), ("kandinsky5-video-t2v", 5)])

@@ -72,7 +72,7 @@ def test_every_process_makes_the_same_tokenizers() -> None:
     other = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
     with contextlib.redirect_stdout(io.StringIO()) as here:
         exec(script, {})
-    assert here.getvalue() == other and len(other.splitlines()) == 6
+    assert here.getvalue() == other and len(other.splitlines()) == len(tiny_tokenizers.TOKENIZERS)
 
 
 def test_a_build_leaves_torch_as_it_was(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_build_leaves_torch_as_it_was(tmp_path: Path) -> None:
 
 def test_all_kinds_are_small(models: Path) -> None:
     sizes = {kind: sum(map(len, _files(models / kind).values())) for kind in tiny_models.KINDS}
-    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 40e6, sizes
+    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 50e6, sizes
 
 
 # --- tokenizers ---
@@ -211,6 +211,12 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
             "encoder_hidden_states": noise(1, 20, 64),
             "timestep": torch.tensor([500.0]),
         }
+    if kind.startswith("wan"):
+        return {
+            "hidden_states": noise(1, 48 if "5b" in kind else 16, 3, 8, 12),
+            "encoder_hidden_states": noise(1, 20, 64),
+            "timestep": torch.tensor([500.0]),
+        }
     if kind == "qwen-image":
         return {
             "hidden_states": noise(1, 64, 64),
@@ -227,7 +233,7 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
 
 
 def _forward(model: Any, kind: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    if kind == "sana":
+    if kind == "sana" or kind.startswith("wan"):
         return model(**inputs).sample
     if kind == "z-image":
         hidden, texts, timestep = inputs.values()

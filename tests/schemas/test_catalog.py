@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import textwrap
 
 import diffusers
@@ -12,6 +13,7 @@ from schemas.catalog import FAMILIES, get_flavour
 
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0].startswith("kandinsky5")]
+WAN = [key for key in PIPELINES if key[0].startswith("wan")]
 
 
 def pipeline(key):
@@ -75,6 +77,28 @@ def test_qwen_images_template():
     assert template.cleaner.text(" A \n b ") == " A \n b "
 
 
+@pytest.mark.parametrize("key", WAN)
+def test_wans_captions_have_no_template(key):
+    template, pipe = FAMILIES[key[0]].templates[key[1]], pipeline(key)
+    assert template.text == "{}" and template.crop is None
+    assert template.max_length == default(pipe.__call__, "max_sequence_length")
+
+
+def test_what_wans_documentation_gives():
+    """The negative prompt, frames and rate of its example; the shift by the size."""
+    from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
+
+    example, family = pipeline_wan.EXAMPLE_DOC_STRING, FAMILIES["wan2.1"]
+    assert f'negative_prompt = "{family.negative_prompt}"' in example
+    assert f'negative_prompt = "{FAMILIES["wan2.2-5b"].negative_prompt}"' in pipeline_wan_i2v.EXAMPLE_DOC_STRING
+    assert f"num_frames={family.frames}," in example and f"fps={family.frame_rate:g})" in example
+    assert "5.0 for 720P, 3.0 for 480P" in example
+    shifts = {
+        flavour.name: flavour.shift for key in ("wan2.1", "wan2.2-5b") for flavour in FAMILIES[key].flavours.values()
+    }
+    assert shifts == {"t2v-1.3b": 3.0, "t2v-14b": 3.0, "t2v-5b": 5.0, "i2v-5b": 5.0}
+
+
 @pytest.mark.parametrize("key", PIPELINES)
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
@@ -88,6 +112,8 @@ def test_negative_prompts(key):
     if key == ("qwen-image", "t2i"):  # guides only with one, and its documentation says " "
         assert default(pipe.__call__, "negative_prompt") is None and family.negative_prompt == " "
         assert 'even an empty negative prompt like " "' in pipe.__call__.__doc__
+    elif key in WAN:  # the user's; that of the documentation is compared above
+        assert default(pipe.__call__, "negative_prompt") is None
     elif key not in KANDINSKY:
         assert family.negative_prompt == (default(pipe.__call__, "negative_prompt") or "")
     else:
@@ -99,6 +125,13 @@ def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     if key in (("z-image", "t2i"), ("qwen-image", "t2i")):
         assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
+    elif key in WAN:  # those of its autoencoder, which the pipeline has not here
+        vae = diffusers.AutoencoderKLWan.from_config(
+            dict(family.shapes["vae"]) | {"base_dim": 8, "decoder_base_dim": 8}
+        )
+        assert family.spatial_stride == vae.config.scale_factor_spatial
+        assert family.temporal_stride == vae.config.scale_factor_temporal
+        assert family.latent_channels == vae.config.z_dim and family.side_multiple == 2 * family.spatial_stride
     elif key not in KANDINSKY:
         assert family.spatial_stride == pipe.vae_scale_factor == family.side_multiple
     else:
@@ -126,10 +159,11 @@ def test_what_is_stored_and_loaded_is_named():
 
 
 def test_the_parts_are_those_that_the_encoders_load():
-    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image
+    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image, umt5
 
     assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
+    assert {FAMILIES[name].text_components for name in ("wan2.1", "wan2.2-5b")} == {umt5.Encoder.components}
     assert FAMILIES["sana"].text_components == gemma.Encoder.components
     assert {FAMILIES[name].text_components for name in ("kandinsky5-image", "kandinsky5-video")} == {
         kandinsky5.Encoder.components
@@ -138,7 +172,7 @@ def test_the_parts_are_those_that_the_encoders_load():
 
 def test_an_unknown_family_or_flavour_is_answered_with_the_valid_ones():
     assert get_flavour("sana", "sana-600m-512px").shift == 4.0
-    with pytest.raises(ValueError, match=f"valid families: {', '.join(FAMILIES)}"):
+    with pytest.raises(ValueError, match=f"valid families: {re.escape(', '.join(FAMILIES))}"):
         get_flavour("kandinsky4", "x")
     with pytest.raises(ValueError, match=r"valid flavours: .*i2v-pro-sft-5s"):
         get_flavour("kandinsky5-video", "i2v-lite-pretrain-5s")

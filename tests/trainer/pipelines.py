@@ -2,17 +2,20 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import diffusers
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file
 
-from examples import tiny_shapes
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
+from tests.project import SETTINGS
 from trainer.batch import Batch
-from trainer.families import kandinsky5, qwen_image, sana, z_image
+from trainer.families import kandinsky5, qwen_image, sana, wan, z_image
 from trainer.families.kandinsky5_attention import MaskedAttnProcessor
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
@@ -25,6 +28,8 @@ KINDS = {
     "sana": (sana, "t2i"),
     "z-image": (z_image, "t2i"),
     "qwen-image": (qwen_image, "t2i"),
+    "wan2.1-t2v": (wan, "t2v"),
+    "wan2.2-5b-i2v": (wan, "i2v"),
 }
 
 
@@ -33,7 +38,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_batch(kind: str) -> Batch:
-    channels, frames = (32, 1) if kind == "sana" else (16, 3 if "video" in kind else 1)
+    family = FAMILIES[SETTINGS[kind]["family"]]
+    channels, frames = family.latent_channels, 3 if family.video else 1
     text, mask = random(2, 6, 64, seed=1), torch.ones(2, 6, dtype=torch.bool)
     condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
     latents = random(2, channels, frames, 4, 4, seed=2)
@@ -53,7 +59,7 @@ def output(kind: str, model) -> torch.Tensor:
 
 
 def pipeline_class(kind: str):
-    return getattr(diffusers, tiny_shapes.KINDS[kind].pipeline)
+    return getattr(diffusers, FAMILIES[SETTINGS[kind]["family"]].pipelines[KINDS[kind][1]])
 
 
 def pipeline(kind: str, folder: Path):
@@ -94,11 +100,16 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
     """Add a file to a model's weights by ComfyUI's rule (comfy/lora.py, comfy/weight_adapter/lora.py).
 
     Of each weight "<module>.weight" it looks for "diffusion_model.<module>" followed by .lora_B.weight, .lora_A.weight
-    and .alpha; without the latter the strength is 1. Keys that no weight asked for are left out with a warning.
+    and .alpha; without the latter the strength is 1. Keys that no weight asked for are left out with a warning. Its
+    model of Wan has the original names (comfy/ldm/wan/model.py).
     """
     held, used, weights = load_file(path), set[str](), dict(model.named_parameters())
     for name in [name for name in weights if name.endswith(".weight")]:
         key = f"diffusion_model.{name.removesuffix('.weight')}"
+        if isinstance(model, WanTransformer3DModel):
+            key = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", key)
+            key = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", key)
+            key = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", key)
         if f"{key}.lora_B.weight" not in held:
             continue
         up, down = held[f"{key}.lora_B.weight"], held[f"{key}.lora_A.weight"]

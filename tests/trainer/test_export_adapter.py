@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cache.store.files import temporary
+from schemas.catalog import FAMILIES
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Options, run_program
 from tests.trainer.pipelines import (
     absent_parts,
@@ -27,7 +28,11 @@ from tests.trainer.pipelines import (
 from trainer.export_adapter import run
 from trainer.setup import adapters, export
 
-FLAVOURS = {"kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s"), "sana": ("sana", None)}
+FLAVOURS = {
+    "kandinsky5-video-t2v": ("kandinsky5-video", "t2v-lite-sft-5s"),
+    "sana": ("sana", None),
+    "wan2.1-t2v": ("wan2.1", "t2v-1.3b"),
+}
 
 
 class Exported:
@@ -38,7 +43,9 @@ class Exported:
     ) -> None:
         self.kind, self.checkpoint, self.folder, self.capsys = kind, checkpoint, folder, capsys
         self.family, flavour = FLAVOURS[kind]
-        dataset = {"id": "a", "instance_data_dir": "media"} | ({"dataset_type": "video"} if "video" in kind else {})
+        dataset = {"id": "a", "instance_data_dir": "media"} | (
+            {"dataset_type": "video"} if FAMILIES[self.family].video else {}
+        )
         model = {"family": self.family, "flavour": flavour, "path": str(checkpoint), "precision": "float32"}
         settings = {"root": "work", "model": model, "datasets": [dataset]}
         self.config = folder / "pipeline.yaml"

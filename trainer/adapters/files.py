@@ -31,10 +31,10 @@ from trainer.adapters.header import (
     WHOLE_COPY,
     AdapterError,
     AdapterFile,
-    flat_name,
     pair_layers,
 )
 from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
+from trainer.adapters.names import Names, flat_name, rename
 
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
@@ -68,9 +68,10 @@ def write_formats(
     folder: Path,
     notes: Mapping[str, str],
     formats: Sequence[FileFormat],
+    names: Names = (),
 ) -> Path:
     """Write what training saves in each format, a LoKr in LyCORIS', too; returns the first file. tensors: by diffusers'
-    keys. settings: peft's configurations for diffusers' header."""
+    keys. settings: peft's configurations for diffusers' header. names: see `adapter_contents`."""
     header = make_header(notes, settings)
     lokr: list[FileFormat] = ["lycoris"] if any(".lokr_" in key for key in tensors) else []
     for form in (*formats, *lokr):
@@ -79,21 +80,24 @@ def write_formats(
             _write(tensors, path, header)
         else:
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-            write_adapter(with_tensors(pair_layers(path, shapes, header, {}), tensors), form, path, notes)
+            write_adapter(with_tensors(pair_layers(path, shapes, header, {}), tensors), form, path, notes, names)
     return folder / FILE_NAMES[formats[0]]
 
 
-def write_adapter(layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str]) -> list[Path]:
+def write_adapter(
+    layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str], names: Names = ()
+) -> list[Path]:
     """Write the files of `adapter_contents`; returns their paths. Files appear whole."""
-    return [_write(tensors, final, header) for final, tensors, header in adapter_contents(layers, form, path, notes)]
+    contents = adapter_contents(layers, form, path, notes, names)
+    return [_write(tensors, final, header) for final, tensors, header in contents]
 
 
 def adapter_contents(
-    layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str]
+    layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str], names: Names = ()
 ) -> Iterator[tuple[Path, Tensors, dict[str, str]]]:
     """Path, tensors and header of each file that the adapter is in a format: one, in ComfyUI's format one for each
-    component, as ComfyUI has a model for each. notes: text for the header (`latentpress.<key>`). AdapterError where
-    diffusers' format has no place for a LoKr of another program."""
+    component, as ComfyUI has a model for each. notes: text for the header (`latentpress.<key>`). names: the family's
+    `comfyui_names`. AdapterError where diffusers' format has no place for a LoKr of another program."""
     if form == "diffusers":
         header = make_header(notes, describe_for_peft(layers))
         yield path, _name_tensors({f"{name}.": layer.tensors for name, layer in layers.items()}), header
@@ -102,7 +106,7 @@ def adapter_contents(
         yield path, _name_with_alpha(starts), make_header(notes)
     else:
         for part, modules in _by_component(layers).items():
-            starts = {f"{COMFYUI_PREFIX}{name}.": layer for name, layer in modules.items()}
+            starts = {f"{COMFYUI_PREFIX}{rename(name, names)}.": layer for name, layer in modules.items()}
             final = path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
             yield final, _name_with_alpha(starts), make_header(notes)
 

@@ -4,9 +4,10 @@ diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.we
            alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)
 comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without that the strength is 1.
            ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
-           (comfy/lora.py, comfy/weight_adapter/lora.py)
+           (comfy/lora.py, comfy/weight_adapter/lora.py). Where it has other names for them (Family.comfyui_names), the
+           file has those; which modules they mean is seen in the model (`trainer/adapters/names.py`)
 lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
-           Which paths the names mean is seen in the model (`resolve_names`); ComfyUI maps them for some models only
+           Which paths they mean is seen in the model (`trainer/adapters/names.py`); ComfyUI maps them for some only
 
 A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/layers.py` has the tensors of a LoKr.
 Files of other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
@@ -16,7 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -195,7 +196,7 @@ def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: M
         name, tensor = f"{match['part'] or 'transformer'}.{match['module']}", _TENSORS[match["tensor"]]
         start = spellings.setdefault(name, key[: match.start("tensor")])
         if tensor in groups[name] or not key.startswith(start):
-            raise _is_twice(path, name, groups[name].get(tensor, start), key)
+            raise is_twice(path, name, groups[name].get(tensor, start), key)
         groups[name][tensor] = key
     if not groups:
         raise _other_kind(path, shapes)
@@ -213,7 +214,7 @@ def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: M
     return layers
 
 
-def _is_twice(path: Path, name: str, *keys: str) -> AdapterError:
+def is_twice(path: Path, name: str, *keys: str) -> AdapterError:
     return AdapterError(
         f"{path}: {printable(name)} is there twice, as {printable(' and '.join(keys))}",
         "Leave one of them in the file: which one counts can't be seen.",
@@ -238,33 +239,6 @@ def check_family(adapter: AdapterFile, family: str) -> None:
             f"{adapter.path} was trained for {printable(trained_for)}, and model.family is {family}",
             f"Name an adapter of {family}, or the configuration with which this one was trained.",
         )
-
-
-def flat_name(name: str) -> str:
-    """ "<component>.<module path>" as LyCORIS' files have it, without their prefix."""
-    return name.removeprefix("transformer.").replace(".", "_")
-
-
-def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
-    """The adapter with module paths in place of LyCORIS' names, or itself where it has paths. AdapterError where a name
-    means several modules. weights: the model's "<component>.<module path>"."""
-    if adapter.format != "lycoris":
-        return adapter
-    paths = defaultdict[str, list[str]](list)
-    for name in weights:
-        paths[flat_name(name)].append(name)
-    layers = {}
-    for name, layer in adapter.layers.items():
-        candidates = paths.get(flat_name(name), [name])
-        if len(candidates) > 1:
-            raise AdapterError(
-                f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(candidates)} in {model}",
-                "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
-            )
-        if candidates[0] in layers:
-            raise _is_twice(adapter.path, candidates[0], LYCORIS_PREFIX + flat_name(name), candidates[0])
-        layers[candidates[0]] = layer
-    return replace(adapter, layers=layers)
 
 
 def check_fits(adapter: AdapterFile, weights: Mapping[str, tuple[int, ...]], model: str) -> None:

@@ -22,7 +22,7 @@ from trainer.setup.quantize import QUANTIZERS, packed_bytes
 #: Of tensors of a text token that are alive in a block at once: of the width of the hidden states (input, residual,
 #: norm, query, keys and values, attention's output), and of the width inside of the feed-forward.
 HIDDEN_TENSORS, INNER_TENSORS = 8, 3
-#: Of the activations of a video autoencoder those that `latents.chunk_frames` leaves: two of four.
+#: Of the activations of an autoencoder those that `latents.chunk_frames` leaves: two of four.
 CHUNKED_SHARE = 0.5
 
 Shapes = Mapping[str, Mapping[str, Any]]  # sub-folder of the checkpoint -> its config
@@ -49,7 +49,9 @@ def estimate_text(config: Config, shapes: Shapes) -> EncoderMemory:
     model = _untrained(types["text_encoder"], shapes["text_encoder"], dtype)
     if not template.with_image and hasattr(model, "visual"):
         del model.visual
-    layers = getattr(model, "language_model", model).layers
+    if hasattr(model, "decoder"):  # transformers' model of a T5 has one, and no pipeline uses it
+        del model.decoder
+    layers = model.encoder.block if hasattr(model, "encoder") else getattr(model, "language_model", model).layers
     others = [
         _untrained(types[part], shape, dtype)
         for part, shape in shapes.items()
@@ -59,7 +61,8 @@ def estimate_text(config: Config, shapes: Shapes) -> EncoderMemory:
     settings = getattr(model.config, "text_config", model.config)
     longest = (template.crop or 0) + (text.max_length or template.max_length)
     tokens = max(text.batch_tokens, longest)
-    width = HIDDEN_TENSORS * settings.hidden_size + INNER_TENSORS * settings.intermediate_size
+    inner = settings.d_ff if hasattr(settings, "d_ff") else settings.intermediate_size
+    width = HIDDEN_TENSORS * settings.hidden_size + INNER_TENSORS * inner
     activations = tokens * width * dtype.itemsize
     if (
         text.attention or config.model.family_spec.text_attention
@@ -79,7 +82,13 @@ def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:
 def _text_weights(model: Any, layers: Sequence[torch.nn.Module], text: Text) -> int:
     whole = sum_bytes(model.parameters())
     if text.quantization in QUANTIZERS:
-        linear = [part for layer in layers for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+        kept = (model._keep_in_fp32_modules or ()) if text.quantization == "nf4-bnb" else ()
+        linear = [
+            part
+            for layer in layers
+            for name, part in layer.named_modules()
+            if isinstance(part, torch.nn.Linear) and name.rpartition(".")[2] not in kept
+        ]
         return whole + sum(packed_bytes(part, text.quantization) - part.weight.nbytes for part in linear)
     if text.offload == "blocks":  # each module in turn: the largest is a block or the embedding
         blocks = [sum_bytes(layer.parameters()) for layer in layers]
@@ -113,7 +122,7 @@ def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemo
         stack.enter_context(meter)
         stack.enter_context(KernelMode(None))
         vae.encode(torch.empty(passes, 3, *frames, height, width, dtype=dtype))
-    activations = meter.peak * (CHUNKED_SHARE if latents.chunk_frames and family.video else 1.0)
+    activations = meter.peak * (CHUNKED_SHARE if latents.chunk_frames and family.frame_chunks else 1.0)
     return EncoderMemory(weights, int(activations) + count * 3 * pixels * dtype.itemsize)
 
 
@@ -130,6 +139,6 @@ def text_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
 def latent_changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
     """Options with which encode-latents needs less. Tiles give other latents, and come last."""
     changes: list[tuple[str, dict[str, Any]]] = [("latents.slicing true", {"latents": {"slicing": True}})]
-    if config.model.family_spec.video and not config.latents.chunk_frames:
+    if config.model.family_spec.frame_chunks and not config.latents.chunk_frames:
         changes.append(("latents.chunk_frames 4", {"latents": {"chunk_frames": 4}}))
     return [*changes, ("latents.tiling true", {"latents": {"tiling": True}})]

@@ -11,7 +11,8 @@ import torch
 
 from schemas.config.adapter import Adapter
 from trainer.adapters.files import load_layers
-from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial, resolve_names
+from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial
+from trainer.adapters.names import resolve_names
 from trainer.families.base import Experts, FamilyModule, components
 from trainer.setup import adapters
 from trainer.setup.adapters import choose_targets, lora_state

@@ -9,6 +9,7 @@ from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from peft import PeftType
 from safetensors import safe_open
 
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
@@ -95,7 +96,8 @@ def save_lora(
         config["target_modules"] = sorted(list_adapted_modules(expert))
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    return write_formats(tensors, settings, directory, {"family": family, **(metadata or {})}, formats)
+    notes, names = {"family": family, **(metadata or {})}, FAMILIES[family].comfyui_names if family in FAMILIES else ()
+    return write_formats(tensors, settings, directory, notes, formats, names)
 
 
 def file_contents(expert: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -227,8 +228,13 @@ class Normalizer:
 
 
 def _broadcast(values: tuple[float, ...], latents: torch.Tensor) -> torch.Tensor:
-    shape = (1, len(values), *[1] * (latents.ndim - 2))
-    return to_device(torch.tensor(values, dtype=latents.dtype), latents.device).view(shape)
+    return _on_device(values, latents.dtype, latents.device).view(1, -1, *[1] * (latents.ndim - 2))
+
+
+@lru_cache(maxsize=16)
+def _on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Copied once, and not for every batch."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def latents_from_posterior(

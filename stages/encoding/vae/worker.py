@@ -8,6 +8,7 @@ import torch
 
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
+from schemas.config.pipeline import VALIDATION
 from schemas.devices import HostCopy, to_device_together
 from schemas.geometry import Bucket
 from schemas.identity import derive_seed
@@ -77,7 +78,12 @@ class LatentsWorker(UnitWorker):
     def _latents(self, names: list[str], purpose: str, bytes_BTHWC: torch.Tensor) -> torch.Tensor:
         """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
         seeds = [derive_seed(name, purpose) for name in names]
-        return self._autoencoder.encode(normalize_pixels(bytes_BTHWC), seeds, self.config.latents.posterior)
+        posterior, condition = self.config.latents.posterior, self.config.model.condition
+        # What a validation prompt starts from is a sample of its own; a unit has no others beside it.
+        is_given = purpose == "condition" or self.plan.samples[names[0]]["role"] == VALIDATION
+        if is_given and condition is not None and condition.posterior is not None:
+            posterior = condition.posterior
+        return self._autoencoder.encode(normalize_pixels(bytes_BTHWC), seeds, posterior)
 
     def _rows(
         self, names: list[str], batch: list[SamplePixels], purposes: list[str], latents: HostCopy

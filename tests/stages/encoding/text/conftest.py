@@ -12,7 +12,7 @@ from PIL import Image
 from schemas.catalog import FAMILIES
 from schemas.config.encoding import Text
 from schemas.family import Template
-from stages.encoding.text import gemma, kandinsky5
+from stages.encoding.text import gemma, kandinsky5, umt5
 from stages.encoding.text.base import TextRequest, TextResult
 
 TEMPLATES = {
@@ -22,6 +22,7 @@ TEMPLATES = {
     "kandinsky5-video-t2v": FAMILIES["kandinsky5-video"].templates["t2v"],
     "kandinsky5-video-i2v": FAMILIES["kandinsky5-video"].templates["i2v"],
     "sana": FAMILIES["sana"].templates["t2i"],
+    "wan2.1-t2v": FAMILIES["wan2.1"].templates["t2v"],
 }
 
 
@@ -53,7 +54,7 @@ def make(tiny) -> Callable[..., Any]:
     torch.set_num_threads(1)
 
     def encoder(kind: str, dtype: torch.dtype = torch.float32, folder: Path | None = None, **options: Any) -> Any:
-        template, module = TEMPLATES[kind], gemma if kind == "sana" else kandinsky5
+        template, module = TEMPLATES[kind], {"sana": gemma, "wan2.1-t2v": umt5}.get(kind, kandinsky5)
         where, shared = str(folder or tiny(kind)), options.pop("share_prefix", True)
         cpu = torch.device("cpu")
         return module.Encoder(where, None, template, template.max_length, dtype, cpu, Text(**options), shared)

@@ -28,10 +28,10 @@ def relative(results, others) -> float:
 
 @pytest.fixture(scope="module")
 def plain(make, encoded):
-    return {kind: encoded(make(kind), CAPTIONS) for kind in ("kandinsky5-image-i2i", "sana")}
+    return {kind: encoded(make(kind), CAPTIONS) for kind in ("kandinsky5-image-i2i", "sana", "wan2.1-t2v")}
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana", "wan2.1-t2v"])
 @pytest.mark.parametrize(("quantization", "least", "most"), [("bf16", 1e-3, 0.02), ("int8-quanto", 1e-3, 0.04)])
 def test_quantised_weights_stay_within_their_error(
     make, encoded, plain, kind, quantization, least, most, record_property
@@ -62,7 +62,7 @@ def packing(request, monkeypatch) -> bool:
     return request.param
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana", "wan2.1-t2v"])
 def test_nf4_stays_within_its_error_on_cpus_that_pack_and_on_others(
     make, encoded, plain, packing, kind, record_property
 ):
@@ -81,6 +81,10 @@ def test_nf4_is_of_the_language_model_alone(tiny):
 
 
 @pytest.mark.slow
+def test_nf4_of_t5_leaves_what_its_class_keeps_in_float32(make):
+    assert make("wan2.1-t2v", quantization="nf4-bnb").unquantized == ["layer.1.DenseReluDense.wo"]
+
+
 def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(project, packing, tmp_path):
     """A tiny Gemma-2 whose feed-forward matrices have an odd side."""
     home = project("sana")
@@ -100,14 +104,14 @@ def test_matrices_that_nf4_can_not_pack_stay_as_they_are_and_this_is_said_once(p
     assert said["remark"].endswith(": mlp.down_proj, mlp.gate_proj, mlp.up_proj")
 
 
-@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana"])
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "sana", "wan2.1-t2v"])
 def test_offload_by_blocks_gives_the_same_numbers(make, encoded, plain, kind):
     for result, wanted in zip(encoded(make(kind, offload="blocks"), CAPTIONS), plain[kind], strict=True):
         assert torch.equal(result.embeds, wanted.embeds)
 
 
-def test_eager_attention_is_within_rounding(make, encoded, plain):
-    kind = "kandinsky5-image-i2i"
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "wan2.1-t2v"])
+def test_eager_attention_is_within_rounding(make, encoded, plain, kind):
     assert relative(encoded(make(kind, attention="eager"), CAPTIONS), plain[kind]) < 1e-5
 
 
@@ -115,6 +119,7 @@ def test_eager_attention_is_within_rounding(make, encoded, plain):
     ("kind", "options", "message"),
     [
         ("sana", {"attention": "sdpa"}, "soft-capped"),
+        ("wan2.1-t2v", {"attention": "flash_attention_2"}, "adds a bias"),
         ("kandinsky5-image-t2i", {"attention": "flash_attention_2"}, "needs a CUDA device"),
         ("kandinsky5-image-t2i", {"quantization": "nf4-bnb", "offload": "blocks"}, "do not go together"),
     ],

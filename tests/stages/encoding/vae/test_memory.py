@@ -9,6 +9,7 @@ from diffusers.models.autoencoders import autoencoder_kl_hunyuan_video as diffus
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from schemas.catalog import FAMILIES
 from stages import encode_latents
@@ -26,7 +27,10 @@ KINDS = {
     "hunyuan_video": ("kandinsky5-video-t2v", HunyuanVideo, FAMILIES["kandinsky5-video"]),
     "dc_ae": ("sana", AutoencoderDC, FAMILIES["sana"]),
     "qwen_image": ("qwen-image", AutoencoderKLQwenImage, FAMILIES["qwen-image"]),
+    "wan": ("wan2.1-t2v", AutoencoderKLWan, FAMILIES["wan2.1"]),
+    "wan 5B": ("wan2.2-5b-i2v", AutoencoderKLWan, FAMILIES["wan2.2-5b"]),
 }
+NAMES = [*list(KINDS)[:-1], long("wan 5B")]
 
 
 def clip(frames: int, height: int = 64, width: int = 96, batch: int = 1) -> torch.Tensor:
@@ -42,8 +46,9 @@ def opened(tiny):
 
     def make(name: str, **memory_options):
         kind, _, family = KINDS[name]
-        module, options = importlib.import_module(f"stages.encoding.vae.{name}"), MemoryOptions(**memory_options)
-        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, options, family.normalization)
+        module = importlib.import_module(f"stages.encoding.vae.{family.autoencoder}")
+        options, normalization = MemoryOptions(**memory_options), family.normalization
+        return module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, options, normalization)
 
     return make
 
@@ -162,9 +167,9 @@ def test_no_mask_is_built_and_no_convolution_sees_the_whole_clip(opened, monkeyp
     assert max(lengths) <= 2 * 2 + 1, "two frames of a strided convolution read five"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_slicing_is_encoding_one_by_one(opened, name) -> None:
-    frames = 5 if name == "hunyuan_video" else 1
+    frames = 5 if KINDS[name][2].video else 1
     pixels = torch.cat([clip(frames), clip(frames).flip(3)])
     plain, sliced = opened(name), opened(name, slicing=True)
     alone = torch.cat([plain.encode(pixels[i : i + 1], [i], "sample") for i in range(2)])
@@ -172,7 +177,7 @@ def test_slicing_is_encoding_one_by_one(opened, name) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened, name, record_property) -> None:
     """Another result than without; the difference is recorded. A picture no larger than a tile has none."""
     kind, reference, family = KINDS[name]
@@ -180,7 +185,7 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     assert stride % family.spatial_stride == 0 and side % family.spatial_stride == 0
     plain, tiled = opened(name), opened(name, tile=side, tile_stride=stride)
     assert tiled.settings() == {**family.latent_settings, "tiling": True, "tile": side, "tile_stride": stride}
-    frames = 5 if name == "hunyuan_video" else 1
+    frames = 5 if KINDS[name][2].video else 1
     small, large = clip(frames, 64, 96), clip(frames, side // 2, side + stride // 2)
     assert torch.equal(plain.encode(small, [0], "mode"), tiled.encode(small, [0], "mode"))
     untiled, found = plain.encode(large, [0], "mode"), tiled.encode(large, [0], "mode")
@@ -188,10 +193,12 @@ def test_tiles_are_the_librarys_with_the_geometry_of_the_catalogue(tiny, opened,
     if name == "flux":
         vae.enable_tiling()
         vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // 8
+    elif name.startswith("wan"):
+        vae.enable_tiling()  # our tiles are its own by default, which it counts in squares of pixels
     else:
         vae.enable_tiling(side, side, tile_sample_stride_height=stride, tile_sample_stride_width=stride)
     with torch.no_grad():
-        encoded = vae.encode(large if name in ("hunyuan_video", "qwen_image") else large[:, :, 0])
+        encoded = vae.encode(large if name == "qwen_image" or frames > 1 else large[:, :, 0])
     z = encoded.latent if name == "dc_ae" else encoded.latent_dist.mode()
     wanted = base.Normalizer.of(vae, family.normalization).apply(z)
     assert (found - wanted.reshape(found.shape)).abs().max() <= LIMIT
@@ -210,6 +217,10 @@ def test_memory_options_are_in_the_caches_name_and_in_force(project) -> None:
     assert encode_latents.STAGE.fingerprint_inputs(config)["settings"] == {**plain["settings"], **memory_options}
     loaded = base.load_autoencoder(config, CPU)
     assert loaded.settings() == encode_latents.STAGE.fingerprint_inputs(config)["settings"] and loaded._vae.use_slicing
+    other = project("wan2.1-t2v")
+    assert encode_latents.STAGE.fingerprint(other.config("latents.chunk_frames=3")) == encode_latents.STAGE.fingerprint(
+        other.config()
+    ), "of no effect on autoencoders that take a few frames at a time anyway"
     image = project("kandinsky5-image-t2i")
     name = encode_latents.STAGE.fingerprint
     assert name(image.config("latents.chunk_frames=3")) == name(image.config()), "of no effect on images"

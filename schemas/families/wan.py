@@ -1,0 +1,117 @@
+"""Wan 2.1 text to video, and Wan 2.2 TI2V-5B.
+
+Sources: the model cards of Wan-AI/Wan2.*-Diffusers and the configurations of the original release (wan/configs), the
+pipelines of the installed diffusers (pipelines/wan), with which tests compare what they have. Shifts are the flow_shift
+that their documentation gives: 3.0 for 480p, 5.0 for 720p. The I2V checkpoints of 2.1 and the two experts of
+2.2 A14B are others: their transformers read further inputs, or are two.
+"""
+
+from dataclasses import replace
+
+from schemas.family import FOLDED, Condition, Family, Flavour, Normalization, Template
+
+_TEMPLATE = Template(name="wan", text="{}", crop=None, max_length=512, cleaner=FOLDED, longest=512)
+
+_UMT5_XXL = {
+    "vocab_size": 256384, "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_layers": 24, "num_heads": 64,
+}  # fmt: skip
+_14B = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+#: From diffusers' names of modules to the original ones, by which ComfyUI names weights; diffusers reads both.
+_ORIGINAL_NAMES = (
+    ("attn1", "self_attn"),
+    ("attn2", "cross_attn"),
+    ("to_q", "q"),
+    ("to_k", "k"),
+    ("to_v", "v"),
+    ("to_out.0", "o"),
+    ("ffn.net.0.proj", "ffn.0"),
+    ("ffn.net.2", "ffn.2"),
+    ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+    ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+    ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+    ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+    ("condition_embedder.time_proj", "time_projection.1"),
+    ("proj_out", "head.head"),
+)
+
+_WIDE_480P, _WIDE_720P = ((832, 480), (480, 832)), ((1280, 720), (720, 1280))
+_FLAVOURS = (
+    Flavour("t2v-1.3b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "t2v", 3.0, _WIDE_480P),
+    Flavour("t2v-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "t2v", 3.0, _WIDE_480P + _WIDE_720P, shape=_14B),
+)
+_5B_REPO, _5B_SIZES = "Wan-AI/Wan2.2-TI2V-5B-Diffusers", ((1280, 704), (704, 1280))
+_5B_FLAVOURS = (
+    Flavour("t2v-5b", _5B_REPO, "t2v", 5.0, _5B_SIZES),
+    Flavour("i2v-5b", _5B_REPO, "i2v", 5.0, _5B_SIZES),
+)
+
+_2_1 = Family(
+    name="wan2.1",
+    flavours={flavour.name: flavour for flavour in _FLAVOURS},
+    default_flavour="t2v-1.3b",
+    text_encoder="umt5",
+    autoencoder="wan",
+    transformer="wan",
+    latent_channels=16,
+    side_multiple=16,
+    spatial_stride=8,
+    temporal_stride=4,
+    resolution=640,
+    text_width=4096,
+    text_components=("text_encoder", "tokenizer"),
+    model_classes={"transformer": "WanTransformer3DModel", "text_encoder": "umt5", "vae": "AutoencoderKLWan"},
+    transformer_config={"t2v": {"in_channels": 16, "out_channels": 16}},
+    autoencoder_config={"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4},
+    text_widths={"embeds": "text_dim"},
+    pipelines={"t2v": "WanPipeline"},
+    comfyui_names=_ORIGINAL_NAMES,
+    normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
+    latent_settings={"tiling": False},
+    latent_precision="float32",
+    tile=(256, 192),
+    video=True,
+    frames=81,
+    frame_rate=16.0,
+    guidance=5.0,
+    steps=50,
+    negative_prompt="Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, "
+    "static, overall gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, "
+    "poorly drawn hands, poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, "
+    "messy background, three legs, many people in the background, walking backwards",
+    templates={"t2v": _TEMPLATE},
+    shapes={
+        "transformer": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+        "text_encoder": _UMT5_XXL,
+        "vae": {},
+    },
+)
+#: An autoencoder of its own, and one checkpoint for both tasks, which says that it is the first one's.
+_2_2_5B = replace(
+    _2_1,
+    name="wan2.2-5b",
+    flavours={flavour.name: flavour for flavour in _5B_FLAVOURS},
+    default_flavour="t2v-5b",
+    latent_channels=48,
+    side_multiple=32,
+    spatial_stride=16,
+    resolution=960,
+    transformer_config={task: {"in_channels": 48, "out_channels": 48} for task in ("t2v", "i2v")},
+    autoencoder_config={"z_dim": 48, "scale_factor_spatial": 16, "scale_factor_temporal": 4},
+    pipelines={**_2_1.pipelines, "i2v": "WanImageToVideoPipeline"},
+    one_checkpoint=True,
+    tile=(512, 384),
+    frames=121,
+    frame_rate=24.0,
+    templates={"t2v": _TEMPLATE, "i2v": _TEMPLATE},
+    conditions={"i2v": Condition("first-frame", posterior="mode")},
+    shapes={
+        "transformer": {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30},
+        "text_encoder": _UMT5_XXL,
+        "vae": {  # without the means and deviations of the channels, which change no size
+            "z_dim": 48, "base_dim": 160, "decoder_base_dim": 256, "is_residual": True, "patch_size": 2,
+            "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
+        },
+    },
+)  # fmt: skip
+
+FAMILIES = {family.name: family for family in (_2_1, _2_2_5B)}

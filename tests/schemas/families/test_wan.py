@@ -1,0 +1,75 @@
+"""What the rows of Wan say, where it is in force."""
+
+import json
+import re
+
+import pytest
+
+from cache.models.compatibility import CheckpointMismatch, check_autoencoder, check_task, check_transformer
+from schemas.catalog import FAMILIES
+from schemas.config.pipeline import Config
+from schemas.recipe import latents_settings, plan_key
+from tests.forms import long
+
+
+def made(family: str, flavour: str | None = None, video: dict | None = None, **sections) -> Config:
+    dataset = {"id": "clips", "instance_data_dir": "clips", "dataset_type": "video", "video": video or {}}
+    model = {"family": family, "flavour": flavour} | sections.pop("model", {})
+    return Config.model_validate({"root": "work", "model": model, "datasets": [dataset], **sections})
+
+
+@pytest.mark.parametrize(("family", "rate"), [("wan2.1", 16.0), ("wan2.2-5b", 24.0), ("kandinsky5-video", 24.0)])
+def test_the_rate_of_frames_is_the_familys_where_none_is_given(family, rate):
+    config = made(family)
+    assert config.datasets[0].video.frame_rate == config.clip_rate == rate == FAMILIES[family].frame_rate
+    given = made(family, video={"frame_rate": 12.0})
+    assert given.datasets[0].video.frame_rate == given.clip_rate == 12.0
+    assert made(family, validation={"fps": 8.0}).clip_rate == 8.0
+    assert plan_key(made(family, video={"frame_rate": rate}), 16) == plan_key(config, 16) != plan_key(given, 16)
+
+
+def test_more_tokens_than_the_transformer_reads_are_refused():
+    assert made("wan2.1", text={"max_length": 256}).text.max_length == 256
+    with pytest.raises(ValueError, match=re.escape("wan2.1 reads at most 512 tokens")):
+        made("wan2.1", text={"max_length": 1024})
+
+
+def test_a_condition_of_the_mean_is_in_the_caches_name_and_no_other_is():
+    assert latents_settings(made("wan2.2-5b", "i2v-5b"))["condition_posterior"] == "mode"
+    for config in (made("wan2.2-5b", "t2v-5b"), made("kandinsky5-video", "i2v-lite-5s")):
+        assert "condition_posterior" not in latents_settings(config)
+
+
+def model_of(folder, family, flavour):
+    return made(family, flavour, model={"path": str(folder)}).model
+
+
+@pytest.mark.slow
+def test_one_checkpoint_is_for_both_tasks_and_other_families_are_told_apart(tiny):
+    """5B's model_index.json names the pipeline of t2v."""
+    folder = tiny("wan2.2-5b-t2v")
+    for flavour in ("t2v-5b", "i2v-5b"):
+        model = model_of(folder, "wan2.2-5b", flavour)
+        check_task(model)
+        check_transformer(model)
+        check_autoencoder(model)
+    other = model_of(folder, "wan2.1", "t2v-1.3b")
+    check_task(other)
+    with pytest.raises(CheckpointMismatch, match=r"in_channels = 48, and wan2\.1 t2v needs 16"):
+        check_transformer(other)
+    with pytest.raises(CheckpointMismatch, match="z_dim = 48"):
+        check_autoencoder(other)
+    with pytest.raises(CheckpointMismatch, match=r"checkpoint for wan2\.1 t2v, wan2\.2-5b t2v"):
+        check_task(model_of(folder, "kandinsky5-video", "t2v-lite-sft-5s"))
+
+
+@pytest.mark.parametrize("second", ["transformer_2", long("transformer_3")])
+def test_a_checkpoint_of_two_experts_is_refused(tmp_path, second):
+    """Trained as the first alone, it would learn noise levels that it is never asked for."""
+    index = {"_class_name": FAMILIES["wan2.1"].pipelines["t2v"], "transformer": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {second: ["diffusers", "WanTransformer3DModel"]}))
+    model = model_of(tmp_path, "wan2.1", "t2v-14b")
+    with pytest.raises(CheckpointMismatch, match=f"has {second}, and wan2.1 has only transformer"):
+        check_task(model)
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {second: [None, None]}))
+    check_task(model)

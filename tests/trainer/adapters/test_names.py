@@ -1,0 +1,70 @@
+"""Module paths and the names that ComfyUI has for them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from schemas.catalog import FAMILIES
+from schemas.config.adapter import Adapter
+from tests.trainer.pipelines import KINDS, output, trained
+from trainer.adapters.header import COMFYUI_PREFIX, AdapterError, read_adapter
+from trainer.adapters.names import from_comfyui, rename, resolve_names
+from trainer.setup import export
+from trainer.setup.attach import make_trainable
+
+KIND = "wan2.1-t2v"
+NAMES = FAMILIES["wan2.1"].comfyui_names
+
+
+def test_every_linear_layer_has_a_name_and_it_means_the_layer(tiny):
+    """The names of the original release (wan/modules/model.py)."""
+    model = KINDS[KIND][0].load(str(tiny(KIND)))
+    layers = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    named = {path: rename(path, NAMES) for path in layers}
+    original = (
+        r"blocks\.\d\.((self|cross)_attn\.[qkvo]|ffn\.[02])|(text|time)_embedding\.[02]|time_projection\.1|head\.head"
+    )
+    assert all(re.fullmatch(original, name) for name in named.values()), named
+    assert len({*named.values()}) == len(layers)
+    assert all(from_comfyui(name, NAMES) == path for path, name in named.items())
+    assert all(from_comfyui(path, NAMES) == path for path in layers), "diffusers' own are left"
+
+
+def test_others_names_are_left():
+    for path in ("transformer_blocks.0.attn1.to_q", "visual_transformer_blocks.3.self_attention.to_query"):
+        assert from_comfyui(path, NAMES) == path
+    assert FAMILIES["sana"].comfyui_names == FAMILIES["kandinsky5-video"].comfyui_names == ()
+
+
+@pytest.mark.slow
+def test_training_starts_from_a_file_with_comfyuis_names(tiny, tmp_path):
+    """Of another program: without a header, and without the prefix."""
+    first = trained(KIND, tiny(KIND), alpha=2.5)
+    path = export.save_lora(first, tmp_path, "wan2.1", formats=["comfyui"])
+    held = load_file(path)
+    assert any(key.startswith(f"{COMFYUI_PREFIX}blocks.0.cross_attn.o.") for key in held)
+    bare = {key.removeprefix(COMFYUI_PREFIX): value for key, value in held.items()}
+    for number, tensors in enumerate((held, bare)):
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+        model = KINDS[KIND][0].load(str(tiny(KIND)))
+        make_trainable(model, KINDS[KIND][0], Adapter(init=str(tmp_path / f"{number}.safetensors")))
+        torch.testing.assert_close(output(KIND, model.eval()), output(KIND, first), rtol=0, atol=1e-6)
+
+
+def test_a_module_by_both_of_its_names_is_refused(tmp_path):
+    held = {
+        f"{COMFYUI_PREFIX}blocks.0.{name}.lora_{side}.weight": torch.ones(2, 2)
+        for name in ("self_attn.q", "attn1.to_q")
+        for side in "AB"
+    }
+    save_file(held, tmp_path / "a.safetensors")
+    adapter = read_adapter(tmp_path / "a.safetensors")
+    weights = ["transformer.blocks.0.attn1.to_q"]
+    with pytest.raises(AdapterError, match=r"attn1\.to_q is there twice"):
+        resolve_names(adapter, weights, "it")
+    one = replace(adapter, layers={name: layer for name, layer in adapter.layers.items() if "self_attn" in name})
+    assert [*resolve_names(one, weights, "it").layers] == weights
+    assert resolve_names(one, [], "another model").layers == one.layers
