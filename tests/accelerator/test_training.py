@@ -21,7 +21,7 @@ from trainer.families import kandinsky5
 from trainer.setup import blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-KINDS = ("t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image")
+KINDS = ("t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "wan", "wan-i2v")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rank": 2},
     "lokr": {"type": "lokr", "rank": 2},

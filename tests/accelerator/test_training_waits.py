@@ -16,7 +16,7 @@ from trainer import train as loop
 from trainer.setup.optimizers import DivergedError
 
 pytestmark = pytest.mark.slow
-KINDS = ("t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image")
+KINDS = ("t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "wan", "wan-i2v")
 LORA = {"adapter": {"rank": 2}, "gradient_checkpointing": False}
 MOST_WAITS_OF_A_VALIDATION = 4
 #: Options -> waits of a step of two micro-batches.

@@ -29,6 +29,8 @@ KINDS = {
     "sana": ("sana", None, "sana"),
     "z-image": ("z-image", None, "z-image"),
     "qwen-image": ("qwen-image", None, "qwen-image"),
+    "wan": ("wan2.1", None, "wan2.1-t2v"),
+    "wan-i2v": ("wan2.2-5b", "i2v-5b", "wan2.2-5b-i2v"),
 }
 
 
@@ -72,7 +74,7 @@ def make_config(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Callable[
         optimizer = {"lr": 2e-3, "warmup": 2}  # so that a few steps change the loss
         fixed = {"device": "cpu", "steps": 4, "checkpoint_every": 1000, "threads": 1, "optimizer": optimizer}
         train = {**fixed, **train}
-        video = {"dataset_type": "video"} if kind in ("t2v", "i2v") else {}
+        video = {"dataset_type": "video"} if FAMILIES[family].video else {}
         dataset = {"id": "made", "instance_data_dir": "none", **video}
         if kind == "i2i":
             dataset["conditioning_data"] = "none"

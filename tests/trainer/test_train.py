@@ -37,7 +37,7 @@ from trainer.reading import BatchReader
 from trainer.run import metrics
 from trainer.setup.optimizers import DivergedError
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "wan", long("wan-i2v")]
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
         about = json.loads(file.metadata()["latentpress"])
         latent = file.get_tensor("latent")
     assert about["family"] == config.model.family and about["prompt"] == "one"
-    length = 2 if kind in ("t2v", "i2v") else 1
+    length = 2 if config.model.family_spec.video else 1
     side = 64 // config.model.family_spec.spatial_stride
     assert latent.shape == (config.model.family_spec.latent_channels, length, side, side) and latent.isfinite().all()
     assert not torch.equal(latent, load_file(folder / shown[0])["latent"])

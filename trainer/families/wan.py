@@ -75,15 +75,15 @@ def dense_attention(model: Any) -> tuple[list[Any], int]:
 
 
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    taken: dict[str, Any] = {}  # the same for all of them
+    taken: list[tuple[torch.Tensor, ...]] = []  # the same for all of them
 
     def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         visual_BKD, text, time, rotary = inputs
         if not taken:
-            taken["rotary"] = tuple(kept.take(values) for values in rotary)
-            # (B, 6, D), or where given frames have a time of their own (B, N, 6, D)
-            taken["time"] = kept.take(time) if time.ndim == 4 else time
-        return visual_BKD, text, taken["time"], taken["rotary"]
+            taken.append(tuple(kept.take(values) for values in rotary))
+        # (B, 6, D), or where given frames have a time of their own (B, N, 6, D). It may have a gradient, and what is
+        # computed once would be missing where gradient checkpointing computes a block again.
+        return visual_BKD, text, kept.take(time) if time.ndim == 4 else time, taken[0]
 
     return [block.register_forward_pre_hook(take) for block in blocks]
 

@@ -28,7 +28,7 @@ from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
 
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
-BUCKETS |= {"z-image": "96x64", "qwen-image": "96x64"}
+BUCKETS |= {"z-image": "96x64", "qwen-image": "96x64", "wan": "96x64@9", "wan-i2v": "192x128@9"}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "sana": "sana",
                 "z-image": "z_image",
                 "qwen-image": "qwen_image",
+                "wan": "wan",
+                "wan-i2v": "wan_5b",
             }.get(kind, "video")
             more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
@@ -119,6 +121,8 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         ("nabla", False, 1),
         ("z-image", True, 1),
         ("qwen-image", True, 2),
+        ("wan", True, 1),
+        ("wan-i2v", False, 2),
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:

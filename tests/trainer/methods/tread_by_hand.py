@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from schemas.identity import derive_seed
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.families import kandinsky5
+from trainer.families import kandinsky5, wan
 
 LAYERS = 5
 ROUTES = [
@@ -154,6 +154,24 @@ def qwen_image_by_hand(model, noisy_CTHW, sigma, text_LD, kept: list[list[int]])
     return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)
 
 
+def wan_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Tensor:
+    """One sample; a token's rotary embedding goes with it, and its time where it has one of its own (B, N)."""
+    hidden, timestep = arguments["hidden_states"], arguments["timestep"]
+    _, _, frames, height, width = hidden.shape
+    x = model.patch_embedding(hidden).flatten(2)[0].T
+    each = timestep[0] if timestep.ndim == 2 else timestep.expand(len(x))
+    time, modulation, text, _ = model.condition_embedder(each, arguments["encoder_hidden_states"])
+    modulation, rope = modulation.unflatten(1, (6, -1)), model.rope(hidden)
+    for number, block in enumerate(model.blocks):
+        tokens = kept[ROUTED[number]] if number in ROUTED else [*range(len(x))]
+        new = block(x[tokens][None], text, modulation[tokens][None], tuple(part[:, tokens] for part in rope))[0]
+        x = put_back(x, tokens, new)
+    shift, scale = (model.scale_shift_table + time[:, None]).unbind(1)
+    out = model.proj_out(model.norm_out(x) * (1 + scale) + shift)
+    grid = out.view(frames, height // 2, width // 2, 2, 2, -1)
+    return grid.permute(5, 0, 1, 3, 2, 4).reshape(1, -1, frames, height, width)  # C T h 2 w 2
+
+
 class NablaByHand:
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
         return nabla_by_hand(attn, hidden_states, sparse_params, rotary_emb)
@@ -189,7 +207,7 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
         for size, divisor in zip(batch.latents_BCTHW.shape[2:], (1, patch * square, patch * square), strict=True)
     )
     places = [(t, y, x) for t in range(frames) for y in range(rows) for x in range(columns)]
-    given = rows * columns if kind == "i2v" else 0
+    given = rows * columns * run.skip_frames
     masks = batch.extras.get("mask", torch.zeros(len(batch), *batch.latents_BCTHW.shape[2:]))
     must = [masked_places(mask, places, patch * square) for mask in masks]
     fewest = min(len({*range(given, len(places))} - forced) for forced in must)
@@ -205,6 +223,10 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
             predicted = z_image_by_hand(run.model, noisy[number], sigma[number], single.text_BLD[0], kept)
         elif kind == "qwen-image":
             predicted = qwen_image_by_hand(run.model, noisy[number], sigma[number], single.text_BLD[0], kept)
+        elif kind.startswith("wan"):
+            task = run.config.model.task
+            arguments = wan.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
+            predicted = wan_by_hand(run.model, arguments, kept)
         else:
             task = run.config.model.task
             arguments = kandinsky5.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
