@@ -37,13 +37,10 @@ def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
 
     Its matrices are buffers in `dtype`, which are in no state_dict.
     """
-    paths = name_modules(model, [".*"])
-    linear = {name: part for name, path in paths.items() if is_linear(part := model.get_submodule(path))}
-    file = resolve_names(file, linear, "the transformer")
-    check_fits(file, {name: module_size(part) for name, part in linear.items()}, "the transformer")
+    file, modules = match_modules(model, file)
     assistant = Assistant()
     for name, layer in load_layers(file).items():
-        part = linear[name]
+        part = modules[name]
         for buffer, matrix in zip(BUFFERS, (layer.tensors[DOWN], layer.scale * layer.tensors[UP].float()), strict=True):
             part.register_buffer(buffer, matrix.to(part.weight.device, dtype), persistent=False)
         part.register_forward_hook(assistant)
@@ -51,8 +48,14 @@ def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
         expert.assistant = assistant
 
 
-def is_linear(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear)
+def match_modules(model: Any, file: AdapterFile) -> tuple[AdapterFile, dict[str, Any]]:
+    """The file with module paths for names, and the model's linear layers by them. AdapterError where the file adapts
+    another module or one of another size. model: on any device, quantized or not."""
+    parts = {name: model.get_submodule(path) for name, path in name_modules(model, [".*"]).items()}
+    linear = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Linear)}
+    file = resolve_names(file, linear, "the transformer")
+    check_fits(file, {name: module_size(part) for name, part in linear.items()}, "the transformer")
+    return file, linear
 
 
 def assistant_bytes(model: Any) -> int:

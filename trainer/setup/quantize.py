@@ -18,10 +18,11 @@ import torch
 
 from schemas.config.pipeline import Config
 from schemas.devices import device_name
-from trainer.adapters.header import read_initial
+from trainer.adapters.header import read_assistant, read_initial
 from trainer.families.base import FamilyModule
 from trainer.run.run_state import RunError
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
+from trainer.setup.assistant import match_modules
 from trainer.setup.attach import fit_initial, unfreeze
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
 
@@ -81,7 +82,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
     AdapterError for targets and patterns that match nothing, and an initial adapter of another model."""
     name, adapter = config.train.base_precision, config.train.adapter
     init, patterns = adapter.init_weights, adapter.targets or adapter.rank_pattern or adapter.alpha_pattern
-    file = read_initial(adapter)
+    file, assistant = read_initial(adapter), read_assistant(config.model)
     if name == "fp8-torchao" and device.type != "cpu":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         if capability is None or capability < FP8_CAPABILITY:
@@ -91,10 +92,16 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
                 f"Hopper or later), and {device_name(device)} {have}",
                 "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
             )
-    if not config.train.quantized and init not in ("orthogonal", "pissa", "olora") and not (patterns or file):
+    if (
+        not config.train.quantized
+        and init not in ("orthogonal", "pissa", "olora")
+        and not (patterns or file or assistant)
+    ):
         return
     with explain_checkpoint_errors(config):
         model = empty_transformer(config)
+        if assistant:
+            match_modules(model, assistant)
         if adapter.type == "full":
             return unfreeze(model, adapter.targets, family)
         if file:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from tests.trainer.pipelines import trained
-from tests.trainer.runs import lines, moved, plain_batch, prepared, result, train
+from tests.trainer.runs import LOADS, lines, moved, plain_batch, prepared, result, train
 from trainer.adapters.files import load_layers, merge_component
 from trainer.adapters.header import AdapterError, read_adapter, read_assistant
 from trainer.families.base import assistant_off
@@ -111,7 +112,7 @@ def test_the_prediction_of_memory_has_it(ready, assistant) -> None:
     assert ours.weights - plain.weights == assistant_bytes(prepared(assisted(config, assistant)).model) > 0
 
 
-def test_what_can_be_no_assistant_is_named(ready, assistant, tiny, tmp_path) -> None:
+def test_what_can_be_no_assistant_is_named(ready, tiny, tmp_path, capsys) -> None:
     model = ready(KIND).model
     dora = export.save_lora(trained(KIND, tiny(KIND), dora=True), tmp_path / "dora", KIND)
     others = export.save_lora(trained(KIND, tiny(KIND)), tmp_path / "others", "sana")
@@ -123,3 +124,7 @@ def test_what_can_be_no_assistant_is_named(ready, assistant, tiny, tmp_path) -> 
         with pytest.raises(AdapterError, match=rf"model\.assistant: .*{words}"):
             read_assistant(model.model_copy(update={"assistant": str(path)}))
     assert read_assistant(model) is None
+    wide = export.save_lora(trained("sana", tiny("sana")), tmp_path / "wide", KIND)
+    with pytest.raises(AdapterError, match=r"adapts .* modules where the transformer has none"):
+        prepared(assisted(ready(KIND), wide), Console())
+    assert LOADS not in capsys.readouterr().err
