@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from trainer.adapters.files import load_layers
-from trainer.adapters.header import AdapterFile, check_fits, resolve_names
+from trainer.adapters.header import AdapterFile, check_fits
 from trainer.adapters.layers import DOWN, UP
+from trainer.adapters.names import resolve_names
 from trainer.families.base import components
 from trainer.setup.attach import module_size, name_modules
 
