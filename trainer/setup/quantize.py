@@ -92,11 +92,8 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
                 f"Hopper or later), and {device_name(device)} {have}",
                 "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
             )
-    if (
-        not config.train.quantized
-        and init not in ("orthogonal", "pissa", "olora")
-        and not (patterns or file or assistant)
-    ):
+    special = init in ("orthogonal", "pissa", "olora")
+    if not (config.train.quantized or special or patterns or file or assistant):
         return
     with explain_checkpoint_errors(config):
         model = empty_transformer(config)
@@ -116,7 +113,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
             "Set train.base_precision to int8-torchao or int8-quanto.",
         )
     convolutions = [target for target in targets if is_convolution(model.get_submodule(target))]
-    if init in ("orthogonal", "pissa", "olora") and convolutions:
+    if special and convolutions:
         raise RunError(
             f"train.adapter.init_weights: {init} is for linear layers, and {len(convolutions)} of the targets are "
             f"convolutions: {', '.join(convolutions[:3])} ...",
