@@ -78,6 +78,7 @@ CASES = {
     "Video Pro t2v 5 s HD, 1280x768, 121 frames": video("t2v-pro-sft-5s-hd", PRO, "1280x768@121"),
     "Video Pro t2v 10 s HD, 1280x768, 241 frames": video("t2v-pro-sft-10s-hd", PRO, "1280x768@241"),
     "Video Pro i2v 5 s, 1280x768, 121 frames": video("i2v-pro-sft-5s", PRO, "1280x768@121"),
+    "Z-Image, 1024x1024": Case("z-image", "z-image", TRUE["z_image"], "1024x1024"),
     "Qwen-Image, 1024x1024": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1024x1024"),
     "Qwen-Image, 1328x1328": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1328x1328"),
     "Wan 2.1 1.3B, 832x480, 33 frames": wan("wan2.1", "t2v-1.3b", "832x480@33"),

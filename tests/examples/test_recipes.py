@@ -29,13 +29,15 @@ SHORT = ("kandinsky-image-lora-16gb",)
 #: recipe -> the card's GB, its published transformer, and the checkpoint that examples/tiny_models.py makes of it
 RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "sana-lora-12gb": (12, SHAPES["true"]["sana"], "sana"),
+    "z-image-lora-12gb": (12, SHAPES["true"]["z_image"], "z-image"),
+    "z-image-lora-16gb": (16, SHAPES["true"]["z_image"], "z-image"),
     "kandinsky-image-lora-16gb": (16, SHAPES["true"]["image"] | {"visual_cond": False}, "kandinsky5-image-t2i"),
     "kandinsky-video-lite-lora-16gb": (16, SHAPES["true"]["video"], "kandinsky5-video-t2v"),
     "kandinsky-video-lite-lora-24gb": (24, SHAPES["true"]["video"], "kandinsky5-video-t2v"),
     "kandinsky-video-pro-lora-24gb": (24, SHAPES["pro"]["video"], "kandinsky5-video-t2v"),
     "sana-full-24gb": (24, SHAPES["true"]["sana"], "sana"),
 }
-SANA_LAYERS = 20  # the default of its class
+LAYERS = {"num_layers": 20, "n_layers": 30}  # the defaults of the classes
 RESERVED_GIB = 1.0  # of a card, for the CUDA context, kernels' own memory and fragments
 
 
@@ -86,8 +88,8 @@ def predict(config: Config, shape: dict[str, Any]) -> int:
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
     """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks
     the peak of Sana's LoRA lies elsewhere."""
-    key = "num_layers" if config.model.family == "sana" else "num_visual_blocks"
-    depth = shape.get(key, SANA_LAYERS)
+    key = config.model.family_spec.layers
+    depth = shape.get(key) or LAYERS[key]
     few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 8))
     return few + (more - few) / 4 * (depth - 4)
 

@@ -35,7 +35,10 @@ def load(
 
 
 def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> ZImageTransformer2DModel:
-    return ZImageTransformer2DModel.from_config(dict(config)).to(dtype)
+    model = ZImageTransformer2DModel.from_config(dict(config))
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)  # `to` warns of modules to keep in float32, of which there are none
+    return model
 
 
 def clean_frames(task: Task) -> int:
