@@ -76,7 +76,7 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
 
 
 JOINT = ("z-image",)  # whose last block has the text beside the visual tokens
-REPEATED = re.compile(r"(_blocks|_refiner|^layers)\.\d+\.")
+REPEATED = re.compile(r"(^|_)(blocks|refiner|layers)\.\d+\.")
 
 
 def note(called, family, number, block, inputs, named) -> None:
