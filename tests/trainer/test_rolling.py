@@ -242,7 +242,7 @@ def test_batches_are_those_of_a_full_cache_and_the_limit_holds(tmp_path: Path, f
         opened = len(data.supply._opened)  # type: ignore[attr-defined]
     assert equal(found, wanted)
     assert home.max_gb * GB / 2 < most[0] <= home.max_gb * GB < home.total
-    assert opened <= len(list(home.store.list_names("text"))) + len(list(home.store.list_names("latents")))
+    assert opened < 2 * UNITS, "as many as there are shards in all; some of those open may have been removed just now"
     position = EncodedFolder(home.store).read_position()
     assert position is not None and position.step == STEPS and position.order == ORDER
 
