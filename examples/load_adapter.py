@@ -159,6 +159,14 @@ def example_inputs(transformer: Any) -> dict:
             "encoder_hidden_states": torch.randn(1, 12, config.caption_channels),
             "timestep": torch.tensor([500.0]),
         }
+    if "num_single_layers" in config:
+        return {
+            "hidden_states": torch.randn(1, 16, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, 12, config.joint_attention_dim),
+            "timestep": torch.tensor([0.5]),
+            "img_ids": torch.cartesian_prod(*(torch.arange(side) for side in (1, 4, 4, 1))),
+            "txt_ids": torch.cartesian_prod(*(torch.arange(side) for side in (1, 1, 1, 12))),
+        }
     if "joint_attention_dim" in config:
         return {
             "hidden_states": torch.randn(1, 16, config.in_channels),

@@ -17,7 +17,7 @@ _KANDINSKY_TINY = _KANDINSKY | {
 _IMAGE_SHAPES, _VIDEO_SHAPES, _SANA_SHAPES, _Z_IMAGE_SHAPES, _WAN_SHAPES, _WAN_5B_SHAPES = (
     FAMILIES[name].shapes for name in ("kandinsky5-image", "kandinsky5-video", "sana", "z-image", "wan2.1", "wan2.2-5b")
 )
-_QWEN_IMAGE_SHAPES = FAMILIES["qwen-image"].shapes
+_QWEN_IMAGE_SHAPES, _FLUX2_SHAPES = (FAMILIES[name].shapes for name in ("qwen-image", "flux2-klein"))
 _TINY_VAE = {"block_out_channels": (8, 16, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
 _WAN_TINY = {
     "num_attention_heads": 2, "attention_head_dim": 32, "text_dim": 64, "freq_dim": 32, "ffn_dim": 128, "num_layers": 3,
@@ -62,6 +62,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "wan_5b": _WAN_TINY | _48_CHANNELS,
         "wan_vae": _WAN_VAE_TINY,
         "wan_5b_vae": {**_WAN_5B_SHAPES["vae"], **_MEANS, **_WAN_VAE_TINY, "decoder_base_dim": 8},
+        "flux2": {
+            "num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32,
+            "joint_attention_dim": 96, "axes_dims_rope": (8, 8, 8, 8),
+        },
+        "flux2_vae": _TINY_VAE,
         "flux_vae": {**_IMAGE_SHAPES["vae"], **_TINY_VAE},
         "hunyuan_vae": _TINY_VAE,
         "dc_ae": {**_SANA_SHAPES["vae"], **_DC_TINY, "attention_head_dim": 8},
@@ -99,6 +104,10 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
         "umt5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+        "qwen3_deep": {  # as many layers as klein needs
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 28, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
         "dinov2": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 112},
     },
     "true": {
@@ -113,6 +122,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "wan_vae": dict(_WAN_SHAPES["vae"]),
         "wan_5b_vae": {**_WAN_5B_SHAPES["vae"], **_MEANS},
         "umt5": dict(_WAN_SHAPES["text_encoder"]),
+        "flux2": dict(_FLUX2_SHAPES["transformer"]),
+        "flux2_vae": dict(_FLUX2_SHAPES["vae"]),
         "flux_vae": dict(_IMAGE_SHAPES["vae"]),
         "hunyuan_vae": dict(_VIDEO_SHAPES["vae"]),
         "dc_ae": dict(_SANA_SHAPES["vae"]),
@@ -120,6 +131,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "clip": dict(_IMAGE_SHAPES["text_encoder_2"]),
         "gemma": dict(_SANA_SHAPES["text_encoder"]),
         "qwen3": dict(_Z_IMAGE_SHAPES["text_encoder"]),
+        "qwen3_deep": dict(_FLUX2_SHAPES["text_encoder"]),
         "clip_model": {  # ViT-L/14
             "projection_dim": 768,
             "text_config": {
@@ -153,6 +165,8 @@ CLASSES = {
     "wan_5b": ("diffusers", "WanTransformer3DModel", None),
     "wan_vae": ("diffusers", "AutoencoderKLWan", None),
     "wan_5b_vae": ("diffusers", "AutoencoderKLWan", None),
+    "flux2": ("diffusers", "Flux2Transformer2DModel", None),
+    "flux2_vae": ("diffusers", "AutoencoderKLFlux2", None),
     "flux_vae": ("diffusers", "AutoencoderKL", None),
     "hunyuan_vae": ("diffusers", "AutoencoderKLHunyuanVideo", None),
     "dc_ae": ("diffusers", "AutoencoderDC", None),
@@ -163,6 +177,7 @@ CLASSES = {
     "gemma": ("transformers", "Gemma2Model", "Gemma2Config"),
     "qwen3": ("transformers", "Qwen3Model", "Qwen3Config"),
     "umt5": ("transformers", "UMT5EncoderModel", "UMT5Config"),
+    "qwen3_deep": ("transformers", "Qwen3ForCausalLM", "Qwen3Config"),
     "dinov2": ("transformers", "Dinov2Model", "Dinov2Config"),
 }
 
@@ -234,6 +249,12 @@ KINDS = {
         )
         for task in ("t2v", "i2v")
     },
+    "flux2-klein": CheckpointKind(
+        FAMILIES["flux2-klein"].pipelines["t2i"],
+        {"transformer": "flux2", "vae": "flux2_vae", "text_encoder": "qwen3_deep"},
+        {"guidance_embeds": False},
+        {"use_dynamic_shifting": True, "shift": 3.0},
+    ),
     "dinov2": CheckpointKind(None, {"": "dinov2"}),
     "clip": CheckpointKind(None, {"": "clip_model"}),
 }

@@ -181,6 +181,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen": qwen_tokenizer,
     "qwen49": partial(qwen_tokenizer, 49),
     "qwen3": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
+    "qwen3_deep": partial(qwen_tokenizer, chat_template=QWEN3_CHAT),
     "clip": clip_tokenizer,
     "clip_model": clip_tokenizer,
     "gemma": gemma_tokenizer,

@@ -5,7 +5,7 @@ A new family is a file of rows in `schemas/families/`, joined here, and its own 
 
 from dataclasses import dataclass
 
-from schemas.families import kandinsky5, qwen_image, sana, wan, z_image
+from schemas.families import flux2, kandinsky5, qwen_image, sana, wan, z_image
 from schemas.family import Family, Flavour
 
 FAMILIES: dict[str, Family] = {
@@ -14,6 +14,7 @@ FAMILIES: dict[str, Family] = {
     **z_image.FAMILIES,
     **qwen_image.FAMILIES,
     **wan.FAMILIES,
+    **flux2.FAMILIES,
 }
 
 

@@ -88,6 +88,8 @@ class Template:
     (None: the encoder decides). max_length: tokens kept after the crop. layers: whose hidden states are stored, joined
     along the channels, numbered as transformers numbers `hidden_states` (0: embeddings, -1: after the last norm).
     longest: tokens that the transformer reads at most; None: any number.
+    thinking: the text is what the tokenizer's chat template makes with thinking on, where it is one. padded: what pads
+    a text to max_length is part of it, and its states are stored, too.
     """
 
     name: str
@@ -99,6 +101,8 @@ class Template:
     with_image: bool = False
     layers: tuple[int, ...] = (-1,)
     longest: int | None = None
+    thinking: bool = True
+    padded: bool = False
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
         """The exact text that is tokenized for a caption; some templates leave negative and null prompts alone."""
@@ -162,6 +166,15 @@ class ShiftByTokens:
 
 
 @dataclass(frozen=True)
+class ComfyUINames:
+    """Of modules in ComfyUI. paths: (path, path there) of modules and of parts of such paths, of whole segments, where
+    it has others than diffusers; replaced one after the other. prefix: of these paths in a file."""
+
+    paths: tuple[tuple[str, str], ...] = ()
+    prefix: str = "diffusion_model."
+
+
+@dataclass(frozen=True)
 class SparseAttention:
     """Attention over blocks, of checkpoints whose transformer config has `value` at `key`. side_multiple: pixels."""
 
@@ -198,8 +211,8 @@ class Flavour:
 
     shift: training default of s in sigma = s u / (1 + (s - 1) u). sizes: published (width, height) in pixels of its
     training. sparse: it uses the family's sparse attention. in_window: it was trained inside the family's scale window.
-    shape: of its transformer's config, what differs from the family's. distilled_from: the flavour to train in its
-    place, where it was distilled to few steps, which training would undo.
+    shape, encoder_shape: of its transformer's and its text encoder's config, what differs from the family's.
+    distilled_from: the flavour to train in its place, where it was distilled to few steps, which training would undo.
     """
 
     name: str
@@ -210,6 +223,7 @@ class Flavour:
     sparse: bool = False
     in_window: bool = False
     shape: Mapping[str, Any] = field(default_factory=dict)
+    encoder_shape: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
 
 
@@ -229,17 +243,16 @@ class Family:
     conditions: task -> its condition, if it has one. posterior: the autoencoder gives a distribution. latent_settings:
     what else determines latents; checked when the autoencoder is loaded. latent_precision (None: the model's),
     text_attention: defaults of the configuration. preview_autoencoder: diffusers' class of tiny autoencoders for these
-    latents, if it has one. layers: key of the transformer's config, whose value is the number of blocks that compute
-    visual tokens. convolves: these blocks convolve over the grid of tokens. frame_chunks: the autoencoder's
+    latents, if it has one. layers: keys of the transformer's config, whose sum is the number of blocks that
+    compute visual tokens. convolves: these blocks convolve over the grid of tokens. frame_chunks: the autoencoder's
     convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side of the tiles of
     `latents.tiling`, and the distance between their beginnings (pixels). own_sizes: what keeps its pipelines from
     taking a size of their own near that which is asked for: their attribute `resolutions`, or the argument
     `use_resolution_binning`. guidance_argument: theirs of classifier-free guidance. pipeline_packages: those that they
     need beside diffusers' and transformers' own. shapes: sub-folder -> its published config, of which only the keys
     that differ from the defaults of its class, for predictions without a download. one_checkpoint: a checkpoint is for
-    all tasks, and its model_index.json names the pipeline of any. comfyui_names: (path, path in ComfyUI) of modules and
-    of parts of such paths, of whole segments, where ComfyUI has others than diffusers; replaced one after the other.
-    shift_by_tokens: visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
+    all tasks, and its model_index.json names the pipeline of any. comfyui_names: of modules there. shift_by_tokens:
+    visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -278,7 +291,7 @@ class Family:
     latent_settings: dict[str, int | bool | str] = field(default_factory=dict)
     latent_precision: Literal["float32"] | None = None
     text_attention: Literal["sdpa", "eager"] = "sdpa"
-    layers: str = "num_layers"
+    layers: tuple[str, ...] = ("num_layers",)
     convolves: bool = False
     frame_chunks: bool = False
     preview_autoencoder: Literal["AutoencoderTiny"] | None = None
@@ -289,12 +302,22 @@ class Family:
     pipeline_packages: tuple[str, ...] = ()
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     one_checkpoint: bool = False
-    comfyui_names: tuple[tuple[str, str], ...] = ()
+    comfyui_names: ComfyUINames = ComfyUINames()
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
         """The keys of a component's config that differ from the defaults of its class."""
         changes = {**self.transformer_config[flavour.task], **flavour.shape} if part in self.components else {}
+        changes |= flavour.encoder_shape if part == "text_encoder" else {}
         return {**self.shapes[part], **changes}
+
+    def published_text_width(self, flavour: Flavour) -> int:
+        """Channels of a stored text token of the flavour's checkpoint."""
+        return flavour.shape.get(self.text_widths["embeds"], self.text_width)
+
+    def count_layers(self, transformer_config: Mapping[str, Any]) -> int | None:
+        """The number of blocks that compute visual tokens; None where the config does not have it."""
+        counts = [count for key in self.layers if isinstance(count := transformer_config.get(key), int)]
+        return sum(counts) if len(counts) == len(self.layers) else None
 
     def condition_frames(self, task: Task) -> int:
         """Latent frames of the task's condition; 0 where it has none."""

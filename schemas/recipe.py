@@ -136,6 +136,8 @@ def text_settings(config: Config) -> Settings:
     }
     if template.layers != (-1,):
         settings["layers"] = template.layers  # left out by default, to keep the fingerprints of older caches
+    if template.padded:
+        settings["padded"] = True
     if template.with_image:
         settings |= {"resize": RESIZE, "colour": COLOR, "image": PROMPT_IMAGE}
     return settings

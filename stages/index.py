@@ -281,7 +281,7 @@ def describe_limits(
 def text_widths(config: Config) -> dict[str, int]:
     """The widths of a text's tensors, as the transformer reads them; the family's where it is not on this machine."""
     model, family = config.model, config.model.family_spec
-    widths = dict.fromkeys(family.text_widths, family.text_width)
+    widths = dict.fromkeys(family.text_widths, family.published_text_width(model.flavour_spec))
     with suppress(WeightsError):
         shape = read_component_config(model.source, model.revision, family.components[0])
         known = {name: shape.get(key) for name, key in family.text_widths.items()}

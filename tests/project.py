@@ -91,6 +91,7 @@ class Project:
 
 
 SETTINGS = {
+    "flux2-klein": {"family": "flux2-klein", "flavour": "klein-base-4b"},
     "kandinsky5-image-t2i": {"family": "kandinsky5-image", "flavour": "t2i-lite-sft"},
     "kandinsky5-image-i2i": {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"},
     "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},

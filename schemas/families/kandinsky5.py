@@ -131,7 +131,7 @@ _IMAGE = Family(
     },
     autoencoder_config={"latent_channels": 16, "block_out_channels": 4},
     text_widths={"embeds": "in_text_dim", "pooled": "in_text_dim2"},
-    layers="num_visual_blocks",
+    layers=("num_visual_blocks",),
     pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
     own_sizes="resolutions",
     pipeline_packages=("torchvision",),

@@ -8,7 +8,7 @@ that their documentation gives: 3.0 for 480p, 5.0 for 720p. The I2V checkpoints 
 
 from dataclasses import replace
 
-from schemas.family import FOLDED, Condition, Family, Flavour, Normalization, Template
+from schemas.family import FOLDED, ComfyUINames, Condition, Family, Flavour, Normalization, Template
 
 _TEMPLATE = Template(name="wan", text="{}", crop=None, max_length=512, cleaner=FOLDED, longest=512)
 
@@ -64,7 +64,7 @@ _2_1 = Family(
     autoencoder_config={"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4},
     text_widths={"embeds": "text_dim"},
     pipelines={"t2v": "WanPipeline"},
-    comfyui_names=_ORIGINAL_NAMES,
+    comfyui_names=ComfyUINames(_ORIGINAL_NAMES),
     normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
     latent_settings={"tiling": False},
     latent_precision="float32",

@@ -16,7 +16,7 @@ _TEMPLATE = Template(
     cleaner=VERBATIM,
     layers=(-2,),
 )
-_QWEN3_4B = {
+QWEN3_4B = {
     "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_window_layers": 36,
@@ -45,7 +45,7 @@ FAMILIES = {
         transformer_config={"t2i": {"in_channels": 16}},
         autoencoder_config={"latent_channels": 16, "block_out_channels": 4},
         text_widths={"embeds": "cap_feat_dim"},
-        layers="n_layers",
+        layers=("n_layers",),
         pipelines={"t2i": "ZImagePipeline"},
         normalization=Normalization(mean="shift_factor"),
         latent_settings={"tiling": False},
@@ -54,6 +54,6 @@ FAMILIES = {
         guidance=5.0,
         steps=50,
         templates={"t2i": _TEMPLATE},
-        shapes={"transformer": {}, "text_encoder": _QWEN3_4B, "vae": FLUX_VAE},
+        shapes={"transformer": {}, "text_encoder": QWEN3_4B, "vae": FLUX_VAE},
     ),
 }

@@ -55,7 +55,10 @@ def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
     family, precision = config.model.family_spec, config.text.precision or config.model.precision
     side = family.image_token
     image_tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
-    return (tokens + image_tokens[np.asarray(buckets.indices)]) * family.text_width * _DTYPE_BYTES[precision]
+    tokens = tokens + image_tokens[np.asarray(buckets.indices)]
+    if config.model.template.padded:
+        tokens = np.full_like(tokens, config.text.max_length or config.model.template.max_length)
+    return tokens * family.published_text_width(config.model.flavour_spec) * _DTYPE_BYTES[precision]
 
 
 def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int]) -> np.ndarray:
@@ -67,7 +70,8 @@ def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int
     tokens = np.asarray(pc.binary_length(texts.column("text"))) + images[np.asarray(buckets.indices)] + TEMPLATE_TOKENS
     most = config.text.max_length or config.model.template.max_length
     precision = config.text.precision or config.model.precision
-    numbers = np.minimum(tokens, most).astype(np.int64) * widths["embeds"] + sum(widths.values())
+    kept = np.full_like(tokens, most) if config.model.template.padded else np.minimum(tokens, most)
+    numbers = kept.astype(np.int64) * widths["embeds"] + sum(widths.values())
     return numbers * _DTYPE_BYTES[precision]
 
 

@@ -24,6 +24,7 @@ RUNS = {
     "kandinsky5-video-i2v": ("kandinsky5-video", "i2v-lite-5s", "lora", "64x64@17"),
     "sana": ("sana", "sana-1.6b-1024px", "full", "64x64"),
     "z-image": ("z-image", "z-image", "lora", "64x64"),
+    "flux2-klein": ("flux2-klein", "klein-base-4b", "lora", "64x64"),
     "qwen-image": ("qwen-image", "qwen-image", "full", "64x64"),
     "wan2.1-t2v": ("wan2.1", "t2v-1.3b", "lora", "64x64@5"),
     "wan2.2-5b-i2v": ("wan2.2-5b", "i2v-5b", "lora", "64x64@5"),

@@ -217,6 +217,12 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
             "encoder_hidden_states": noise(1, 20, 64),
             "timestep": torch.tensor([500.0]),
         }
+    if kind == "flux2-klein":
+        return {
+            "hidden_states": noise(1, 64, 128),
+            "encoder_hidden_states": noise(1, 20, 96),
+            "timestep": torch.tensor([500.0]),
+        }
     if kind == "qwen-image":
         return {
             "hidden_states": noise(1, 64, 64),
@@ -238,6 +244,11 @@ def _forward(model: Any, kind: str, inputs: dict[str, torch.Tensor]) -> torch.Te
     if kind == "z-image":
         hidden, texts, timestep = inputs.values()
         return torch.stack(model([*hidden], timestep / 1000, [*texts]).sample)
+    if kind == "flux2-klein":
+        image_ids, text_ids = (
+            torch.cartesian_prod(*map(torch.arange, sides)) for sides in ((1, 8, 8, 1), (1, 1, 1, 20))
+        )
+        return model(**inputs | {"timestep": inputs["timestep"] / 1000}, img_ids=image_ids, txt_ids=text_ids).sample
     if kind == "qwen-image":
         return model(**inputs | {"timestep": inputs["timestep"] / 1000}, img_shapes=[[(1, 8, 8)]]).sample
     _, frames, height, width, _ = inputs["hidden_states"].shape

@@ -99,6 +99,14 @@ def test_what_wans_documentation_gives():
     assert shifts == {"t2v-1.3b": 3.0, "t2v-14b": 3.0, "t2v-5b": 5.0, "i2v-5b": 5.0}
 
 
+def test_kleins_template():
+    """Its text is compared with the tokenizer's chat template by the encoder."""
+    template, pipe = FAMILIES["flux2-klein"].templates["t2i"], pipeline(("flux2-klein", "t2i"))
+    assert template.max_length == default(pipe.__call__, "max_sequence_length") == pipe.tokenizer_max_length
+    assert template.layers == default(pipe.__call__, "text_encoder_out_layers")
+    assert template.padded and not template.thinking and template.cleaner.text(" A \n b ") == " A \n b "
+
+
 @pytest.mark.parametrize("key", PIPELINES)
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
@@ -114,6 +122,8 @@ def test_negative_prompts(key):
         assert 'even an empty negative prompt like " "' in pipe.__call__.__doc__
     elif key in WAN:  # the user's; that of the documentation is compared above
         assert default(pipe.__call__, "negative_prompt") is None
+    elif key == ("flux2-klein", "t2i"):  # which takes no other
+        assert assigned(type(pipe).__call__, "negative_prompt") == [family.negative_prompt]
     elif key not in KANDINSKY:
         assert family.negative_prompt == (default(pipe.__call__, "negative_prompt") or "")
     else:
@@ -132,6 +142,8 @@ def test_strides(key):
         assert family.spatial_stride == vae.config.scale_factor_spatial
         assert family.temporal_stride == vae.config.scale_factor_temporal
         assert family.latent_channels == vae.config.z_dim and family.side_multiple == 2 * family.spatial_stride
+    elif key == ("flux2-klein", "t2i"):  # of squares of 2x2
+        assert family.spatial_stride == 2 * pipe.vae_scale_factor == family.side_multiple
     elif key not in KANDINSKY:
         assert family.spatial_stride == pipe.vae_scale_factor == family.side_multiple
     else:
@@ -162,6 +174,7 @@ def test_the_parts_are_those_that_the_encoders_load():
     from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image, umt5
 
     assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
+    assert FAMILIES["flux2-klein"].text_components == qwen3.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components
     assert {FAMILIES[name].text_components for name in ("wan2.1", "wan2.2-5b")} == {umt5.Encoder.components}
     assert FAMILIES["sana"].text_components == gemma.Encoder.components

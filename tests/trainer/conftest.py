@@ -15,9 +15,9 @@ from schemas.cli.console import Options, run_program
 from schemas.config.pipeline import Config
 
 
-def caption(rng: np.random.Generator, length: int, pooled: bool = True) -> Tensors:
+def caption(rng: np.random.Generator, length: int, pooled: bool = True, width: int = 64) -> Tensors:
     """Embeddings of one caption of `length` tokens, at the width of the tiny transformers."""
-    text = {"embeds": rng.normal(size=(length, 64)).astype(np.float32)}
+    text = {"embeds": rng.normal(size=(length, width)).astype(np.float32)}
     return text | ({"pooled": rng.normal(size=32).astype(np.float32)} if pooled else {})
 
 
@@ -31,21 +31,25 @@ KINDS = {
     "qwen-image": ("qwen-image", None, "qwen-image"),
     "wan": ("wan2.1", None, "wan2.1-t2v"),
     "wan-i2v": ("wan2.2-5b", "i2v-5b", "wan2.2-5b-i2v"),
+    "flux2-klein": ("flux2-klein", None, "flux2-klein"),
 }
+WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
 
 
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:
     """Samples of two buckets, captions of unequal lengths (one or two each), null prompt, one validation prompt."""
     rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
+    width = WIDTHS.get(config.model.family, 64)
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
     items = []
     for number in range(count):
         x0 = latent(rng, config, buckets[number % 3 == 2])
-        texts = [caption(rng, int(rng.integers(2, 9)), pooled) for _ in range(1 + number % 2)]
+        texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) for _ in range(1 + number % 2)]
         condition = {"i2v": x0[:, :1], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(task)
         items.append(Item(buckets[number % 3 == 2], x0, texts, condition))
     shown = {"i2v": items[0].latent[:, :1], "i2i": items[0].latent}.get(task)
-    return items, caption(rng, 2, pooled), [Prompt("one", buckets[0], caption(rng, 5, pooled), shown)]
+    prompt = Prompt("one", buckets[0], caption(rng, 5, pooled, width), shown)
+    return items, caption(rng, 2, pooled, width), [prompt]
 
 
 @pytest.fixture(scope="session")

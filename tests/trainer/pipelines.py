@@ -8,6 +8,7 @@ from pathlib import Path
 import diffusers
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from safetensors.torch import load_file
 
@@ -15,7 +16,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
 from tests.project import SETTINGS
 from trainer.batch import Batch
-from trainer.families import kandinsky5, qwen_image, sana, wan, z_image
+from trainer.families import flux2, kandinsky5, qwen_image, sana, wan, z_image
 from trainer.families.kandinsky5_attention import MaskedAttnProcessor
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
@@ -30,6 +31,7 @@ KINDS = {
     "qwen-image": (qwen_image, "t2i"),
     "wan2.1-t2v": (wan, "t2v"),
     "wan2.2-5b-i2v": (wan, "i2v"),
+    "flux2-klein": (flux2, "t2i"),
 }
 
 
@@ -40,7 +42,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def make_batch(kind: str) -> Batch:
     family = FAMILIES[SETTINGS[kind]["family"]]
     channels, frames = family.latent_channels, 3 if family.video else 1
-    text, mask = random(2, 6, 64, seed=1), torch.ones(2, 6, dtype=torch.bool)
+    width = 96 if kind == "flux2-klein" else 64  # three hidden states of 32
+    text, mask = random(2, 6, width, seed=1), torch.ones(2, 6, dtype=torch.bool)
     condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
     latents = random(2, channels, frames, 4, 4, seed=2)
     return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1")
@@ -101,7 +104,8 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
 
     Of each weight "<module>.weight" it looks for "diffusion_model.<module>" followed by .lora_B.weight, .lora_A.weight
     and .alpha; without the latter the strength is 1. Keys that no weight asked for are left out with a warning. Its
-    model of Wan has the original names (comfy/ldm/wan/model.py).
+    models of Wan and FLUX.2 have the original names (comfy/ldm). Of the latter's it maps diffusers' names, too, behind
+    "transformer." (comfy/utils.py).
     """
     held, used, weights = load_file(path), set[str](), dict(model.named_parameters())
     for name in [name for name in weights if name.endswith(".weight")]:
@@ -110,6 +114,8 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
             key = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", key)
             key = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", key)
             key = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", key)
+        if isinstance(model, Flux2Transformer2DModel):
+            key = key.replace("diffusion_model.", "transformer.")
         if f"{key}.lora_B.weight" not in held:
             continue
         up, down = held[f"{key}.lora_B.weight"], held[f"{key}.lora_A.weight"]

@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -19,7 +20,7 @@ from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
-from trainer.families import kandinsky5, qwen_image, sana
+from trainer.families import flux2, kandinsky5, qwen_image, sana
 from trainer.families.base import module_of
 from trainer.noise import seeded_noise
 from trainer.run import metrics
@@ -27,7 +28,7 @@ from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "flux2-klein"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
@@ -82,6 +83,8 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
         velocity = velocity.movedim(-1, 1)
     elif family is qwen_image:
         velocity = unpacked(velocity, x0)
+    elif family is flux2:
+        velocity = velocity.transpose(1, 2).reshape(x0.shape)
     else:
         velocity = velocity[:, :, None] if family is sana else -velocity[0][None]
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
@@ -123,6 +126,9 @@ def pipeline(config, transformer):
     scheduler = scheduler_class.from_config(settings, **{key: config.validation.shift}, **fixed)
     pipe = wanted(**absent_parts(wanted) | {"transformer": transformer, "scheduler": scheduler})
     pipe.resolutions = [(64, 64), (96, 64)]  # the image pipelines' list of sizes, each too large here
+    if config.model.family == "flux2-klein":  # ends with what is the autoencoder's part
+        none = SimpleNamespace(running_mean=torch.zeros(128), running_var=torch.ones(128))
+        pipe.vae = SimpleNamespace(bn=none, config=SimpleNamespace(batch_norm_eps=0.0))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -139,7 +145,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         if config.model.family == "z-image":
             texts[f"{prefix}prompt_embeds"] = [part.text_BLD[0]]
             continue
-        if config.model.family == "qwen-image":
+        if config.model.family in ("qwen-image", "flux2-klein"):
             texts[f"{prefix}prompt_embeds"] = part.text_BLD
             continue
         texts |= {f"{prefix}prompt_embeds_qwen": part.text_BLD, f"{prefix}prompt_embeds_clip": part.pooled_BD}
@@ -148,7 +154,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
     options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.family_spec.video else {}
     if config.model.family == "sana":
         options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
-    elif config.model.family == "z-image":
+    elif config.model.family in ("z-image", "flux2-klein"):
         options |= {"latents": noise[:, :, 0]}
     elif config.model.family == "qwen-image":
         options |= {"latents": pipe._pack_latents(noise.transpose(1, 2), 1, *noise.shape[1::2], noise.shape[4])}
@@ -169,6 +175,8 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
     )[0]
     if config.model.family == "qwen-image":
         return unpacked(found, noise)
+    if config.model.family == "flux2-klein":
+        found = pipe._patchify_latents(found)
     return found[:, :, None] if found.ndim == 4 else found.movedim(-1, 1)
 
 

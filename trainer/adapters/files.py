@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from cache.models.weights import MODEL_INDEX, PICKLE_SUFFIXES, WEIGHTS_SUFFIX, read_object
 from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES, FileFormat
+from schemas.family import ComfyUINames
 from trainer.adapters.header import (
     ALPHA,
-    COMFYUI_PREFIX,
     FLOAT_DTYPES,
     LYCORIS_PREFIX,
     OUR_PREFIX,
@@ -34,7 +34,7 @@ from trainer.adapters.header import (
     pair_layers,
 )
 from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
-from trainer.adapters.names import Names, flat_name, rename
+from trainer.adapters.names import DIFFUSERS_NAMES, flat_name, rename
 
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
@@ -68,7 +68,7 @@ def write_formats(
     folder: Path,
     notes: Mapping[str, str],
     formats: Sequence[FileFormat],
-    names: Names = (),
+    names: ComfyUINames = DIFFUSERS_NAMES,
 ) -> Path:
     """Write what training saves in each format, a LoKr in LyCORIS', too; returns the first file. tensors: by diffusers'
     keys. settings: peft's configurations for diffusers' header. names: see `adapter_contents`."""
@@ -85,7 +85,11 @@ def write_formats(
 
 
 def write_adapter(
-    layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str], names: Names = ()
+    layers: Mapping[str, Layer],
+    form: FileFormat,
+    path: Path,
+    notes: Mapping[str, str],
+    names: ComfyUINames = DIFFUSERS_NAMES,
 ) -> list[Path]:
     """Write the files of `adapter_contents`; returns their paths. Files appear whole."""
     contents = adapter_contents(layers, form, path, notes, names)
@@ -93,7 +97,11 @@ def write_adapter(
 
 
 def adapter_contents(
-    layers: Mapping[str, Layer], form: FileFormat, path: Path, notes: Mapping[str, str], names: Names = ()
+    layers: Mapping[str, Layer],
+    form: FileFormat,
+    path: Path,
+    notes: Mapping[str, str],
+    names: ComfyUINames = DIFFUSERS_NAMES,
 ) -> Iterator[tuple[Path, Tensors, dict[str, str]]]:
     """Path, tensors and header of each file that the adapter is in a format: one, in ComfyUI's format one for each
     component, as ComfyUI has a model for each. notes: text for the header (`latentpress.<key>`). names: the family's
@@ -106,7 +114,7 @@ def adapter_contents(
         yield path, _name_with_alpha(starts), make_header(notes)
     else:
         for part, modules in _by_component(layers).items():
-            starts = {f"{COMFYUI_PREFIX}{rename(name, names)}.": layer for name, layer in modules.items()}
+            starts = {f"{names.prefix}{rename(name, names.paths)}.": layer for name, layer in modules.items()}
             final = path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
             yield final, _name_with_alpha(starts), make_header(notes)
 

@@ -4,8 +4,9 @@ diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.we
            alpha in the header, as `lora_adapter_metadata`; without that alpha is the rank (diffusers/loaders/peft.py)
 comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without that the strength is 1.
            ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
-           (comfy/lora.py, comfy/weight_adapter/lora.py). Where it has other names for them (Family.comfyui_names), the
-           file has those; which modules they mean is seen in the model (`trainer/adapters/names.py`)
+           (comfy/lora.py, comfy/weight_adapter/lora.py). Where it has other names for them, or knows these with the
+           other prefix alone (Family.comfyui_names), the file has those; which modules they mean is seen in the model
+           (`trainer/adapters/names.py`)
 lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
            Which paths they mean is seen in the model (`trainer/adapters/names.py`); ComfyUI maps them for some only
 

@@ -1,14 +1,15 @@
 """Names of modules in adapter files: diffusers' paths, ComfyUI's own ones, and LyCORIS' with underscores."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from schemas.catalog import FAMILIES
+from schemas.family import ComfyUINames
 from trainer.adapters.header import LYCORIS_PREFIX, AdapterError, AdapterFile, is_twice
 from trainer.adapters.layers import Layer
 
-Names = Sequence[tuple[str, str]]  # of Family.comfyui_names
+DIFFUSERS_NAMES = ComfyUINames()
 
 
 def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
@@ -19,10 +20,9 @@ def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
     return path[1:-1]
 
 
-def from_comfyui(name: str, names: Names) -> str:
-    """A module path by diffusers' names, of one by ComfyUI's; a path by diffusers' names is left. names: see
-    `Family.comfyui_names`."""
-    return rename(name, [(other, ours) for ours, other in names])
+def from_comfyui(name: str, names: ComfyUINames) -> str:
+    """A module path by diffusers' names, of one by ComfyUI's; a path by diffusers' names is left."""
+    return rename(name, [(other, ours) for ours, other in names.paths])
 
 
 def flat_name(name: str) -> str:

@@ -104,8 +104,8 @@ def read_shape(config: Config) -> dict[str, Any]:
 
 def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
     """RunError where a method names blocks that a transformer with this config.json does not have."""
-    count = shape.get(config.model.family_spec.layers)
-    if not isinstance(count, int):
+    count = config.model.family_spec.count_layers(shape)
+    if count is None:
         return
     for name, method in config.train.methods.used.items():
         for key, problem in method.layer_problems(count):

@@ -13,6 +13,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
+from trainer.adapters.names import DIFFUSERS_NAMES
 from trainer.families.base import Experts, FamilyModule, components
 from trainer.run.sharded import gather_all, is_sharded
 from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
@@ -96,7 +97,8 @@ def save_lora(
         config["target_modules"] = sorted(list_adapted_modules(expert))
         sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
-    notes, names = {"family": family, **(metadata or {})}, FAMILIES[family].comfyui_names if family in FAMILIES else ()
+    notes = {"family": family, **(metadata or {})}
+    names = FAMILIES[family].comfyui_names if family in FAMILIES else DIFFUSERS_NAMES
     return write_formats(tensors, settings, directory, notes, formats, names)
 
 

@@ -57,8 +57,9 @@ class TextRequest:
 class TextResult:
     """One caption encoded, on the CPU in the encoder's dtype.
 
-    embeds: (L, D), real tokens only. pooled: (D2,), or None where the family has none. tokens: L without the limit on
-    the length. kept: L. clip_tokens: CLIP's tokens of the caption, which are cut to CLIP_MAX_TOKENS; None without CLIP.
+    embeds: (L, D), real tokens only, unless the template is padded. pooled: (D2,), or None where the family has none.
+    tokens: L without the limit on the length. kept: L. clip_tokens: CLIP's tokens of the caption, which are cut to
+    CLIP_MAX_TOKENS; None without CLIP.
     """
 
     embeds: torch.Tensor
@@ -120,8 +121,8 @@ class TextEncoder(ABC, Generic[Reader]):
 
     @abstractmethod
     def _compute(self, batch: Sequence[Any]) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Queue a batch of prepared requests on the device, without waiting for it: embeds_LD of each text, real tokens
-        only, and pooled_BD, or None where the family has none."""
+        """Queue a batch of prepared requests on the device, without waiting for it: embeds_LD of each text, and
+        pooled_BD, or None where the family has none."""
 
     def _clip_tokens(self, prompt: Any) -> int | None:
         """CLIP's tokens of the caption without the limit; None without CLIP."""

@@ -12,8 +12,10 @@ import torch
 from transformers import Qwen3Model
 
 from cache.models.weights import WeightsError
-from stages.encoding.text.base import TextEncoder, TextRequest
-from stages.encoding.text.prefix_cache import PrefixCachedModel, PreparedPrompt
+from stages.encoding.text.base import OptionError, TextEncoder, TextRequest
+from stages.encoding.text.padded import PaddedModel
+from stages.encoding.text.prefix_cache import PrefixCachedModel
+from stages.encoding.text.reader import PreparedPrompt, TextReader
 
 PROBE = "a caption"
 
@@ -21,14 +23,19 @@ PROBE = "a caption"
 class Encoder(TextEncoder):
     components = ("text_encoder", "tokenizer")
 
-    def _load(self, folder: Path) -> PrefixCachedModel:
+    def _load(self, folder: Path) -> TextReader:
         self._check_chat_template()
+        if self.template.padded:
+            self._check_attention()
+            model = self._language_model(Qwen3Model, folder)
+            return PaddedModel(model, self._pad_id, self.device, self.template.layers)
         # The prefix is three tokens, so no pass is saved by computing it once.
         return self._make_reader(PrefixCachedModel, self._language_model(Qwen3Model, folder), 0)
 
     def _check_chat_template(self) -> None:
         messages = [{"role": "user", "content": PROBE}]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        options["enable_thinking"] = self.template.thinking
         try:
             rendered = self._tokenizer.apply_chat_template(messages, **options)
         except ValueError as error:
@@ -40,10 +47,20 @@ class Encoder(TextEncoder):
                 WHOLE_TOKENIZER,
             )
 
+    def _check_attention(self) -> None:
+        if self._options.attention == "flash_attention_2":
+            raise OptionError(
+                f"text.attention: flash_attention_2 computes nothing of padding, which is part of {self.template.name}",
+                "remove text.attention, or use eager or sdpa",
+            )
+
     def prepare(self, request: TextRequest) -> PreparedPrompt:
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
-        return PreparedPrompt(ids[: self.max_length], 0, len(ids))
+        kept = ids[: self.max_length]
+        if self.template.padded:
+            kept += [self._pad_id] * (self.max_length - len(kept))
+        return PreparedPrompt(kept, 0, len(ids))
 
     def _compute(self, batch: Sequence[PreparedPrompt]) -> tuple[list[torch.Tensor], None]:
         return self._reader.hidden_states(batch)[0], None

@@ -74,7 +74,7 @@ class Autoencoder(ABC):
         self._vae = load_part(self.vae_class, source, revision, "vae", torch_dtype=dtype).to(device).eval()
         self.apply_memory_options(self._vae, memory_options)
         with config_errors(f"{source}/vae/config.json"):
-            self._normalizer = Normalizer.of(self._vae, normalization)
+            self._normalizer = self._make_normalizer(normalization)
 
     @classmethod
     def apply_memory_options(cls, vae: Any, memory_options: MemoryOptions) -> None:
@@ -108,9 +108,16 @@ class Autoencoder(ABC):
     @torch.no_grad()
     def decode(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """uint8 pixels_BTHWC on the CPU, of latents in the model's space or of the mean of moments."""
-        latents_BCTHW = posterior_means(latents_BCTHW, latent_channels(self._vae.config))
+        latents_BCTHW = posterior_means(latents_BCTHW, self._channels())
         z_BCTHW = self._normalizer.undo(latents_BCTHW.to(self._vae.device, self._vae.dtype))
         return to_uint8(self._decode(z_BCTHW))
+
+    def _make_normalizer(self, named: Normalization) -> "Normalizer":
+        return Normalizer.of(self._vae, named)
+
+    def _channels(self) -> int:
+        """C of latents in the model's space."""
+        return latent_channels(self._vae.config)
 
     @abstractmethod
     def _parameters(self, pixels_BCTHW: torch.Tensor) -> torch.Tensor:

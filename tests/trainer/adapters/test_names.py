@@ -11,7 +11,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, output, trained
 from trainer.adapters.header import COMFYUI_PREFIX, AdapterError, read_adapter
-from trainer.adapters.names import from_comfyui, rename, resolve_names
+from trainer.adapters.names import DIFFUSERS_NAMES, from_comfyui, rename, resolve_names
 from trainer.setup import export
 from trainer.setup.attach import make_trainable
 
@@ -23,7 +23,7 @@ def test_every_linear_layer_has_a_name_and_it_means_the_layer(tiny):
     """The names of the original release (wan/modules/model.py)."""
     model = KINDS[KIND][0].load(str(tiny(KIND)))
     layers = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    named = {path: rename(path, NAMES) for path in layers}
+    named = {path: rename(path, NAMES.paths) for path in layers}
     original = (
         r"blocks\.\d\.((self|cross)_attn\.[qkvo]|ffn\.[02])|(text|time)_embedding\.[02]|time_projection\.1|head\.head"
     )
@@ -36,7 +36,7 @@ def test_every_linear_layer_has_a_name_and_it_means_the_layer(tiny):
 def test_others_names_are_left():
     for path in ("transformer_blocks.0.attn1.to_q", "visual_transformer_blocks.3.self_attention.to_query"):
         assert from_comfyui(path, NAMES) == path
-    assert FAMILIES["sana"].comfyui_names == FAMILIES["kandinsky5-video"].comfyui_names == ()
+    assert FAMILIES["sana"].comfyui_names == FAMILIES["kandinsky5-video"].comfyui_names == DIFFUSERS_NAMES
 
 
 @pytest.mark.slow

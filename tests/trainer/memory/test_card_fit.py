@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZES = {
     "t2i-lite-sft": 6.0, "i2i-lite-sft": 6.0, "t2v-lite-sft-5s": 2.0, "t2v-lite-sft-10s": 2.0, "i2v-lite-5s": 2.0,
     "t2v-pro-sft-5s-hd": 19.3, "i2v-pro-sft-5s": 19.3, "sana-1.6b-1024px": 1.6, "sana1.5-4.8b-1024px": 4.7,
-    "sana-600m-512px": 0.59,
+    "sana-600m-512px": 0.59, "klein-base-4b": 3.88, "klein-base-9b": 9.08,
 }  # fmt: skip
 ENCODERS = {"kandinsky5-image": 7.07 + 0.123, "kandinsky5-video": 7.07 + 0.123, "sana": 2.61}
 

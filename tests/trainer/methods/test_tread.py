@@ -51,7 +51,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "wan": "wan",
                 "wan-i2v": "wan_5b",
             }.get(kind, "video")
-            more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers: LAYERS}
+            more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers[0]: LAYERS}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
             make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
         return made[kind]

@@ -59,9 +59,10 @@ def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny
     torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-6)
     if not options.get("dora"):
         file = load_file(export.save_lora(model, tmp_path, kind, formats=["comfyui"]))
+        prefix = "transformer." if kind == "flux2-klein" else COMFYUI_PREFIX
         for name in adapters.list_adapted_modules(model):
-            rank = file[f"{COMFYUI_PREFIX}{name}.lora_A.weight"].shape[0]
-            scale = float(file[f"{COMFYUI_PREFIX}{name}.alpha"]) / rank
+            rank = file[f"{prefix}{name}.lora_A.weight"].shape[0]
+            scale = float(file[f"{prefix}{name}.alpha"]) / rank
             assert scale == pytest.approx(model.get_submodule(name).scaling["default"], rel=1e-6)
 
 

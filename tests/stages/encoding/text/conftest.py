@@ -86,9 +86,10 @@ ROUNDING = 2.0**-8  # of a number to bfloat16, at most, relative to it
 @pytest.fixture(scope="session")
 def near(record_testsuite_property) -> Callable[..., None]:
     """near(name, rows): rows of (ours, theirs, exact), two results in bfloat16 of which `exact` is in float32. Ours is
-    as near to it as theirs is, and both are as near as roundings to bfloat16 in a few layers leave them."""
+    as near to it as theirs is, and both are as near as roundings to bfloat16 in a few layers leave them; limit: on the
+    largest one."""
 
-    def check(name: str, rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    def check(name: str, rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], limit: float = 25) -> None:
         gaps: list[list[torch.Tensor]] = [[], [], []]
         for ours, theirs, exact in rows:
             assert ours.dtype == theirs.dtype == torch.bfloat16 and ours.shape == theirs.shape == exact.shape
@@ -105,6 +106,6 @@ def near(record_testsuite_property) -> Callable[..., None]:
         record_testsuite_property(f"bfloat16 roundings, {name}", figures)
         print(f"{name}: {figures}")
         assert mean <= 1.1 * their_mean and most <= 1.25 * their_most
-        assert mean <= 5 and most <= 25 and apart <= their_mean
+        assert mean <= 5 and most <= limit and apart <= their_mean
 
     return check

@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from diffusers import ZImagePipeline
-from transformers import AutoTokenizer, Qwen3Model
+from diffusers import Flux2KleinPipeline, ZImagePipeline
+from transformers import AutoTokenizer, Qwen3ForCausalLM, Qwen3Model
 
 from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
-from stages.encoding.text.base import TextRequest
+from schemas.config.encoding import Text
+from stages.encoding.text.base import OptionError, TextRequest
 from stages.encoding.text.qwen3 import Encoder
 
-TEMPLATE = FAMILIES["z-image"].templates["t2i"]
+TEMPLATES = {name: FAMILIES[name].templates["t2i"] for name in ("z-image", "flux2-klein")}
+MODELS = {"z-image": (ZImagePipeline, Qwen3Model), "flux2-klein": (Flux2KleinPipeline, Qwen3ForCausalLM)}
 CAPTIONS = [
     "",
     "A Small Grey Cat looks at the camera with green eyes.",
@@ -20,39 +22,49 @@ CAPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tiny):
+@pytest.fixture(scope="module", params=TEMPLATES)
+def family(request):
     torch.set_num_threads(1)
-    return tiny("z-image")
+    return request.param
 
 
-def encoder_of(folder, dtype=torch.float32):
-    return Encoder(str(folder), None, TEMPLATE, TEMPLATE.max_length, dtype, torch.device("cpu"))
+@pytest.fixture(scope="module")
+def folder(tiny, family):
+    return tiny(family)
 
 
-def pipe_of(folder, dtype=torch.float32):
-    pipe = ZImagePipeline(*[None] * 5)
+def encoder_of(folder, family, dtype=torch.float32, length=512, options=None):
+    template = TEMPLATES[family]
+    return Encoder(str(folder), None, template, length, dtype, torch.device("cpu"), options or Text())
+
+
+def pipe_of(folder, family, dtype=torch.float32):
+    pipeline, model = MODELS[family]
+    pipe = pipeline(*[None] * 5)
     pipe.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    pipe.text_encoder = Qwen3Model.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
+    pipe.text_encoder = model.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
     return pipe
 
 
 def encoded(encoder, captions):
+    clean = encoder.template.cleaner.text
     return encoder.encode(
-        [encoder.prepare(TextRequest(TEMPLATE.cleaner.text(caption), negative=caption == "")) for caption in captions]
+        [encoder.prepare(TextRequest(clean(caption), negative=caption == "")) for caption in captions]
     )
 
 
 @torch.no_grad()
-def reference(pipe, caption):
+def reference(pipe, caption, **options):
+    if isinstance(pipe, Flux2KleinPipeline):
+        return pipe.encode_prompt(caption, device=torch.device("cpu"), **options)[0][0]
     return pipe.encode_prompt(caption, device=torch.device("cpu"), do_classifier_free_guidance=False)[0][0]
 
 
 @pytest.mark.slow
-def test_embeddings_equal_the_pipelines(folder, record_property):
+def test_embeddings_equal_the_pipelines(folder, family, record_property):
     """All captions in one batch; the last is cut, and its template's end with it."""
-    pipe, largest = pipe_of(folder), 0.0
-    for result, caption in zip(encoded(encoder_of(folder), CAPTIONS), CAPTIONS, strict=True):
+    pipe, largest = pipe_of(folder, family), 0.0
+    for result, caption in zip(encoded(encoder_of(folder, family), CAPTIONS), CAPTIONS, strict=True):
         wanted = reference(pipe, caption)
         assert result.pooled is None and result.embeds.shape == wanted.shape and result.kept == len(wanted)
         assert (result.tokens > result.kept) == (caption == CAPTIONS[-1])
@@ -62,20 +74,41 @@ def test_embeddings_equal_the_pipelines(folder, record_property):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_near_as_the_pipelines(folder, near):
-    half, pipe = pipe_of(folder, torch.bfloat16), pipe_of(folder)
-    results = encoded(encoder_of(folder, torch.bfloat16), CAPTIONS)
+def test_bfloat16_is_as_near_as_the_pipelines(folder, family, near):
+    half, pipe = pipe_of(folder, family, torch.bfloat16), pipe_of(folder, family)
+    results = encoded(encoder_of(folder, family, torch.bfloat16), CAPTIONS)
     pairs = zip(results, CAPTIONS, strict=True)
-    near("z-image", [(result.embeds, reference(half, text), reference(pipe, text)) for result, text in pairs])
+    rows = [(result.embeds, reference(half, text), reference(pipe, text)) for result, text in pairs]
+    near(family, rows, **({"limit": 50} if family == "flux2-klein" else {}))  # it reads 27 layers
 
 
-def test_a_tokenizer_with_another_chat_template_is_refused(edited):
-    folder = edited("z-image", "tokenizer", "unused", "unused")
+@pytest.mark.slow
+def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny, record_property):
+    """With each attention, at a length of its own, alone as in a batch."""
+    folder, pipe, largest = tiny("flux2-klein"), pipe_of(tiny("flux2-klein"), "flux2-klein"), 0.0
+    for attention in ("sdpa", "eager"):
+        pipe.text_encoder.set_attn_implementation(attention)
+        wanted = [reference(pipe, caption, max_sequence_length=48) for caption in CAPTIONS[:2]]
+        encoder = encoder_of(folder, "flux2-klein", length=48, options=Text(attention=attention))
+        together = [result.embeds for result in encoded(encoder, CAPTIONS[:2])]
+        alone = encoded(encoder, CAPTIONS[1:2])[0].embeds
+        pairs = [*zip(together, wanted, strict=True), (together[1], alone)]
+        largest = max([largest, *((one - other).abs().max().item() for one, other in pairs)])
+    assert (together[0][-1] - together[1][-1]).abs().max() > 1e-2 < (alone[-1] - alone[-2]).abs().max()
+    record_property("largest difference", largest)
+    assert largest <= 1e-5
+    with pytest.raises(OptionError, match="flash_attention_2 computes nothing of padding"):
+        encoder_of(folder, "flux2-klein", options=Text(attention="flash_attention_2"))
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_tokenizer_with_another_chat_template_is_refused(edited, family):
+    folder = edited(family, "tokenizer", "unused", "unused")
     template = folder / "tokenizer" / "chat_template.jinja"
     template.unlink()  # a link to the file of all tests
     template.write_text("{{ messages[0].content }}")
-    with pytest.raises(WeightsError, match="chat template makes 'a caption' of a prompt, and the template z-image"):
-        encoder_of(folder)
+    with pytest.raises(WeightsError, match=f"chat template makes 'a caption' of a prompt, and the template {family}"):
+        encoder_of(folder, family)
     template.unlink()
     with pytest.raises(WeightsError, match="has no chat template"):
-        encoder_of(folder)
+        encoder_of(folder, family)

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from diffusers import Flux2KleinPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages import encode_latents
 from stages.encoding import model_loading
-from stages.encoding.vae import base, dc_ae, flux, hunyuan_video, qwen_image
+from stages.encoding.vae import base, dc_ae, flux, flux2, hunyuan_video, qwen_image
 from tests.project import SETTINGS
 
 CPU = torch.device("cpu")
@@ -21,6 +22,7 @@ KINDS = {
     "kandinsky5-video-t2v": (hunyuan_video, 5),
     "sana": (dc_ae, 1),
     "qwen-image": (qwen_image, 1),
+    "flux2-klein": (flux2, 1),
 }
 WITH_POSTERIOR = [kind for kind in KINDS if kind != "sana"]
 WITH_TIME = ("kandinsky5-video-t2v", "qwen-image")  # an autoencoder of other kinds knows images only
@@ -49,17 +51,27 @@ def test_a_sample_is_its_moments_and_the_seeds_noise(encoders, kind) -> None:
     encoder, pixels = encoders[kind]
     moments = encoder.encode(pixels, [3, 4], "moments")
     mean, logvar = moments.chunk(2, dim=1)
-    assert moments.shape[1] == 32 and torch.allclose(mean, encoder.encode(pixels, [3, 4], "mode"), atol=1e-6)
+    assert moments.shape[1] == 2 * FAMILIES[SETTINGS[kind]["family"]].latent_channels
+    assert torch.allclose(mean, encoder.encode(pixels, [3, 4], "mode"), atol=1e-6)
     sampled = encoder.encode(pixels, [3, 4], "sample")
     for i, seed in enumerate((3, 4)):
-        mine = mean[i] + (logvar[i] / 2).exp() * noise(seed, _drawn(kind, mean[i])).reshape(mean[i].shape)
+        drawn = noise(seed, _drawn(kind, mean[i]))
+        drawn = to_squares(drawn) if kind == "flux2-klein" else drawn
+        mine = mean[i] + (logvar[i] / 2).exp() * drawn.reshape(mean[i].shape)
         assert (mine - sampled[i]).abs().max() <= 2e-6 and (mine - mean[i]).abs().max() > 0.1
     assert torch.equal(moments, encoder.encode(pixels, [5, 6], "moments")), "no seed is used"
     assert (moments[1:] - encoder.encode(pixels[1:], [4], "moments")).abs().max() <= 1e-5, "alone as in a batch"
 
 
+def to_squares(values_CHW: torch.Tensor) -> torch.Tensor:
+    return Flux2KleinPipeline._patchify_latents(values_CHW[None])[0]
+
+
 def _drawn(kind: str, latent_CTHW: torch.Tensor) -> tuple[int, ...]:
-    """The shape in which diffusers draws: an image VAE knows no time."""
+    """The shape in which diffusers draws: an image VAE knows no time, and nothing of squares."""
+    if kind == "flux2-klein":
+        channels, _, height, width = latent_CTHW.shape
+        return channels // 4, 2 * height, 2 * width
     return tuple(latent_CTHW.shape) if kind in WITH_TIME else tuple(latent_CTHW[:, 0].shape)
 
 
@@ -71,7 +83,9 @@ def test_samples_of_many_seeds_are_distributed_as_the_moments_say(encoders, kind
     vae, count = encoder._vae, 600
     with torch.no_grad():
         parameters = vae.encode(pixels[:1] if kind in WITH_TIME else pixels[:1, :, 0]).latent_dist.parameters
-    scaled = base.Normalizer.of(vae, FAMILIES[SETTINGS[kind]["family"]].normalization)
+    scaled = encoder._normalizer
+    if kind not in WITH_TIME:
+        parameters = parameters.unsqueeze(2)
     draws = base.latents_from_posterior(parameters.expand(count, *parameters.shape[1:]), range(count), "sample", scaled)
     if count_frames := mean.ndim - draws.ndim:
         draws = draws.unsqueeze(2)

@@ -1,6 +1,7 @@
 """Stored latents against the installed autoencoders and pipelines, for the same pixels and seeds."""
 
 import importlib
+from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
@@ -30,6 +32,7 @@ AUTOENCODERS = {
     "hunyuan_video": ("kandinsky5-video-i2v", AutoencoderKLHunyuanVideo, 8, (1, 5, 17, 21)),
     "dc_ae": ("sana", AutoencoderDC, 32, (1,)),
     "qwen_image": ("qwen-image", AutoencoderKLQwenImage, 8, (1,)),
+    "flux2": ("flux2-klein", AutoencoderKLFlux2, 16, (1,)),
     "wan": ("wan2.1-t2v", AutoencoderKLWan, 8, (1, 5, 13)),
     "wan 5B": ("wan2.2-5b-i2v", AutoencoderKLWan, 16, (1, 5, 13)),
 }
@@ -79,6 +82,16 @@ def normalization_of(vae) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, 1.0 / deviation
 
 
+class Sampled:
+    """An autoencoder whose posterior's mode is what was drawn."""
+
+    def __init__(self, vae, drawn: torch.Tensor) -> None:
+        self.bn, self.config, self.drawn = vae.bn, vae.config, drawn
+
+    def encode(self, pixels_BCHW: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: self.drawn))
+
+
 @torch.no_grad()
 def reference_latents(name, vae, pixels_BCTHW, seed) -> torch.Tensor:
     """latents_BCTHW by the autoencoder itself, of Wan as `prepare_latents` normalizes them."""
@@ -92,6 +105,11 @@ def reference_latents(name, vae, pixels_BCTHW, seed) -> torch.Tensor:
         pipe.vae = vae
         return pipe._encode_vae_image(pixels_BCTHW, generator(seed))
     encoded = vae.encode(pixels_BCTHW[:, :, 0])
+    if name == "flux2":  # as its pipeline, which takes the mode of its references
+        pipe = diffusers.Flux2KleinPipeline(*[None] * 5)
+        drawn = encoded.latent_dist.sample(generator(seed))
+        pipe.vae = Sampled(vae, drawn)
+        return pipe._encode_vae_image(pixels_BCTHW[:, :, 0], None).unsqueeze(2)
     z = encoded.latent if name == "dc_ae" else encoded.latent_dist.sample(generator(seed))
     return z.unsqueeze(2) * vae.config.scaling_factor
 
@@ -200,6 +218,10 @@ def test_i2v_first_frame_equals_the_pipelines(loaded, tiny, record_property):
 
 def denormalized(vae, latents) -> torch.Tensor:
     """As the pipelines of the autoencoders with and without numbers for each channel do."""
+    if "batch_norm_eps" in vae.config:
+        mean, variance = (values.view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
+        z = latents[:, :, 0] * torch.sqrt(variance + vae.config.batch_norm_eps) + mean
+        return diffusers.Flux2KleinPipeline._unpatchify_latents(z)[:, :, None]
     if "latents_mean" not in vae.config or vae.config.latents_mean is None:
         return latents / vae.config.scaling_factor
     shape = (1, vae.config.z_dim, 1, 1, 1)

@@ -1,0 +1,112 @@
+"""FLUX.2 klein.
+
+Sources: the model cards of black-forest-labs/FLUX.2-klein-*, and the pipeline of the installed diffusers
+(pipelines/flux2), with which tests compare. Its template is the chat template of the checkpoint's tokenizer with
+thinking off, with which the encoder compares it. The shift of training is diffusion-pipe's recommendation.
+"""
+
+import math
+
+from schemas.families.z_image import QWEN3_4B
+from schemas.family import VERBATIM, ComfyUINames, Family, Flavour, Normalization, Template
+
+_TEMPLATE = Template(
+    name="flux2-klein",
+    text="<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    crop=0,
+    max_length=512,
+    cleaner=VERBATIM,
+    layers=(9, 18, 27),
+    thinking=False,
+    padded=True,
+)
+_QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+_9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
+
+
+def _flavour(size: str, shape: dict[str, int], encoder: dict[str, int | bool], distilled: bool = False) -> Flavour:
+    base = f"klein-base-{size.lower()}"
+    name, repo = (base.replace("-base", ""), f"klein-{size}") if distilled else (base, f"klein-base-{size}")
+    return Flavour(
+        name,
+        f"black-forest-labs/FLUX.2-{repo}",
+        "t2i",
+        3.0,
+        shape=shape,
+        encoder_shape=encoder,
+        distilled_from=base if distilled else None,
+    )
+
+
+_FLAVOURS = [
+    _flavour(size, shape, encoder, distilled)
+    for distilled in (False, True)
+    for size, shape, encoder in (("4B", {}, {}), ("9B", _9B, _QWEN3_8B))
+]
+
+#: mu at few and at many steps, each on a line over visual tokens: steps, slope, beginning. With more tokens than
+#: _MOST_TOKENS it is that of many steps, however many there are.
+_FEW_STEPS, _MANY_STEPS = (10, 8.73809524e-05, 1.89833333), (200, 0.00016927, 0.45666666)
+_MOST_TOKENS = 4300
+STEPS = 50  # denoising steps of the pipeline by default
+
+
+def compute_mu(tokens: int, steps: int) -> float:
+    """mu of the pipeline's noise levels, whose shift is exp(mu): on a line between few and many denoising steps."""
+    (few, few_slope, few_start), (many, slope, start) = _FEW_STEPS, _MANY_STEPS
+    at_few, at_many = few_slope * tokens + few_start, slope * tokens + start
+    if tokens > _MOST_TOKENS:
+        return at_many
+    return at_many + (at_many - at_few) / (many - few) * (steps - many)
+
+
+def shift_by_tokens(tokens: int) -> float:
+    """The pipeline's shift of noise levels for an image of so many visual tokens, at its default number of steps."""
+    return math.exp(compute_mu(tokens, STEPS))
+
+
+FAMILIES = {
+    "flux2-klein": Family(
+        name="flux2-klein",
+        flavours={flavour.name: flavour for flavour in _FLAVOURS},
+        default_flavour="klein-base-4b",
+        text_encoder="qwen3",
+        autoencoder="flux2",
+        transformer="flux2",
+        latent_channels=128,
+        side_multiple=16,
+        spatial_stride=16,
+        temporal_stride=1,
+        resolution=1024,
+        text_width=7680,
+        text_components=("text_encoder", "tokenizer"),
+        model_classes={
+            "transformer": "Flux2Transformer2DModel",
+            "text_encoder": "qwen3",
+            "vae": "AutoencoderKLFlux2",
+        },
+        transformer_config={"t2i": {"in_channels": 128, "guidance_embeds": False}},
+        autoencoder_config={"latent_channels": 32, "block_out_channels": 4},
+        text_widths={"embeds": "joint_attention_dim"},
+        layers=("num_layers", "num_single_layers"),
+        normalization=Normalization(scale=None),  # by buffers of the autoencoder
+        pipelines={"t2i": "Flux2KleinPipeline"},
+        comfyui_names=ComfyUINames(prefix="transformer."),  # with the other one it knows the original names only
+        latent_settings={"tiling": False},
+        shift_by_tokens=shift_by_tokens,
+        video=False,
+        guidance=4.0,
+        steps=STEPS,
+        templates={"t2i": _TEMPLATE},
+        shapes={
+            "transformer": {
+                "num_layers": 5,
+                "num_single_layers": 20,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 7680,
+            },
+            "text_encoder": QWEN3_4B,
+            "vae": {},
+        },
+    ),
+}

@@ -1,0 +1,62 @@
+"""What the rows of FLUX.2 klein say, where it is in force."""
+
+import pyarrow as pa
+import pytest
+
+from cache.models.compatibility import CheckpointMismatch, check_distilled
+from schemas.catalog import FAMILIES
+from schemas.config.pipeline import Config
+from schemas.recipe import text_settings
+from schemas.tables import TEXTS_SCHEMA
+from stages.planning.units import text_tensor_bytes, text_tensor_limits
+
+FAMILY = FAMILIES["flux2-klein"]
+
+
+def made(family: str = "flux2-klein", flavour: str | None = None, **sections) -> Config:
+    model = {"family": family, "flavour": flavour} | sections.pop("model", {})
+    dataset = {"id": "a", "instance_data_dir": "a"}
+    return Config.model_validate({"root": "work", "model": model, "datasets": [dataset], **sections})
+
+
+@pytest.mark.parametrize("size", ["4b", "9b"])
+def test_distilled_flavours_and_repositories_are_refused(size):
+    distilled, base = (FAMILY.flavours[f"klein-{infix}{size}"] for infix in ("", "base-"))
+    for model in (made(flavour=distilled.name).model, made(model={"path": distilled.repo}).model):
+        with pytest.raises(CheckpointMismatch, match=f"{distilled.name} was distilled") as caught:
+            check_distilled(model, print)
+        assert f"train {base.name} ({base.repo})" in caught.value.next_step
+    check_distilled(made(flavour=base.name).model, pytest.fail)
+
+
+def test_blocks_are_counted_of_both_kinds():
+    assert FAMILY.count_layers({"num_layers": 5, "num_single_layers": 20}) == 25
+    assert FAMILY.count_layers({"num_layers": 5}) is None
+    assert FAMILIES["sana"].count_layers({"num_layers": 20}) == 20
+
+
+def test_both_sizes_have_the_widths_of_their_encoders():
+    for name, width in (("klein-base-4b", 7680), ("klein-base-9b", 12288)):
+        flavour = FAMILY.flavours[name]
+        encoder = FAMILY.published_shape("text_encoder", flavour)
+        assert FAMILY.published_text_width(flavour) == width == 3 * encoder["hidden_size"]
+        assert FAMILY.published_shape("transformer", flavour)["joint_attention_dim"] == width
+    image = FAMILIES["kandinsky5-image"]
+    assert image.published_text_width(image.flavours["t2i-lite-sft"]) == image.text_width
+
+
+def test_every_text_takes_the_whole_length():
+    """Also an empty one, in estimates and in the most that is declared of a shard."""
+    config = made(text={"precision": "bfloat16"})
+    texts = pa.Table.from_pylist([{"text": text} for text in ("", "a cat", "word " * 3000)], TEXTS_SCHEMA)
+    assert text_tensor_bytes(config, texts).tolist() == [2 * 512 * 7680] * 3
+    assert text_tensor_limits(config, texts, {"embeds": 7680}).tolist() == [2 * 513 * 7680] * 3
+    shorter = made(text={"precision": "bfloat16", "max_length": 128})
+    assert text_tensor_bytes(shorter, texts).tolist() == [2 * 128 * 7680] * 3
+    others = text_tensor_bytes(made("z-image"), texts).tolist()
+    assert others[0] < others[1] < others[2]
+
+
+def test_padding_is_in_the_name_of_a_cache_where_it_is_stored():
+    assert text_settings(made())["padded"] is True
+    assert all("padded" not in text_settings(made(family)) for family in ("z-image", "qwen-image", "sana"))

@@ -1,0 +1,188 @@
+"""Against the installed pipeline, on a tiny checkpoint in float32."""
+
+import diffusers
+import pytest
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+from tests.forms import long
+from tests.trainer.families.batches import by_batch_and_alone, sample_losses
+from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained
+from trainer.batch import Batch, pad_text
+from trainer.families import flux2
+from trainer.setup import export
+from trainer.validation import denoise, load_scheduler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KIND = "flux2-klein"
+
+
+def make_batch(lengths, height=3, width=5, seed=0) -> Batch:
+    text, mask = pad_text([random(length, 96, seed=seed + 100 + i) for i, length in enumerate(lengths)])
+    latents = random(len(lengths), 128, 1, height, width, seed=seed)
+    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1")
+
+
+def make_pipeline(folder, dtype=torch.float32):
+    pipe = diffusers.Flux2KleinPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=diffusers.AutoencoderKLFlux2.from_pretrained(folder / "vae"),
+        transformer=diffusers.Flux2Transformer2DModel.from_pretrained(folder / "transformer", torch_dtype=dtype),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def last_latents(pipe, **arguments) -> torch.Tensor:
+    """(B, C, h, w) in the model's space, from which the pipeline goes on to the autoencoder's."""
+    seen = []
+    pipe(
+        **arguments,
+        output_type="latent",
+        callback_on_step_end=lambda _, step, time, found: seen.append(found["latents"]) or {},
+    )
+    return seen[-1].transpose(1, 2).reshape(arguments["latents"].shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guidance", "shift", "dtype"),
+    [
+        (4.0, None, torch.float32),
+        (1.0, None, torch.float32),
+        long(4.0, 3.0, torch.float32),
+        long(4.0, None, torch.bfloat16),
+    ],
+)
+def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype):
+    """Texts of the whole length, padding included, from the noise to the last step."""
+    folder = tiny(KIND)
+    pipe, batch, negative = make_pipeline(folder, dtype), make_batch([512], seed=1), make_batch([512], seed=2)
+    if shift:
+        fixed = {"shift": shift, "use_dynamic_shifting": False}
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, **fixed)
+    noise = random(1, 128, 1, 3, 5, seed=5)
+    wanted = last_latents(
+        pipe,
+        prompt_embeds=batch.text_BLD.to(dtype),
+        negative_prompt_embeds=negative.text_BLD.to(dtype),
+        latents=noise[:, :, 0],
+        guidance_scale=guidance,
+        num_inference_steps=5,
+        height=48,
+        width=80,
+    )
+    model, scheduler = flux2.load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
+    made = denoise(model, flux2, "t2i", batch, negative, noise, scheduler, 5, guidance)
+    assert made.shape == noise.shape and made.dtype == dtype and not made.requires_grad
+    assert wanted.std() > 0.1 and (wanted.float() - noise[:, :, 0]).std() > 0.1
+    difference = (made[:, :, 0] - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= (2e-5 if dtype == torch.float32 else 0)
+
+
+def test_the_shift_by_tokens_and_steps_is_the_pipelines():
+    """On both sides of the number of tokens from which the steps count no more; training takes that of 50 steps."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    for tokens in (64, 1024, 4300, 4301, 9216):
+        for steps in (4, 50, 200):
+            assert flux2.compute_mu(tokens, steps) == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
+        flux2.set_timesteps(scheduler, 50, tokens, torch.device("cpu"))
+        shift, sigma = flux2.FAMILY.shift_by_tokens(tokens), 0.5
+        assert scheduler.sigmas[25].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
+
+
+def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
+    """As the pipeline, which then gives the number of steps alone."""
+    schedulers = [
+        diffusers.UniPCMultistepScheduler(
+            use_flow_sigmas=True, prediction_type="flow_prediction", use_dynamic_shifting=True
+        )
+        for _ in range(2)
+    ]
+    flux2.set_timesteps(schedulers[0], 4, 256, torch.device("cpu"))
+    schedulers[1].set_timesteps(4, mu=compute_empirical_mu(256, 4))
+    assert torch.equal(schedulers[0].sigmas, schedulers[1].sigmas)
+
+
+def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property):
+    """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths each by
+    itself, as the pipeline has no mask."""
+    folder = tiny(KIND)
+    pipe, model = make_pipeline(folder), flux2.load(str(folder))
+    batch, sigma = make_batch([9, 5]), torch.tensor([0.1234, 0.777])
+    wanted = []
+    with torch.no_grad():
+        for row, length in enumerate(batch.lengths):
+            latents, text = batch.latents_BCTHW[[row], :, 0], batch.text_BLD[[row], :length]
+            tokens = pipe.transformer(
+                hidden_states=pipe._pack_latents(latents),
+                timestep=1000 * sigma[[row]] / 1000,
+                encoder_hidden_states=text,
+                img_ids=pipe._prepare_latent_ids(latents),
+                txt_ids=pipe._prepare_text_ids(text),
+                return_dict=False,
+            )[0]
+            wanted.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
+        made = flux2.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")[:, :, 0]
+    difference = (made - torch.cat(wanted)).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
+    """Of one length, as texts are stored, and of several."""
+    model = flux2.load(str(tiny(KIND)))
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    for lengths in ([16, 16, 16], [3, 17, 8]):
+        together, single, gradients = by_batch_and_alone(flux2, model, make_batch(lengths), least=1e-3)
+        losses = (together - single).abs().max().item()
+        record_property(f"loss, {lengths}", losses)
+        record_property(f"gradients, {lengths}", gradients)
+        assert losses <= 1e-5
+        assert gradients <= 1e-4
+
+
+def test_padding_that_is_stored_counts(tiny):
+    """No mask is made of texts of one length: what stands at their end changes the loss."""
+    model, batch = flux2.load(str(tiny(KIND))), make_batch([16, 16])
+    inputs = flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(2), batch, "t2i")
+    assert "joint_attention_kwargs" not in inputs
+    with torch.no_grad():
+        before = sample_losses(flux2, model, batch)
+        batch.text_BLD[0, 12:] = 0
+        changed = (sample_losses(flux2, model, batch) - before).abs()
+    assert changed[0] > 1e-4 and changed[1] == 0
+
+
+@pytest.mark.slow
+def test_an_adapter_is_the_trained_model_in_the_pipeline_and_in_comfyui(tiny, tmp_path, record_property):
+    folder = tiny(KIND)
+    model, pipe = trained(KIND, folder, alpha=2.5), pipeline(KIND, folder)
+    wanted, before = output(KIND, model), output(KIND, pipe.transformer)
+    assert (wanted - before).abs().max() > 1e-2
+    comfyui = export.save_lora(model, tmp_path / "comfyui", KIND, formats=["comfyui"])
+    apply_as_comfyui(pipe.transformer, comfyui)
+    gaps = {"ComfyUI": (output(KIND, pipe.transformer) - wanted).abs().max().item()}
+    pipe = pipeline(KIND, folder)
+    export.save_lora(model, tmp_path / "diffusers", KIND)
+    pipe.load_lora_weights(tmp_path / "diffusers")
+    gaps["load_lora_weights"] = (output(KIND, pipe.transformer) - wanted).abs().max().item()
+    record_property("largest differences", gaps)
+    assert max(gaps.values()) <= 1e-6
+
+
+def test_packed_latents_come_back():
+    latents = random(2, 128, 1, 3, 4)
+    assert torch.equal(flux2.unpack(flux2.pack(latents), latents.shape), latents)
+
+
+def test_another_task_is_refused(tiny):
+    model, batch = flux2.load(str(tiny(KIND))), make_batch([3])
+    with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
+        flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")

@@ -1,0 +1,250 @@
+"""FLUX.2 klein: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See FamilyModule.
+
+Its double blocks have image and text apart, its single blocks the text before the image in one tensor. It takes no mask
+of the text: stored texts are of one length, padding included. Texts of unequal lengths are masked.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2Transformer2DModel
+from torch.utils.hooks import RemovableHandle
+
+from cache.models.weights import load_part
+from schemas.families.flux2 import FAMILIES, compute_mu
+from schemas.family import Task
+from trainer.batch import Batch
+from trainer.families import base
+from trainer.families.base import BlockTokens, FamilyModule, KeptTokens, TokenGrid
+
+FAMILY = FAMILIES["flux2-klein"]
+
+LORA_TARGETS = (
+    r"transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+    r"|ff(_context)?\.linear_(in|out))"
+    r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
+)
+QUANTIZED = LORA_TARGETS
+UNGUIDED_SCALE = 1.0
+DOUBLE, SINGLE = BlockTokens(output=1), BlockTokens(last=True)
+# The place of image_rotary_emb among the arguments of a block that is checkpointed; joint_attention_kwargs follows.
+DOUBLE_ROTARY, SINGLE_ROTARY = 4, 3
+guide = base.guide
+without_gradient = base.all_have_gradient
+
+
+class JointAttention:
+    """The stock processors, but each sample may have its own rotary embeddings, as where tokens are dropped: cosines
+    and sines (L + N, D) each, or (B, L + N, D)."""
+
+    # diffusers' protocol of processors: set_attention_backend and context parallelism set these names. By default not
+    # None, which would be what the environment variable DIFFUSERS_ATTN_BACKEND names.
+    _attention_backend = AttentionBackendName.NATIVE
+    _parallel_config = None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """(B, L + N, heads * D), of tensors (B, L + N, heads, D) before they are rotated."""
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        out = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)
+        return out.flatten(2).to(query.dtype)
+
+
+class DoubleAttention(JointAttention):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        text = [layer(encoder_hidden_states) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
+        image = [layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+        text, image = ([values.unflatten(-1, (-1, attn.head_dim)) for values in each] for each in (text, image))
+        query = torch.cat([attn.norm_added_q(text[0]), attn.norm_q(image[0])], 1)
+        key = torch.cat([attn.norm_added_k(text[1]), attn.norm_k(image[1])], 1)
+        value = torch.cat([text[2], image[2]], 1)
+        out = self.attend(query, key, value, attention_mask, image_rotary_emb)
+        text_out, image_out = out.tensor_split([encoder_hidden_states.shape[1]], 1)
+        return attn.to_out[0](image_out), attn.to_add_out(text_out)
+
+
+class SingleAttention(JointAttention):
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        joint, inner = attn.to_qkv_mlp_proj(hidden_states).tensor_split([3 * attn.inner_dim], -1)
+        query, key, value = joint.unflatten(-1, (3, -1, attn.head_dim)).unbind(2)
+        out = self.attend(attn.norm_q(query), attn.norm_k(key), value, attention_mask, image_rotary_emb)
+        return attn.to_out(torch.cat([out, attn.mlp_act_fn(inner)], -1))
+
+
+def rotate(x_BLHD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Each pair of neighboring channels, in float32."""
+    cosine, sine = (values.unsqueeze(-2) for values in rotary)
+    x = x_BLHD.float()
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return (x * cosine + torch.stack([-second, first], -1).flatten(-2) * sine).to(x_BLHD.dtype)
+
+
+def install_processors(model: Any) -> None:
+    for block in model.transformer_blocks:
+        block.attn.set_processor(DoubleAttention())
+    for block in model.single_transformer_blocks:
+        block.attn.set_processor(SingleAttention())
+
+
+def load(
+    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Flux2Transformer2DModel:
+    model = load_part(Flux2Transformer2DModel, source, revision, "transformer", torch_dtype=dtype)
+    install_processors(model)
+    return model.to(device)
+
+
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Flux2Transformer2DModel:
+    model = Flux2Transformer2DModel.from_config(dict(config)).to(dtype)
+    install_processors(model)
+    return model
+
+
+def clean_frames(task: Task) -> int:
+    return 0
+
+
+def blocks(model: Any) -> list[torch.nn.Module]:
+    return [*model.transformer_blocks, *model.single_transformer_blocks]
+
+
+visual_blocks = blocks
+
+
+def is_single(block: torch.nn.Module) -> bool:
+    return isinstance(block, Flux2SingleTransformerBlock)
+
+
+def block_tokens(block: torch.nn.Module) -> BlockTokens:
+    return SINGLE if is_single(block) else DOUBLE
+
+
+def token_grid(model: Any, batch: Batch) -> TokenGrid:
+    _, _, frames, height, width = batch.latents_BCTHW.shape
+    return TokenGrid(frames, height, width, batch.text_BLD.shape[1])
+
+
+def hidden_size(model: Any) -> int:
+    return model.config.num_attention_heads * model.config.attention_head_dim
+
+
+def dense_attention(model: Any) -> tuple[list[Any], int]:
+    return [block.attn for block in blocks(model)], model.config.attention_head_dim
+
+
+def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+    taken: list[Any] = []  # the same for all of them: rotary embeddings, and the mask of padded texts
+
+    def take(
+        block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = SINGLE_ROTARY if is_single(block) else DOUBLE_ROTARY
+        by_name = "image_rotary_emb" in named
+        rotary, options = (
+            (named["image_rotary_emb"], named["joint_attention_kwargs"]) if by_name else inputs[place : place + 2]
+        )
+        if not taken:
+            taken.append(tuple(kept.take(values[None], SINGLE) for values in rotary))
+            taken.append(options and {"attention_mask": options["attention_mask"][..., : taken[0][0].shape[1]]})
+        if by_name:
+            return inputs, named | {"image_rotary_emb": taken[0], "joint_attention_kwargs": taken[1]}
+        return (*inputs[:place], *taken, *inputs[place + 2 :]), named
+
+    return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """The dtype of frozen weights; adapters may be float32."""
+    return model.x_embedder.weight.dtype
+
+
+sampling_dtype = compute_dtype
+
+
+def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+    """Sigmas from 1 to 1 / steps, unless the scheduler makes its own, shifted by the number of tokens and of steps."""
+    own = scheduler.config.get("use_flow_sigmas", False)
+    levels = {"num_inference_steps": steps} if own else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+    scheduler.set_timesteps(**levels, mu=compute_mu(tokens, steps), device=device)
+
+
+def pack(latents_BC1HW: torch.Tensor) -> torch.Tensor:
+    """(B, N, C): each latent is a token."""
+    return latents_BC1HW.flatten(2).transpose(1, 2)
+
+
+def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Latents of this shape, (B, C, 1, H, W)."""
+    return tokens_BND.transpose(1, 2).reshape(shape)
+
+
+def positions(grid: TokenGrid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, 4) of the image and (L, 4) of the text: frame, row, column, place in the text."""
+    sides = (grid.frames, grid.rows, grid.columns, 1)
+    image = torch.stack(torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij"), -1)
+    return image.reshape(-1, 4), F.pad(torch.arange(grid.text_length, device=device)[:, None], (3, 0))
+
+
+def model_inputs(
+    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+) -> dict[str, Any]:
+    """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute dtype in
+    thousandths, as at inference."""
+    if task not in FAMILY.pipelines:
+        raise ValueError(f"FLUX.2 klein has no task {task!r}; valid: {', '.join(FAMILY.pipelines)}")
+    assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
+    grid, dtype = token_grid(model, batch), compute_dtype(model)
+    image_ids, text_ids = positions(grid, noisy_BCTHW.device)
+    arguments: dict[str, Any] = {
+        "hidden_states": pack(noisy_BCTHW.to(dtype)),
+        "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
+        "encoder_hidden_states": batch.text_BLD.to(dtype),
+        "img_ids": image_ids,
+        "txt_ids": text_ids,
+    }
+    if batch.padded:
+        mask_B11L = F.pad(batch.text_mask_BL, (0, grid.tokens), value=True)[:, None, None]
+        arguments["joint_attention_kwargs"] = {"attention_mask": mask_B11L}
+    return arguments
+
+
+def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+    return unpack(model(**arguments, return_dict=False)[0], noisy_BCTHW.shape)
+
+
+def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    return noise_BCTHW
+
+
+def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+    return latents_BCTHW
+
+
+if TYPE_CHECKING:
+    from trainer.families import flux2 as this_module
+
+    _checked: FamilyModule = this_module
