@@ -1,8 +1,11 @@
 """Against the installed pipeline, on a tiny checkpoint in float32."""
 
+from functools import partial
+
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 from tests.forms import long
@@ -10,6 +13,8 @@ from tests.trainer.families.batches import by_batch_and_alone, sample_losses
 from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained
 from trainer.batch import Batch, pad_text
 from trainer.families import flux2
+from trainer.families.base import KeptTokens
+from trainer.methods.tread import begin, end
 from trainer.setup import export
 from trainer.validation import denoise, load_scheduler
 
@@ -158,6 +163,53 @@ def test_padding_that_is_stored_counts(tiny):
         batch.text_BLD[0, 12:] = 0
         changed = (sample_losses(flux2, model, batch) - before).abs()
     assert changed[0] > 1e-4 and changed[1] == 0
+
+
+def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
+    """(N, C) of one sample by blocks with the stock attention. kept: image tokens of the second and third block."""
+    text, x = model.context_embedder(text_LD[None]), model.x_embedder(latents_C1HW.flatten(1).T[None])
+    time = model.time_guidance_embed(1000 * sigma[None], None)
+    image_mod, text_mod = model.double_stream_modulation_img(time), model.double_stream_modulation_txt(time)
+    grid = (torch.arange(side) for side in (1, *latents_C1HW.shape[2:], 1))
+    places = (torch.arange(side) for side in (1, 1, 1, len(text_LD)))
+    image, words = (model.pos_embed(torch.cartesian_prod(*each)) for each in (grid, places))
+    for number, block in enumerate([*model.transformer_blocks, *model.single_transformer_blocks]):
+        tokens = kept if number in (1, 2) else [*range(x.shape[1])]
+        rotary = tuple(torch.cat([word, places[tokens]]) for word, places in zip(words, image, strict=True))
+        if number < len(model.transformer_blocks):
+            text, new = block(x[:, tokens], text, image_mod, text_mod, rotary)
+        else:
+            joint = block(torch.cat([text, x[:, tokens]], 1), None, model.single_stream_modulation(time), rotary)
+            text, new = joint.tensor_split([len(text_LD)], 1)
+        x = x.clone()
+        x[:, tokens] = new
+    return model.proj_out(model.norm_out(x, time))[0]
+
+
+def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, record_property):
+    """Each sample drops tokens of its own; of two texts one is padded."""
+    model, batch, sigma = flux2.load(str(tiny(KIND))), make_batch([7, 4]), torch.tensor([0.3, 0.7])
+    places = torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
+    kept, (first, last) = KeptTokens(places, 15), flux2.blocks(model)[1:3]
+    hooks = [
+        first.register_forward_pre_hook(partial(begin, kept, flux2.block_tokens(first)), with_kwargs=True),
+        last.register_forward_hook(partial(end, kept, flux2.block_tokens(last))),
+        *flux2.route_blocks([first, last], kept),
+    ]
+    with torch.no_grad():
+        made = flux2.pack(flux2.predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
+        for hook in hooks:
+            hook.remove()
+        for block in model.transformer_blocks:
+            block.attn.set_processor(Flux2AttnProcessor())
+        for block in model.single_transformer_blocks:
+            block.attn.set_processor(Flux2ParallelSelfAttnProcessor())
+        texts = [text[:length] for text, length in zip(batch.text_BLD, batch.lengths, strict=True)]
+        rows = zip(batch.latents_BCTHW, sigma, texts, places.tolist(), strict=True)
+        wanted = torch.stack([by_hand(model, *row) for row in rows])
+    difference = (made - wanted).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= 1e-5
 
 
 @pytest.mark.slow

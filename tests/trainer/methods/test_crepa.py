@@ -31,7 +31,7 @@ WIDTH = 12  # of the features
 def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
     """Items of random features: on the grid of tokens, or with `coarse` times fewer columns and rows."""
     items, null, prompts = made.mixed_items(config, 8)
-    rng, patch = np.random.default_rng(1), 1 if config.model.family == "sana" else 2
+    rng, patch = np.random.default_rng(1), 1 if config.model.family in ("sana", "flux2-klein") else 2
     for item in items:
         item.regularisation = config.train.methods.regularisation is not None
         _, frames, rows, columns = item.latent.shape
@@ -51,10 +51,12 @@ CASES = {
     "sana": ("sana", {}, 2),
     "joint": ("z-image", {}, 2),
     "tuples": ("qwen-image", {}, 1),
+    "both": ("flux2-klein", {}, 2),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
     "tread of joint tokens": ("z-image", {}, 1),
     "tread of tuples": ("qwen-image", {}, 2),
+    "tread of both": ("flux2-klein", {}, 1),
     "rollout": ("t2v", {}, 1),
     "regularisation": ("t2i", {}, 1),
 }
