@@ -205,9 +205,10 @@ def file_checksum(path: Path) -> str:
 
 def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
     """ResumeError with every difference between the checkpoint's signature and this one. Keys that `signature` lacks
-    are not compared, so most can be compared before a model is loaded. new_data: whether the data may be others."""
+    are not compared, so most can be compared before a model is loaded; but for "assistant", which means that there is
+    none. new_data: whether the data may be others."""
     saved = checkpoint.state["terms"]
-    current = json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
+    current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:
         current["data"] = saved.get("data")
         if isinstance(saved.get("shuffle_shards"), dict) and isinstance(current.get("shuffle_shards"), dict):

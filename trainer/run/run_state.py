@@ -49,7 +49,8 @@ class RunFinished(Exception):
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
     shards, init, assistant = config.train.shuffle_shards, config.train.adapter.init, config.model.assistant
-    return {
+    optional = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
+    return optional | {
         "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
         "family": config.model.family,
         "task": config.model.task,
@@ -69,7 +70,6 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
         # Of the file's bytes, so that the same adapter may be elsewhere when the run goes on.
         "initial adapter": init and file_checksum(find_adapter(Path(init))),
-        "assistant": assistant and file_checksum(find_adapter(Path(assistant))),
         "optimizer": config.train.optimizer.name,
         "weight_precision": config.train.weight_precision,
         "ema": config.train.ema and config.train.ema.model_dump(mode="json", include={"decay", "warmup"}),
