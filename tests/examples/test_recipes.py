@@ -88,7 +88,7 @@ def predict(config: Config, shape: dict[str, Any]) -> int:
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
     """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks
     the peak of Sana's LoRA lies elsewhere."""
-    key = config.model.family_spec.layers
+    (key,) = config.model.family_spec.layers
     depth = shape.get(key) or LAYERS[key]
     few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 8))
     return few + (more - few) / 4 * (depth - 4)

@@ -118,8 +118,10 @@ def load(
 
 
 def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Flux2Transformer2DModel:
-    model = Flux2Transformer2DModel.from_config(dict(config)).to(dtype)
+    model = Flux2Transformer2DModel.from_config(dict(config))
     install_processors(model)
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)  # `to` warns of modules to keep in float32, of which there are none
     return model
 
 
