@@ -214,6 +214,28 @@ def first_tokens(block: torch.nn.Module) -> BlockTokens:
     return FIRST_TOKENS
 
 
+def cast_weights(model: Any, dtype: torch.dtype) -> Any:
+    """The model with its weights in a dtype. Its `to` warns of modules to keep in float32 where it has none, too."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def no_clean_frames(task: Task) -> int:
+    """`FamilyModule.clean_frames` where everything is noised."""
+    return 0
+
+
+def noise_alone(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+    """`FamilyModule.initial_latents` of pipelines that start from noise."""
+    return noise_BCTHW
+
+
+def as_denoised(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
+    """`FamilyModule.postprocess_latents` of pipelines that change nothing."""
+    return latents_BCTHW
+
+
 def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
     """`FamilyModule.set_timesteps` of pipelines that leave the noise levels to the scheduler."""
     scheduler.set_timesteps(steps, device=device)

@@ -35,6 +35,9 @@ DOUBLE, SINGLE = BlockTokens(output=1), BlockTokens(last=True)
 DOUBLE_ROTARY, SINGLE_ROTARY = 4, 3
 guide = base.guide
 without_gradient = base.all_have_gradient
+clean_frames = base.no_clean_frames
+initial_latents = base.noise_alone
+postprocess_latents = base.as_denoised
 
 
 class JointAttention:
@@ -120,13 +123,7 @@ def load(
 def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Flux2Transformer2DModel:
     model = Flux2Transformer2DModel.from_config(dict(config))
     install_processors(model)
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)  # `to` warns of modules to keep in float32, of which there are none
-    return model
-
-
-def clean_frames(task: Task) -> int:
-    return 0
+    return base.cast_weights(model, dtype)
 
 
 def blocks(model: Any) -> list[torch.nn.Module]:
@@ -236,14 +233,6 @@ def model_inputs(
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return unpack(model(**arguments, return_dict=False)[0], noisy_BCTHW.shape)
-
-
-def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    return noise_BCTHW
-
-
-def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    return latents_BCTHW
 
 
 if TYPE_CHECKING:

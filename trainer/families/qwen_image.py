@@ -27,6 +27,9 @@ UNGUIDED_SCALE = 1.0
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
 ROTARY = 4  # the place of image_rotary_emb among a block's arguments
 set_timesteps = base.set_linear_sigmas
+clean_frames = base.no_clean_frames
+initial_latents = base.noise_alone
+postprocess_latents = base.as_denoised
 
 
 class JointAttnProcessor:
@@ -92,13 +95,7 @@ def load(
 def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> QwenImageTransformer2DModel:
     model = QwenImageTransformer2DModel.from_config(dict(config))
     install_processors(model)
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    return model
-
-
-def clean_frames(task: Task) -> int:
-    return 0
+    return base.cast_weights(model, dtype)
 
 
 def blocks(model: Any) -> list[torch.nn.Module]:
@@ -201,14 +198,6 @@ def model_inputs(
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return unpack(model(**arguments, return_dict=False)[0], noisy_BCTHW.shape)
-
-
-def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    return noise_BCTHW
-
-
-def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    return latents_BCTHW
 
 
 if TYPE_CHECKING:

@@ -23,6 +23,9 @@ QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps
+clean_frames = base.no_clean_frames
+initial_latents = base.noise_alone
+postprocess_latents = base.as_denoised
 block_tokens = base.first_tokens
 without_gradient = base.all_have_gradient
 
@@ -39,14 +42,7 @@ def load(
 
 
 def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> SanaTransformer2DModel:
-    model = SanaTransformer2DModel.from_config(dict(config))
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)  # `to` warns of modules to keep in float32, of which there are none
-    return model
-
-
-def clean_frames(task: Task) -> int:
-    return 0
+    return base.cast_weights(SanaTransformer2DModel.from_config(dict(config)), dtype)
 
 
 def blocks(model: Any) -> list[torch.nn.Module]:
@@ -119,14 +115,6 @@ def model_inputs(
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
     return model(**arguments, return_dict=False)[0][:, :, None]  # BCHW -> BCTHW
-
-
-def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    return noise_BCTHW
-
-
-def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    return latents_BCTHW
 
 
 if TYPE_CHECKING:

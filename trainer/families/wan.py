@@ -26,6 +26,7 @@ QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
 set_timesteps = base.set_timesteps
+postprocess_latents = base.as_denoised
 block_tokens = base.first_tokens
 without_gradient = base.all_have_gradient
 
@@ -137,10 +138,6 @@ def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torc
     if batch.condition_BCTHW is None:
         raise ValueError("i2v needs the condition's latent, and this batch has none; run encode-latents")
     return torch.cat([batch.condition_BCTHW.to(noise_BCTHW.dtype), noise_BCTHW[:, :, 1:]], 2)
-
-
-def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    return latents_BCTHW
 
 
 if TYPE_CHECKING:

@@ -24,6 +24,9 @@ QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 0.0
 PATCH = 2
 set_timesteps = base.set_linear_sigmas
+clean_frames = base.no_clean_frames
+initial_latents = base.noise_alone
+postprocess_latents = base.as_denoised
 block_tokens = base.first_tokens
 without_gradient = base.all_have_gradient
 
@@ -35,14 +38,7 @@ def load(
 
 
 def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> ZImageTransformer2DModel:
-    model = ZImageTransformer2DModel.from_config(dict(config))
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)  # `to` warns of modules to keep in float32, of which there are none
-    return model
-
-
-def clean_frames(task: Task) -> int:
-    return 0
+    return base.cast_weights(ZImageTransformer2DModel.from_config(dict(config)), dtype)
 
 
 def blocks(model: Any) -> list[torch.nn.Module]:
@@ -108,14 +104,6 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
 
 def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
     return conditional + scale * (conditional - unconditional)
-
-
-def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    return noise_BCTHW
-
-
-def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    return latents_BCTHW
 
 
 if TYPE_CHECKING:
