@@ -1,5 +1,6 @@
 """The stages that compute on a device give the numbers of the CPU on the emulated one."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from tests.stages.test_decode import put, random_latent
 from tests.stages.test_decode_watch import make_tiny
 
 pytestmark = pytest.mark.slow
+NUMBER = re.compile(r"\d+\.\d+")
 
 
 @pytest.fixture
@@ -61,17 +63,17 @@ def computing_on(device: str) -> Iterator[None]:
 
 
 def rows(home: Project, kind: str) -> dict[tuple[str, str], np.ndarray]:
-    """(member, tensor) -> its bytes. Shards name the device that made them, so their own bytes differ."""
+    """(member, tensor) -> its numbers. Shards name the device that made them, so their own bytes differ."""
     found = {}
     for name in home.shards(kind):
         shard = open_reader(Store(home.root), f"{kind}/{name}")
         for row in map(shard.read, range(len(shard))):
-            found |= {(row.id, tensor): np.array(array.raw()) for tensor, array in row.tensors.items()}
+            found |= {(row.id, tensor): array.numpy() for tensor, array in row.tensors.items()}
     return found
 
 
 def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> None:
-    """Rows of both devices are equal, byte by byte."""
+    """Rows of both devices are equal but for rounding: a CPU's kernels may depend on where a tensor is in memory."""
     encoded = []
     for device in DEVICES:
         with computing_on(device):
@@ -81,7 +83,7 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
         shutil.rmtree(home.root / kind)
     assert encoded[0].keys() == encoded[1].keys()
     for name, values in encoded[0].items():
-        assert np.array_equal(encoded[1][name], values), name
+        np.testing.assert_allclose(encoded[1][name], values, rtol=1e-5, atol=1e-5, err_msg=str(name))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_validation_latents(project, monkeypatch, kind, preview) -> None:
             assert home.run(decode.run, device=device, **own).done == 1
         written[-1][0].unlink()
     (_, expected), (_, found) = written
-    assert expected.any() and np.array_equal(found, expected)
+    assert expected.any() and np.abs(found.astype(int) - expected).max() <= 1
 
 
 def test_scores(project, tiny) -> None:
@@ -165,4 +167,6 @@ def test_scores(project, tiny) -> None:
             assert home.run(score.run, device=device).done == 1
         found.append((made.folder / score.SCORES_FILE).read_text())
         (made.folder / score.SCORES_FILE).unlink()
-    assert found[0] == found[1]
+    figures = [[float(number) for number in NUMBER.findall(text)] for text in found]
+    words = [NUMBER.sub("", text) for text in found]
+    assert figures[0] == pytest.approx(figures[1], rel=1e-4) and words[0] == words[1]

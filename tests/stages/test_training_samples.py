@@ -46,7 +46,8 @@ def test_a_prompt_that_is_a_caption_has_its_sample_in_front(project) -> None:
     original = read_cropped_image(home.media / "cat.png", rows(home, MODE)["cat.png"]["geometry"])
     [reconstruction] = again(home, original[None])
     for name, wanted in (("original", original), ("reconstruction", reconstruction[0])):
-        np.testing.assert_array_equal(np.asarray(Image.open(folder / f"cat/{name}.png")), wanted)
+        shown = np.asarray(Image.open(folder / f"cat/{name}.png")).astype(int)
+        assert np.abs(shown - wanted).max() <= (name == "reconstruction"), "a decoded level may be rounded otherwise"
     assert json.loads((folder / "cat/sample.json").read_text())["path"] == "cat.png"
 
     home.run(report.run, MODE)

@@ -179,8 +179,8 @@ def show(value: Any) -> str:
 
 def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
-    first = {"id": "any", "instance_data_dir": "any"}
-    given = {"root": config.root, "model": {"family": config.model.family}, "datasets": [first]}
+    datasets = [{"id": dataset.id, "instance_data_dir": "any"} for dataset in config.datasets]
+    given = {"root": config.root, "model": {"family": config.model.family}, "datasets": datasets}
     made = {key: value for key, value, _ in list_settings(Config.model_validate(given))}
     rows = []
     for key, value, default in list_settings(config):
