@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help venv test test-fast test-long lint generated gpu demo clean
 
 help:
-	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all five"
+	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all of them"
 	@echo "make test                 the tests that prove every change (PYTEST_ARGS=... are added)"
 	@echo "make test-fast            the same without those marked slow, for every change on the way"
 	@echo "make test-long [PART=i/n] torture, browser, benchmarks, every kill and every product of options; of n parts"
