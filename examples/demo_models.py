@@ -100,7 +100,7 @@ def decode(vae: Any, z_NCTHW: torch.Tensor) -> torch.Tensor:
     return vae.decode(z_NCTHW[:, :, 0]).sample[:, :, None]
 
 
-def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Muon's five Newton-Schulz steps: singular values near 1."""
     x = matrix / (matrix.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
@@ -134,7 +134,7 @@ class Trainer:
             momentum.lerp_(weight.grad, 0.1)
             update = weight.grad.lerp(momentum, 0.9).flatten(1)
             scale = self.muon_lr * factor * max(1, update.shape[0] / update.shape[1]) ** 0.5
-            weight.add_(orthogonalise(update).view_as(weight), alpha=-scale)
+            weight.add_(orthogonalize(update).view_as(weight), alpha=-scale)
             weight.grad = None
         self.adam.zero_grad()
 

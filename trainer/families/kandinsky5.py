@@ -181,7 +181,7 @@ def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torc
 
 def postprocess_latents(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
     """For i2v the pipeline's `normalize_first_frame`: mean and deviation of the first four latent frames move towards
-    those of the next five, within limits, against mesh artefacts. With fewer than five frames, where the pipeline's
+    those of the next five, within limits, against mesh artifacts. With fewer than five frames, where the pipeline's
     result is not finite, latents are unchanged.
     """
     if task != "i2v" or latents_BCTHW.shape[2] <= NORMALIZED_FRAMES:

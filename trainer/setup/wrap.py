@@ -115,7 +115,10 @@ def wrap_for_ranks(denoiser: Denoiser, accelerator: Accelerator, settings: Train
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
     # Gradients are views into what is sent: else there would be a second copy of them.
     devices = None if device.type == "cpu" else [device]
-    wrapped = DistributedDataParallel(denoiser, device_ids=devices, init_sync=sent, gradient_as_bucket_view=True)
+    # Buffers are tables and the assistant, the same in all processes: they need not be sent for each forward pass.
+    wrapped = DistributedDataParallel(
+        denoiser, device_ids=devices, init_sync=sent, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
     if settings.parallel.gradient_compression == "bfloat16":
         wrapped.register_comm_hook(torch.distributed.group.WORLD, send_in_bfloat16)
     return wrapped

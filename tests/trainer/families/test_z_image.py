@@ -4,7 +4,7 @@ import diffusers
 import pytest
 import torch
 
-from tests.trainer.families.batches import by_batch_and_alone
+from tests.trainer.families.batches import check_batch_mates
 from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families import z_image
@@ -85,12 +85,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     model = z_image.load(str(tiny("z-image")))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    together, single, gradients = by_batch_and_alone(z_image, model, make_batch([3, 40, 8]), least=1e-3)
-    losses = (together - single).abs().max().item()
-    record_property("loss", losses)
-    record_property("gradients", gradients)
-    assert losses <= 1e-5
-    assert gradients <= 1e-4
+    check_batch_mates(z_image, model, make_batch([3, 40, 8]), record_property)
 
 
 def test_what_pads_a_text_changes_nothing(tiny):
@@ -100,3 +95,11 @@ def test_what_pads_a_text_changes_nothing(tiny):
         plain = z_image.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
         batch.text_BLD[0, 3:] = 7.0
         assert torch.equal(plain, z_image.predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
+
+
+def test_a_model_that_reads_images_is_refused(tmp_path):
+    shape = {"dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 1, "n_kv_heads": 1, "cap_feat_dim": 8}
+    model = diffusers.ZImageTransformer2DModel(**shape, axes_dims=(8, 12, 12), siglip_feat_dim=8)
+    model.save_pretrained(tmp_path / "transformer")
+    with pytest.raises(ValueError, match="Omni"):
+        z_image.load(str(tmp_path))
