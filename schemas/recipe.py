@@ -120,7 +120,7 @@ QUANTIZATION_NAMES = {"nf4-bnb": "nf4-bnb: matrices of the language model's bloc
 
 def text_settings(config: Config) -> Settings:
     """Settings that determine the bytes of a shard of embeddings, beside the texts and the encoder's weights."""
-    model, family, template = config.model, config.model.family_spec, config.model.template
+    model, family, template = config.model, config.model.family_spec, config.text.stored_template(config.model.template)
     precision, quantization = config.text.precision or model.precision, config.text.quantization
     if quantization == "bf16" and precision == "bfloat16":
         quantization = "no_change"
@@ -138,6 +138,10 @@ def text_settings(config: Config) -> Settings:
         settings["layers"] = template.layers  # left out by default, to keep the fingerprints of older caches
     if template.padded:
         settings["padded"] = True
+    if config.text.positions != "pipeline":
+        settings["positions"] = config.text.positions
+    if config.text.storage != "exact":
+        settings["storage"] = config.text.embeds_dtype(precision)
     if template.with_image:
         settings |= {"resize": RESIZE, "colour": COLOR, "image": PROMPT_IMAGE}
     return settings

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from cache.shards import tensor_checks
 from schemas.devices import to_device
 
 #: Tensors that tell the host which samples it treats otherwise.
 ON_HOST = frozenset({"regularisation"})
+SCALE = f"text.{tensor_checks.SCALE}"  # float32, by which each token's numbers are multiplied
+TOKENWISE = ("text.embeds", SCALE)  # padded to the longest text of a batch
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
 ABSENT = {"mask": 1.0}
 
@@ -21,9 +24,9 @@ class Batch:
     latents_BCTHW: images have T = 1. condition_BCTHW: the first frames encoded alone (i2v), or the source image (i2i).
     From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
-    (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>"; "regularisation" (B,),
-    bool, where some sample of the batch is regularization data, which stays on the host. lengths: tokens of each
-    text; found in the mask where they are not given.
+    (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>", of which SCALE (B, L) is
+    there while text_BLD is in 8 bits; "regularisation" (B,), bool, where some sample of the batch is regularization
+    data, which stays on the host. lengths: tokens of each text; found in the mask where they are not given.
     """
 
     latents_BCTHW: torch.Tensor
@@ -50,6 +53,10 @@ class Batch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Batch":
         """On a device, with floating-point tensors in a dtype: copied as they are, and converted there."""
+        if SCALE in self.extras:
+            text_BLD, scale_BL = (to_device(each, torch.device(device)) for each in (self.text_BLD, self.extras[SCALE]))
+            extras = {name: value for name, value in self.extras.items() if name != SCALE}
+            return replace(self, text_BLD=text_BLD.float() * scale_BL[..., None], extras=extras).to(device, dtype)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = to_device(tensor, torch.device(device))
@@ -67,9 +74,11 @@ class Batch:
     def is_finite(self) -> torch.Tensor:
         """(), bool, on the batch's device: whether no number is NaN or infinite."""
         tensors = [
-            tensor for tensor in (*vars(self).values(), *self.extras.values()) if isinstance(tensor, torch.Tensor)
+            tensor.float() if tensor.itemsize == 1 else tensor  # torch asks this of no float8
+            for tensor in (*vars(self).values(), *self.extras.values())
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
         ]
-        return torch.stack([torch.isfinite(tensor).all() for tensor in tensors if tensor.is_floating_point()]).all()
+        return torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
 
     def select(self, rows: torch.Tensor) -> "Batch":
         """The samples at these positions (R,), which are on the host, with as many text tokens."""
@@ -99,7 +108,7 @@ def stack(ids: Sequence[str], samples: Sequence[Mapping[str, torch.Tensor]]) -> 
         if lacking and name not in ABSENT:
             raise ValueError(f"sample {lacking[0]} has no {name}, and others of its batch have one")
         rows = [tensors[name][0] if name in tensors else torch.full_like(first[0], ABSENT[name]) for tensors in samples]
-        if name == "text.embeds":
+        if name in TOKENWISE:
             stacked[name], _ = pad_text(rows)
             continue
         if len({row.dtype for row in rows}) > 1:

@@ -21,7 +21,7 @@ from cache.sets.trainset import TrainSet
 from cache.shards.tensors import NUMPY_DTYPES, Array
 from cache.store.damage import DamageError
 from schemas.config.training import VerifyRows
-from trainer.batch import Batch, make_batch, stack
+from trainer.batch import TOKENWISE, Batch, make_batch, stack
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in NUMPY_DTYPES}
 SMALLEST = 1 << 12  # bytes of a buffer
@@ -148,7 +148,7 @@ def is_alike(part: Sequence[StoredRow]) -> bool:
 
     def describe(row: StoredRow) -> list[tuple[str, str, tuple[int, ...]]]:
         return [
-            (span.name, span.dtype, span.shape[1:] if row.part == TEXT and span.name == "embeds" else span.shape)
+            (span.name, span.dtype, span.shape[row.part == TEXT and f"text.{span.name}" in TOKENWISE :])
             for span in row.layout.tensors
         ]
 
@@ -173,4 +173,4 @@ def copy_rows(part: Sequence[StoredRow], number: int, block: HostBlock, start: i
 def to_tensor(array: Array) -> torch.Tensor:
     """A writable torch tensor of the same dtype: one copy out of the memory map."""
     copied = torch.from_numpy(np.array(array.numpy()))
-    return copied.view(torch.bfloat16) if array.dtype == "bfloat16" else copied
+    return copied.view(TORCH_DTYPES[array.dtype])

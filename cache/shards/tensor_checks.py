@@ -9,6 +9,9 @@ from cache.store.damage import ENCODE_PROGRAMS
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 
+#: dtypes of `embeds` that have a scale for each token, in SCALE: a number is stored number x scale of its token.
+SCALED_DTYPES = ("float8_e4m3fn", "int8")
+SCALE = "embeds_scale"
 SAMPLE = "sample"  # the part of a training set's row that comes from a latents shard
 
 
@@ -47,6 +50,21 @@ def find_shape_problem(
     return f"is of shape {shape}, and of bucket {bucket} it is {(channels, *expected)}"
 
 
+def find_scale_problem(tensors: Mapping[str, "Shaped"], before: str = "") -> str:
+    """Say what is wrong with the scales of a text's tokens, or of their absence; "" where nothing is. before: what
+    precedes the names of its tensors."""
+    embeds, scale = tensors.get(f"{before}embeds"), tensors.get(f"{before}{SCALE}")
+    if embeds is None or (scale is None and embeds.dtype not in SCALED_DTYPES):
+        return ""
+    if scale is None:
+        return f"{before}embeds is {embeds.dtype}, and it lacks its {before}{SCALE}"
+    if embeds.dtype not in SCALED_DTYPES:
+        return f"it has {before}{SCALE}, and {before}embeds is {embeds.dtype}"
+    if (scale.dtype, scale.shape) == ("float32", embeds.shape[:1]):
+        return ""
+    return f"{before}{SCALE} is {scale.dtype} of shape {scale.shape}, and should be float32, one for each token"
+
+
 class Shaped(Protocol):
     """An array as it describes itself: `cache.shards.tensors.Array`, `cache.shards.row_layouts.TensorSpan`."""
 
@@ -76,9 +94,9 @@ def find_shape_problems(
             return f"{name} {problem}"
         if shape and shape[-1] != widths.get(name, shape[-1]):
             return f"{name} is {shape[-1]} wide, and the transformer reads {widths[name]}"
-        if array.dtype not in INFINITY_BITS:
+        if array.dtype not in INFINITY_BITS and not (name == "embeds" and array.dtype in SCALED_DTYPES):
             return f"{name} is {array.dtype}, and should be of floating point"
-    return ""
+    return find_scale_problem(tensors)
 
 
 def find_tensor_problem(

@@ -1,6 +1,7 @@
 """An array as shards hold it: a dtype's name, a shape and raw little-endian bytes.
 
-Arrow and numpy have no bfloat16; it is held as 16-bit patterns, so that caches need no torch.
+Arrow and numpy have no bfloat16 and no float8; these are held as patterns of 16 and 8 bits, so that caches need no
+torch.
 """
 
 import math
@@ -10,10 +11,15 @@ from typing import Any
 import numpy as np
 
 _CODES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8", "uint8": "u1"}
+_CODES |= {"int8": "i1", "float8_e4m3fn": "u1"}
 #: torch's name of a dtype -> the numpy dtype of its bytes.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _CODES.items()}
 #: float dtype -> the pattern of its infinity.
 INFINITY_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+#: The first pattern of a positive number that is not finite. float8 has no infinity, and one pattern of NaN.
+NOT_FINITE_BITS = {**INFINITY_BITS, "float8_e4m3fn": 0x7F}
+#: Names of dtypes whose bytes numpy has as another -> that one.
+PATTERNS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 CHECK_BLOCK = 1 << 17  # numbers checked at a time
 MAX_DIMENSIONS, MAX_DIMENSION_SIZE = 32, (1 << 31) - 1  # limits of numpy, and of the int32 in Arrow shards
 
@@ -48,17 +54,17 @@ class Array:
 
     @classmethod
     def from_numpy(cls, array: np.ndarray, dtype: str | None = None) -> "Array":
-        """Wrap `array`, without a copy where possible. dtype: "bfloat16" for uint16 patterns, else the array's own."""
+        """Wrap `array`, without a copy where possible. dtype: of PATTERNS for patterns of bits, else as the array."""
         name = dtype or array.dtype.name
         count_bytes(name, array.shape)  # ValueError for an unknown dtype
-        stored_name = "uint16" if name == "bfloat16" else name
+        stored_name = PATTERNS.get(name, name)
         if array.dtype.name != stored_name:
             raise ValueError(f"{name} is made from {stored_name}, not from {array.dtype.name}; convert it first")
         raw = np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).reshape(-1).view(np.uint8)
         return cls(name, tuple(array.shape), raw)
 
     def numpy(self) -> np.ndarray:
-        """The array, read-only and without a copy; bfloat16 as uint16 patterns."""
+        """The array, read-only and without a copy; dtypes of PATTERNS as patterns of bits."""
         array = np.frombuffer(self.data, dtype=NUMPY_DTYPES[self.dtype]).reshape(self.shape)
         array.flags.writeable = False
         return array
@@ -70,10 +76,10 @@ class Array:
 
     def is_finite(self) -> bool:
         """Whether no number is NaN or infinite, that is, has an exponent of ones only."""
-        if self.dtype not in INFINITY_BITS or not self.nbytes:
+        if self.dtype not in NOT_FINITE_BITS or not self.nbytes:
             return True
         unsigned = np.frombuffer(self.data, f"<u{NUMPY_DTYPES[self.dtype].itemsize}")
-        signed, positive = unsigned.view(unsigned.dtype.str.replace("u", "i")), INFINITY_BITS[self.dtype]
+        signed, positive = unsigned.view(unsigned.dtype.str.replace("u", "i")), NOT_FINITE_BITS[self.dtype]
         negative = positive | 1 << (8 * unsigned.itemsize - 1)
         # Patterns grow with the magnitude, so two maxima find all numbers that are not finite. They read a block from
         # the processor's cache and write nothing: twice as fast as masks of the array's size.

@@ -23,6 +23,7 @@ from cache.store.files import explained
 
 #: Names of dtypes in safetensors -> ours.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
+DTYPES |= {"I8": "int8", "F8_E4M3": "float8_e4m3fn"}
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TAR_BLOCK, TAR_RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 CHECKSUM_SUFFIX = b',"checksum":"'

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -107,6 +108,22 @@ class Text(Section):
     offload: Literal["none", "blocks"] = Field(
         "none", description="with blocks the weights stay in host memory, one block at a time is on the device"
     )
+    storage: Literal["exact", "float8", "int8"] = Field(
+        "exact",
+        description="float8, int8: embeddings are stored in 8 bits with a scale for each token; pooled vectors stay",
+    )
+    positions: Literal["pipeline", "real"] = Field(
+        "pipeline",
+        description="real: texts without the padding that the pipeline makes a part of them, for klein alone",
+    )
+
+    def stored_template(self, template: Template) -> Template:
+        """The template of the stored texts: that of the model, without padding where `positions` leaves it out."""
+        return replace(template, padded=template.padded and self.positions == "pipeline")
+
+    def embeds_dtype(self, precision: str) -> str:
+        """The dtype of a stored text's embeddings. precision: that of its other tensors."""
+        return {"exact": precision, "float8": "float8_e4m3fn", "int8": "int8"}[self.storage]
 
 
 class Latents(Section):

@@ -39,7 +39,7 @@ from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.stage_options import UsageError, check_stealing, choose_engine, choose_resources
 from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
 from stages.encoding.unit_queue import FollowedUnits, Shards, TimedUnits, followed_units, has_followed_set, take_units
-from stages.engines.jobs import Job, Worker, load_engine
+from stages.engines.jobs import Job, RoundingError, Worker, load_engine
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
@@ -260,7 +260,7 @@ class EncodingStage:
         asked for. followed: what `units` come from, again and again."""
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         self._write_provenance(store, job)
-        written, stolen, smaller_batches, remarks = 0, 0, 0, Counter[str]()
+        written, stolen, smaller_batches, remarks, rounding = 0, 0, 0, Counter[str](), RoundingError()
         names = {unit.unit_id for unit in own_units}
         what = "texts" if self.member_kind == "text" else "samples"
         engine = load_engine(job.config.stages.engine)
@@ -306,6 +306,7 @@ class EncodingStage:
                     rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
                     report.truncated += format_truncated(state.plan, result.truncated)
                     remarks.update(result.remarks)
+                    rounding += result.rounding
                     if result.fitting_batch:
                         console.warn(f"unit {result.unit_id}: out of memory; {result.fitting_batch}")
                         smaller_batches += 1
@@ -318,6 +319,8 @@ class EncodingStage:
         report.details["written_mib"] = round(written / 2**20, 2)
         report.details |= {"units_of_other_parts": stolen} if stolen else {}
         report.details |= {"units_in_smaller_batches": smaller_batches} if smaller_batches else {}
+        if rounding.squares:
+            report.details["storage_error"] = rounding.describe()
         if remarks:
             rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
             report.details["remarks"] = rows

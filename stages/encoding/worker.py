@@ -26,7 +26,7 @@ from stages.discovery.media_locations import MediaLocations
 from stages.encoding import member_reader, model_loading
 from stages.encoding.member_reader import MemberPixels, NextUnit, Prefetcher, ReadRequest
 from stages.encoding.stage_state import reject_folder
-from stages.engines.jobs import Job, UnitResult
+from stages.engines.jobs import Job, RoundingError, UnitResult
 from stages.engines.sandbox import SandboxPool
 from stages.media.files import MediaError
 
@@ -87,6 +87,14 @@ class UnitWorker(ABC):
     def remarks(self, row: ShardRow) -> Iterable[str]:
         """Remarks that the report counts rows by; none for most rows."""
         return ()
+
+    def rounding(self, row: ShardRow) -> RoundingError:
+        """The error of a row's tensors that are stored in fewer bits than they had; called once."""
+        return RoundingError()
+
+    def column_dtypes(self) -> dict[str, str]:
+        """Tensor of a row -> its dtype."""
+        return dict.fromkeys(self.tensors, self.precision)
 
     def prefetch_count(self, unit: Unit) -> int:
         """How many members of this unit to read ahead, where the configuration gives no number."""
@@ -206,12 +214,13 @@ class _UnitShard:
         self.rejected: list[dict] = []
         self._remarks: Counter[str] = Counter()
         self._encoded = self._bytes = 0
+        self._rounding = RoundingError()
         job = worker.job
         ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
         self._meta = ShardMeta(worker.kind, job.fingerprint, unit.unit_id, unit.bucket, ids, provenance=provenance)
         stem = f"{worker.kind}/{job.fingerprint}/{unit.unit_id}"
-        columns = dict.fromkeys(worker.tensors, worker.precision)
-        self._writer: BaseShardWriter = open_writer(worker.store, stem, self._meta, columns, worker.config.cache.format)
+        columns, format = worker.column_dtypes(), worker.config.cache.format
+        self._writer: BaseShardWriter = open_writer(worker.store, stem, self._meta, columns, format)
         self._writer.__enter__()
 
     def batches(self, read: PreparedMembers, advance: AdvanceProgress) -> Iterator[tuple[list[str], list[Any]]]:
@@ -245,6 +254,7 @@ class _UnitShard:
         if tokens > kept:
             self._meta.truncated.append(TruncatedText(row.id, tokens, kept))
         self._remarks.update(self._worker.remarks(row))
+        self._rounding += self._worker.rounding(row)
         self._encoded += 1
         self._bytes += sum(array.nbytes for array in row.tensors.values())
 
@@ -279,6 +289,7 @@ class _UnitShard:
             truncated=tuple(self._meta.truncated),
             fitting_batch=fitting,
             remarks=dict(self._remarks),
+            rounding=self._rounding,
         )
 
     def drop(self) -> None:

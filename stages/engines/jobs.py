@@ -3,6 +3,7 @@
 `stages.engine` names a module of this folder, which is imported when it is chosen; each is of the Protocol `Engine`.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -32,10 +33,29 @@ class Job:
 
 
 @dataclass(frozen=True)
+class RoundingError:
+    """Of numbers that were stored in fewer bits than they had. squares, error_squares: sums over the numbers and over
+    their errors. largest: of the errors' magnitudes."""
+
+    squares: float = 0.0
+    error_squares: float = 0.0
+    largest: float = 0.0
+
+    def __add__(self, other: "RoundingError") -> "RoundingError":
+        squares, error_squares = self.squares + other.squares, self.error_squares + other.error_squares
+        return RoundingError(squares, error_squares, max(self.largest, other.largest))
+
+    def describe(self) -> dict[str, float]:
+        """For a report: the errors' root mean square as a share of the numbers', and the largest error."""
+        share = math.sqrt(self.error_squares / self.squares) if self.squares else 0.0
+        return {"rms_share": float(f"{share:.3g}"), "largest": float(f"{self.largest:.3g}")}
+
+
+@dataclass(frozen=True)
 class UnitResult:
     """shard_path: None where the unit failed. elsewhere: whether another job has made the shard meanwhile. set_aside:
     rows of schemas.tables.REJECTS_SCHEMA. fitting_batch: where memory ran out, the batch size that fitted. remarks: the
-    number of members for each.
+    number of members for each. rounding: of what was stored in fewer bits.
     """
 
     unit_id: str
@@ -48,6 +68,7 @@ class UnitResult:
     error: str = ""
     remarks: dict[str, int] = field(default_factory=dict)
     elsewhere: bool = False
+    rounding: RoundingError = RoundingError()
 
 
 class Worker(Protocol):

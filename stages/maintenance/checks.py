@@ -25,7 +25,7 @@ from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
 from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
-from cache.shards.tensor_checks import find_shape_problem
+from cache.shards.tensor_checks import SCALE, SCALED_DTYPES, find_scale_problem, find_shape_problem
 from cache.shards.tensors import INFINITY_BITS
 from cache.store.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
 from cache.store.files import StoreError, explained, file_size
@@ -57,7 +57,8 @@ class UnmappedStore(Store):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """How the shards of one cache were made. dtype: of its tensors, None where it is not known. strides: of the
+    """How the shards of one cache were made. dtype: of its tensors, None where it is not known. embeds: of a text's
+    embeddings, where it is another one. strides: of the
     autoencoder, (spatial, temporal). channels: of its latents. condition_frames: latent frames of a condition. vision:
     for vision features the model's input size and the strides of latent frames and of tokens."""
 
@@ -66,6 +67,7 @@ class CacheSpec:
     channels: int = 0
     condition_frames: int = 1
     vision: tuple[int, int, int] | None = None
+    embeds: str | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
@@ -79,6 +81,8 @@ class CacheSpec:
         families = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
         shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in families}
         known_dtype = dtype if dtype in INFINITY_BITS else None
+        if record.get("stage") == "encode-text" and record.get("storage") in SCALED_DTYPES:
+            return cls(known_dtype, embeds=record["storage"])
         if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
             return cls(known_dtype)
         [(spatial, temporal, channels)], frames = shapes, record.get("condition_frames", 1)
@@ -154,9 +158,14 @@ class TensorChecker:
             if problem := self._shape_problem(base, shape):
                 raise ValueError(f"{name} {problem}")
             shared = shape[-1] if base in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
+            if base == SCALE:  # of which a text has as many as tokens
+                shared = 0
+            if base == "embeds" and (problem := find_scale_problem(row.tensors, name.removesuffix(base))):
+                raise ValueError(problem)
+            expected = self._spec.embeds if base == "embeds" and self._spec.embeds else self._spec.dtype
             first = self._first.setdefault(base, (dtype, shared))
-            if self._spec.dtype and base in CHECKED_TENSORS and dtype != self._spec.dtype:
-                raise ValueError(f"{name} is {dtype}, and provenance.json says {self._spec.dtype}")
+            if expected and base in CHECKED_TENSORS and dtype != expected:
+                raise ValueError(f"{name} is {dtype}, and provenance.json says {expected}")
             if first != (dtype, shared):
                 problem = f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
                 raise ValueError(f"{name} {problem}")

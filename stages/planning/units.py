@@ -26,7 +26,7 @@ from stages.planning.plan_builder import drop_duplicate_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
 TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
 def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
@@ -56,9 +56,16 @@ def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
     side = family.image_token
     image_tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
     tokens = tokens + image_tokens[np.asarray(buckets.indices)]
-    if config.model.template.padded:
-        tokens = np.full_like(tokens, config.text.max_length or config.model.template.max_length)
-    return tokens * family.published_text_width(config.model.flavour_spec) * _DTYPE_BYTES[precision]
+    template = config.text.stored_template(config.model.template)
+    if template.padded:
+        tokens = np.full_like(tokens, config.text.max_length or template.max_length)
+    return tokens * _token_bytes(config, precision, family.published_text_width(config.model.flavour_spec))
+
+
+def _token_bytes(config: Config, precision: str, width: int) -> int:
+    """Of a stored text's token of this width, its scale included where it has one."""
+    scale = 0 if config.text.storage == "exact" else _DTYPE_BYTES["float32"]
+    return width * _DTYPE_BYTES[config.text.embeds_dtype(precision)] + scale
 
 
 def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int]) -> np.ndarray:
@@ -68,11 +75,12 @@ def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int
     sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]
     images = np.array([size.width // family.image_token * (size.height // family.image_token) for size in sizes])
     tokens = np.asarray(pc.binary_length(texts.column("text"))) + images[np.asarray(buckets.indices)] + TEMPLATE_TOKENS
-    most = config.text.max_length or config.model.template.max_length
+    template = config.text.stored_template(config.model.template)
+    most = config.text.max_length or template.max_length
     precision = config.text.precision or config.model.precision
-    kept = np.full_like(tokens, most) if config.model.template.padded else np.minimum(tokens, most)
-    numbers = kept.astype(np.int64) * widths["embeds"] + sum(widths.values())
-    return numbers * _DTYPE_BYTES[precision]
+    kept = np.full_like(tokens, most) if template.padded else np.minimum(tokens, most)
+    others = sum(widths.values()) * _DTYPE_BYTES[precision]
+    return kept.astype(np.int64) * _token_bytes(config, precision, widths["embeds"]) + others
 
 
 def sample_units(config: Config, samples: pa.Table) -> pa.Table:

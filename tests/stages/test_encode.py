@@ -224,6 +224,8 @@ def test_settings_that_change_bytes_change_the_cache_and_others_do_not(photos) -
     assert prints("text.precision=bfloat16") == (True, False)
     assert prints("latents.precision=bfloat16") == (False, True)
     assert prints("text.max_length=256") == (True, False)
+    assert prints("text.storage=float8") == (True, False)
+    assert prints("text.storage=exact", "text.positions=pipeline") == (False, False)
     assert prints("latents.posterior=mode") == (False, True)
     assert prints("latents.decoder=decord") == (False, False)  # pictures only
     assert prints("model.flavour=i2i-lite-sft", "datasets.photos.conditioning_data=media") == (True, False)  # template

@@ -186,9 +186,10 @@ def load_text_encoder(config: Config, where: torch.device) -> Any:
     model, text = config.model, config.text
     module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")
     dtype = getattr(torch, text.precision or model.precision)
-    length = text.max_length or model.template.max_length
+    template = text.stored_template(model.template)
+    length = text.max_length or template.max_length
     with model_loading.loading_errors(model, "text_encoder"):
-        return module.Encoder(model.source, model.revision, model.template, length, dtype, where, text)
+        return module.Encoder(model.source, model.revision, template, length, dtype, where, text)
 
 
 def load_language_model(

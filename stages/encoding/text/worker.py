@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator
 
+import torch
 from PIL import Image
 
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
+from cache.shards.tensor_checks import SCALE, SCALED_DTYPES
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
 from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, TextResult
 from stages.encoding.text.reader import PreparedPrompt
+from stages.encoding.text.storage import quantize_tokens
 from stages.encoding.worker import UnitWorker
-from stages.engines.jobs import Job
+from stages.engines.jobs import Job, RoundingError
 
 CLIP_TRUNCATED_REMARK = (
     f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
@@ -34,7 +37,14 @@ class TextWorker(UnitWorker):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.precision = self.config.text.precision or self.config.model.precision
+        self.embeds_dtype = self.config.text.embeds_dtype(self.precision)
+        self._rounding: dict[str, RoundingError] = {}  # of the rows that are to be written
         self._encoder = base.load_text_encoder(self.config, self.device)
+
+    def column_dtypes(self) -> dict[str, str]:
+        if self.embeds_dtype not in SCALED_DTYPES:
+            return super().column_dtypes()
+        return {"embeds": self.embeds_dtype, SCALE: "float32", "pooled": self.precision}
 
     def member_bytes(self, unit: Unit) -> int:
         geometry = self.plan.texts[unit.members[0]]["image_geometry"]
@@ -76,13 +86,19 @@ class TextWorker(UnitWorker):
 
     def _rows(self, names: list[str], results: Callable[[], list[TextResult]]) -> Iterator[ShardRow]:
         for name, result in zip(names, results(), strict=True):
-            tensors = {"embeds": model_loading.to_array(result.embeds)}
+            tensors = {"embeds": result.embeds}
+            if self.embeds_dtype in SCALED_DTYPES:
+                dtype = getattr(torch, self.embeds_dtype)
+                tensors["embeds"], tensors[SCALE], self._rounding[name] = quantize_tokens(result.embeds, dtype)
             if result.pooled is not None:
-                tensors["pooled"] = model_loading.to_array(result.pooled)
+                tensors["pooled"] = result.pooled
             info = {"tokens": result.tokens, "kept": result.kept}
             if result.clip_tokens is not None:
                 info["clip_tokens"] = result.clip_tokens
-            yield ShardRow(name, tensors, info)
+            yield ShardRow(name, {key: model_loading.to_array(tensor) for key, tensor in tensors.items()}, info)
+
+    def rounding(self, row: ShardRow) -> RoundingError:
+        return self._rounding.pop(row.id, RoundingError())
 
     def remarks(self, row: ShardRow) -> Iterator[str]:
         if row.info.get("clip_tokens", 0) > CLIP_MAX_TOKENS:

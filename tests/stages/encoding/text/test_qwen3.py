@@ -13,6 +13,7 @@ from stages.encoding.text.qwen3 import Encoder
 
 TEMPLATES = {name: FAMILIES[name].templates["t2i"] for name in ("z-image", "flux2-klein")}
 MODELS = {"z-image": (ZImagePipeline, Qwen3Model), "flux2-klein": (Flux2KleinPipeline, Qwen3ForCausalLM)}
+REAL = Text(positions="real")
 CAPTIONS = [
     "",
     "A Small Grey Cat looks at the camera with green eyes.",
@@ -34,8 +35,9 @@ def folder(tiny, family):
 
 
 def encoder_of(folder, family, dtype=torch.float32, length=512, options=None):
-    template = TEMPLATES[family]
-    return Encoder(str(folder), None, template, length, dtype, torch.device("cpu"), options or Text())
+    options = options or Text()
+    template = options.stored_template(TEMPLATES[family])
+    return Encoder(str(folder), None, template, length, dtype, torch.device("cpu"), options)
 
 
 def pipe_of(folder, family, dtype=torch.float32):
@@ -99,6 +101,18 @@ def test_padding_is_stored_to_the_length_and_differs_by_text_and_place(tiny, rec
     assert largest <= 1e-5
     with pytest.raises(OptionError, match="flash_attention_2 computes nothing of padding"):
         encoder_of(folder, "flux2-klein", options=Text(attention="flash_attention_2"))
+
+
+@pytest.mark.slow
+def test_without_padding_the_real_tokens_are_the_pipelines(tiny):
+    """`text.positions: real`, in one batch."""
+    folder, pipe = tiny("flux2-klein"), pipe_of(tiny("flux2-klein"), "flux2-klein")
+    for result, caption in zip(
+        encoded(encoder_of(folder, "flux2-klein", options=REAL), CAPTIONS), CAPTIONS, strict=True
+    ):
+        wanted = reference(pipe, caption)
+        assert len(result.embeds) == result.kept == min(result.tokens, 512)
+        assert (result.embeds - wanted[: result.kept]).abs().max() <= 1e-5 * wanted.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
