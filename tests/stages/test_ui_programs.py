@@ -133,6 +133,27 @@ def test_a_restart_waits_for_the_end(page: Callable[..., ChildPrograms]) -> None
     until(lambda: not programs.is_restarting("decode"), "the restart")
 
 
+def test_a_start_of_another_page_is_not_lost(
+    page: Callable[..., ChildPrograms], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, other = page(), page()
+    first = programs.start("decode")
+    os.killpg(first.process, signal.SIGKILL)
+    until(lambda: not first.is_running, "its end")
+    started = []
+
+    def read_late(folder: Path) -> list:
+        """While this page finds out how the first ended, the other one starts it again."""
+        if not started:
+            started.append(None)
+            started[0] = other.start("decode")
+        return []
+
+    monkeypatch.setattr("stages.pages.ui.child_programs.read_notes", read_late)
+    assert programs.last_start("decode").exit_code == -signal.SIGKILL
+    assert page().last_start("decode") == started[0]
+
+
 @pytest.mark.parametrize(
     ("code", "state", "words"), [(0, "done", "finished"), (3, "failed", "work remains"), (2, "failed", "failed")]
 )

@@ -84,6 +84,7 @@ class ChildPrograms:
         self._children: dict[str, subprocess.Popen] = {}
         self._restarting: set[str] = set()
         self._lock = threading.RLock()
+        self._holds_file = False  # the thread that has the lock has that of the folder, too
 
     def start(self, name: str) -> Start:
         """Start a job. Refused where it, or one that it conflicts with, is at work."""
@@ -122,12 +123,13 @@ class ChildPrograms:
 
     def stop(self, name: str) -> None:
         """Send SIGTERM, after which each program ends in its own way, and keeps what is done."""
-        last = self._require_running(name)
-        if last.stop_asked is not None:
-            step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
-            raise Refused(f"{name} was told to stop already", step)
-        self._signal(last, signal.SIGTERM)
-        self._write(last.model_copy(update={"stop_asked": time.time()}))
+        with self._locked():
+            last = self._require_running(name)
+            if last.stop_asked is not None:
+                step = "wait until it has kept what is done, or kill it: then it keeps what was kept before"
+                raise Refused(f"{name} was told to stop already", step)
+            self._signal(last, signal.SIGTERM)
+            self._write(last.model_copy(update={"stop_asked": time.time()}))
 
     def kill(self, name: str) -> None:
         """Kill one that was told to stop and does not."""
@@ -190,8 +192,9 @@ class ChildPrograms:
         if code is None:
             return start
         ended = start.model_copy(update={"exit_code": code, "updated": when})
-        with self._lock, suppress(OSError):
-            self._write(ended)
+        with suppress(LatentpressError), self._locked():
+            if read_record(Start, self._path(start.program)) == start:  # it was not started again meanwhile
+                self._write(ended)
         return ended
 
     def notes(self, name: str) -> list[ProcessRecord]:
@@ -218,8 +221,15 @@ class ChildPrograms:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """While the body runs, nobody else starts anything in this folder."""
-        with explained(str(self._folder)):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with self._lock, (self._folder / "lock").open("wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with self._lock, explained(str(self._folder)):
+            if self._holds_file:
                 yield
+                return
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / "lock").open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._holds_file = True
+                try:
+                    yield
+                finally:
+                    self._holds_file = False
