@@ -116,6 +116,7 @@ def test_what_the_configuration_needs_and_this_machine_lacks(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_device_and_a_store_that_are_not_there(project: Callable[..., Project], monkeypatch) -> None:
     """By real probes; the message has no secrets."""
     monkeypatch.setattr(doctor, "is_installed", lambda module: module == "torch" or libraries.is_installed(module))

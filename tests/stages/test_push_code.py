@@ -27,11 +27,7 @@ CASES = [
     # How weights are loaded depends on the adapter alone, what the pipeline is given on the task alone.
     *((T2I, adapter) if adapter in (LORA, LOKR) else long(T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(("sana", adapter) if adapter == FULL else long("sana", adapter) for adapter in (LORA, DORA, LOKR, FULL)),
-    *(
-        (kind, LORA) if kind == "kandinsky5-video-i2v" else long(kind, LORA)
-        for kind in ("kandinsky5-image-i2i", *SIZES)
-    ),
-    *(long(kind, adapter) for kind in ("kandinsky5-image-i2i", *SIZES) for adapter in (LOKR, FULL)),
+    *(long(kind, adapter) for kind in ("kandinsky5-image-i2i", *SIZES) for adapter in (LORA, LOKR, FULL)),
 ]
 
 

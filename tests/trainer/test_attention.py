@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schemas.cli.console import Console
 from schemas.errors import OK
+from tests.forms import long
 from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
 from trainer.attention import find_problem
@@ -32,17 +33,21 @@ class KernelCount(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_a_backend_trains_as_torchs_own_choice_does(ready) -> None:
+@pytest.mark.parametrize("also_compiled", [False, long(True)])
+def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> None:
     """Batches of two with padded texts, whose attention stays as it is; computed again, or compiled, too."""
     found, kernels = {}, {}
     torch.compiler.reset()
-    for name, options in {
+    ways = {
         "native": {},
         "_native_flash": {},
         "_native_math": {},
         "math, kept": {"attention_backend": "_native_math", "gradient_checkpointing": False},
-        "math, compiled": {"attention_backend": "_native_math", "compile": "blocks", "compile_backend": "eager"},
-    }.items():
+    }
+    if also_compiled:
+        compiled = {"attention_backend": "_native_math", "compile": "blocks", "compile_backend": "eager"}
+        ways["math, compiled"] = compiled
+    for name, options in ways.items():
         options = {"attention_backend": name, **options}
         config = ready("t2i", name=name, batch_size=2, adapter={"rank": 2}, **options)
         run = prepared(config)

@@ -21,6 +21,7 @@ from schemas.config.encoding import Model
 from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index, preview, status
+from tests.forms import long
 
 COMMIT = "1234567890abcdef1234567890abcdef12345678"
 FLAVOURS = [(family.name, flavour.name) for family in FAMILIES.values() for flavour in family.flavours.values()]
@@ -101,7 +102,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offline", "revision"), [(False, None), (True, COMMIT)], ids=["main", "offline, a commit"])
+@pytest.mark.parametrize(
+    ("offline", "revision"), [(False, None), long(True, COMMIT)], ids=["main", "offline, a commit"]
+)
 def test_no_program_before_encoding_asks_the_network(
     home: Path, tmp_path: Path, connections: list[str], monkeypatch, offline: bool, revision: str | None
 ) -> None:

@@ -118,10 +118,10 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         long("t2v", True, 0),
         ("i2v", True, 2),
         ("sana", True, 2),
-        ("nabla", False, 1),
+        long("nabla", False, 1),
         ("z-image", True, 1),
         ("qwen-image", True, 2),
-        ("wan", True, 1),
+        long("wan", True, 1),
         ("wan-i2v", False, 2),
     ],
 )

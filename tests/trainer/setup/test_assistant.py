@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
+from tests.forms import long
 from tests.trainer.pipelines import trained
 from tests.trainer.runs import LOADS, lines, moved, plain_batch, prepared, result, train
 from trainer.adapters.files import load_layers, merge_component
@@ -66,7 +67,7 @@ def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assis
     [
         {"offload": {"blocks": True}},
         {"gradient_checkpointing": False, "offload": {"activations": True}},
-        {"compile": "blocks", "compile_backend": "eager"},
+        long({"compile": "blocks", "compile_backend": "eager"}),
         {"adapter": {"type": "full"}},
     ],
 )
