@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (arguments.prompt is None) != (arguments.out is None):
         parser.error("--prompt and --out go together")
     try:
-        configs = [load_config(path, arguments.set) for path in arguments.configs]
+        configs = [run for path in arguments.configs for run in load_config(path, arguments.set).expert_runs]
     except LatentpressError as error:
         sys.exit(f"error: {error}")
     for config in configs:
@@ -92,16 +92,15 @@ def base_pipeline(config: Config, **components: Any) -> Any:
 
 def load_trained(pipeline: Any, config: Config) -> None:
     """Load the trained weights into the pipeline."""
-    result = result_folder(config)
+    result, base = result_folder(config), getattr(pipeline, config.part)
     if config.train.adapter.type == "full":
-        base = pipeline.transformer
         trained = type(base).from_pretrained(result, use_safetensors=True, dtype=base.dtype)
-        pipeline.register_modules(transformer=trained)
+        pipeline.register_modules(**{config.part: trained})
     elif config.train.adapter.type == "lokr":  # load_lora_weights takes LoRA only
-        name = "pytorch_lora_weights.safetensors"
-        pipeline.transformer.load_lora_adapter(result, prefix="transformer", weight_name=name)
+        base.load_lora_adapter(result, prefix="transformer", weight_name="pytorch_lora_weights.safetensors")
     else:
-        pipeline.load_lora_weights(result)
+        second = {"load_into_transformer_2": True} if config.part == "transformer_2" else {}
+        pipeline.load_lora_weights(result, **second)
 
 
 def generate(config: Config, arguments: argparse.Namespace) -> None:
@@ -132,7 +131,7 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     duration = 1000 / config.clip_rate
     clip = {"save_all": True, "append_images": frames[1:], "duration": duration} if len(frames) > 1 else {}
     frames[0].save(arguments.out, **clip)
-    print(f"{arguments.out}: {pipeline_name(config)}, {config.train.run}")
+    print(f"{arguments.out}: {pipeline_name(config)}, {config.run_name}")
 
 
 @torch.no_grad()
@@ -140,11 +139,11 @@ def check_output_changes(config: Config) -> None:
     """Print the mean absolute change of the transformer's output by the trained weights; exit where there is none."""
     torch.manual_seed(0)
     pipeline = base_pipeline(config, **dict.fromkeys(config.model.family_spec.text_components))
-    inputs = example_inputs(pipeline.transformer)
-    before = pipeline.transformer(**inputs, return_dict=True).sample[0]  # of the batch's only sample
+    inputs = example_inputs(getattr(pipeline, config.part))
+    before = getattr(pipeline, config.part)(**inputs, return_dict=True).sample[0]  # of the batch's only sample
     load_trained(pipeline, config)
-    difference = (pipeline.transformer(**inputs, return_dict=True).sample[0] - before).abs().mean().item()
-    folder = Path(config.output).parent.name
+    difference = (getattr(pipeline, config.part)(**inputs, return_dict=True).sample[0] - before).abs().mean().item()
+    folder = Path(config.output).parent.name + (f", {config.train.experts}" if config.train.experts else "")
     print(f"  {folder}: loaded in {pipeline_name(config)}; mean |change of the output| = {difference:.4f}")
     if not difference > 0:
         sys.exit(f"{folder}: the trained weights do not change the output")

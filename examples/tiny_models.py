@@ -240,8 +240,9 @@ def build(
 
     for component, part in spec.components.items():
         if selected(component):
-            overrides = spec.transformer if component == "transformer" else None
-            model = make_model(part, size, seed=seed, dtype=dtype, device=device, overrides=overrides)
+            overrides = spec.transformer if component.startswith("transformer") else None
+            numbers = seed + (component == "transformer_2")  # other weights than the first one's
+            model = make_model(part, size, seed=numbers, dtype=dtype, device=device, overrides=overrides)
             model.save_pretrained(out / component)
             del model  # the next true-size model may need its memory
     _write_tokenizers(spec, out, size, selected)

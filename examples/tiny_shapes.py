@@ -185,8 +185,8 @@ CLASSES = {
 @dataclass(frozen=True)
 class CheckpointKind:
     """One checkpoint. pipeline: class in diffusers, None for a single model. components: sub-folder -> row of SHAPES.
-    transformer, scheduler: further configuration of the two. scheduler_class: class in diffusers. index: further
-    entries of model_index.json."""
+    transformer, scheduler: further configuration of the two; the former of each transformer. scheduler_class: class in
+    diffusers. index: further entries of model_index.json."""
 
     pipeline: str | None
     components: dict[str, str]
@@ -213,6 +213,7 @@ _WAN = {"transformer": "wan", "vae": "wan_vae", "text_encoder": "umt5"}
 _WAN_5B = {"transformer": "wan_5b", "vae": "wan_5b_vae", "text_encoder": "umt5"}
 _UNIPC = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 _ONE_EXPERT = {"transformer_2": [None, None], "boundary_ratio": None}
+_WAN_A14B = _WAN | {"transformer_2": "wan"}
 _K5_IMAGE, _K5_VIDEO = (FAMILIES[f"kandinsky5-{media}"].pipelines for media in ("image", "video"))
 KINDS = {
     "kandinsky5-image-t2i": CheckpointKind(_K5_IMAGE["t2i"], _IMAGE, {"visual_cond": False}, {"shift": 3.0}),
@@ -248,6 +249,18 @@ KINDS = {
             _ONE_EXPERT | {"expand_timesteps": True},
         )
         for task in ("t2v", "i2v")
+    },
+    **{
+        f"wan2.2-a14b-{flavour.task}": CheckpointKind(
+            FAMILIES["wan2.2-a14b"].pipelines[flavour.task],
+            _WAN_A14B,
+            FAMILIES["wan2.2-a14b"].transformer_config[flavour.task],
+            _UNIPC,
+            "UniPCMultistepScheduler",
+            {"boundary_ratio": flavour.experts["high"].lowest}
+            | ({"image_encoder": [None, None], "image_processor": [None, None]} if flavour.task == "i2v" else {}),
+        )
+        for flavour in FAMILIES["wan2.2-a14b"].flavours.values()
     },
     "flux2-klein": CheckpointKind(
         FAMILIES["flux2-klein"].pipelines["t2i"],

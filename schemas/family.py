@@ -124,11 +124,13 @@ class Condition:
 
     kind: "source", a source image of each sample; "first-frame", the first `frames` (pixel frames) of the clip.
     posterior: what its pipeline takes of the autoencoder's distribution; None: what `latents.posterior` says.
+    padded: zeros, the middle of -1..1, follow these frames, so that they are encoded as a clip of the same length.
     """
 
     kind: Literal["source", "first-frame"]
     frames: int = 1
     posterior: Literal["mode"] | None = None
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,24 @@ class ScaleWindow:
 
 
 @dataclass(frozen=True)
+class Expert:
+    """One of a checkpoint's transformers, which each predict a range of noise levels, from `lowest` to below `highest`
+    (1: to the end). part: its sub-folder. guidance: default scale of its steps."""
+
+    part: str
+    lowest: float
+    highest: float
+    guidance: float
+
+    def holds(self, sigma: float) -> bool:
+        return self.lowest <= sigma < self.highest or sigma == self.highest == 1
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return self.lowest, self.highest
+
+
+@dataclass(frozen=True)
 class Flavour:
     """One published checkpoint.
 
@@ -213,6 +233,7 @@ class Flavour:
     training. sparse: it uses the family's sparse attention. in_window: it was trained inside the family's scale window.
     shape, encoder_shape: of its transformer's and its text encoder's config, what differs from the family's.
     distilled_from: the flavour to train in its place, where it was distilled to few steps, which training would undo.
+    experts: its transformers where it has several, "high" and "low", in the order in which denoising needs them.
     """
 
     name: str
@@ -225,6 +246,7 @@ class Flavour:
     shape: Mapping[str, Any] = field(default_factory=dict)
     encoder_shape: Mapping[str, Any] = field(default_factory=dict)
     distilled_from: str | None = None
+    experts: Mapping[str, Expert] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -232,27 +254,26 @@ class Family:
     """A model family.
 
     text_encoder, autoencoder, transformer: modules in stages/encoding/text/, stages/encoding/vae/, trainer/families/.
-    components: the checkpoint's sub-folders of transformers; several are the trainer's `Experts`. text_components,
-    latent_components: those that determine embeddings and latents. model_classes: sub-folder -> the model that its
-    config names, to refuse another family's checkpoint. side_multiple: both sides of a bucket are multiples of it
-    (pixels). resolution: edge of the square that is a bucket's default area (pixels). frames: of a validation clip by
-    default. frame_rate: of clips by default (frames per second). image_token: side of the pixels that one token of an
-    image in a prompt covers, for estimates. transformer_config: task -> values in the transformer's config that tell
-    tasks apart. autoencoder_config: likewise; of a list, its length. text_width: channels of a stored text token.
-    text_widths: tensor of a text -> its width's key in the transformer's config. pipelines: task -> diffusers class.
-    conditions: task -> its condition, if it has one. posterior: the autoencoder gives a distribution. latent_settings:
-    what else determines latents; checked when the autoencoder is loaded. latent_precision (None: the model's),
-    text_attention: defaults of the configuration. preview_autoencoder: diffusers' class of tiny autoencoders for these
-    latents, if it has one. layers: keys of the transformer's config, whose sum is the number of blocks that
-    compute visual tokens. convolves: these blocks convolve over the grid of tokens. frame_chunks: the autoencoder's
-    convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side of the tiles of
-    `latents.tiling`, and the distance between their beginnings (pixels). own_sizes: what keeps its pipelines from
-    taking a size of their own near that which is asked for: their attribute `resolutions`, or the argument
-    `use_resolution_binning`. guidance_argument: theirs of classifier-free guidance. pipeline_packages: those that they
-    need beside diffusers' and transformers' own. shapes: sub-folder -> its published config, of which only the keys
-    that differ from the defaults of its class, for predictions without a download. one_checkpoint: a checkpoint is for
-    all tasks, and its model_index.json names the pipeline of any. comfyui_names: of modules there. shift_by_tokens:
-    visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
+    text_components, latent_components: the checkpoint's sub-folders that determine embeddings and latents.
+    model_classes: sub-folder -> the model that its config names, to refuse another family's checkpoint. side_multiple:
+    both sides of a bucket are multiples of it (pixels). resolution: edge of the square that is a bucket's default area
+    (pixels). frames: of a validation clip by default. frame_rate: of clips by default (frames per second). image_token:
+    side of the pixels that one token of an image in a prompt covers, for estimates. transformer_config: task -> values
+    in the transformer's config that tell tasks apart. autoencoder_config: likewise; of a list, its length. text_width:
+    channels of a stored text token. text_widths: tensor of a text -> its width's key in the transformer's config.
+    pipelines: task -> diffusers class. conditions: task -> its condition, if it has one. posterior: the autoencoder
+    gives a distribution. latent_settings: what else determines latents; checked when the autoencoder is loaded.
+    latent_precision (None: the model's), text_attention: defaults of the configuration. preview_autoencoder: diffusers'
+    class of tiny autoencoders for these latents, if it has one. layers: keys of the transformer's config, whose sum is
+    the number of blocks that compute visual tokens. convolves: these blocks convolve over the grid of tokens.
+    frame_chunks: the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side
+    of the tiles of `latents.tiling`, and the distance between their beginnings (pixels). own_sizes: what keeps its
+    pipelines from taking a size of their own near that which is asked for: their attribute `resolutions`, or the
+    argument `use_resolution_binning`. guidance_argument: theirs of classifier-free guidance. pipeline_packages: those
+    that they need beside diffusers' and transformers' own. shapes: sub-folder -> its published config, of which only
+    the keys that differ from the defaults of its class, for predictions without a download. one_checkpoint: a
+    checkpoint is for all tasks, and its model_index.json names the pipeline of any. comfyui_names: of modules there.
+    shift_by_tokens: visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -278,7 +299,6 @@ class Family:
     steps: int
     templates: dict[Task, Template]
     conditions: dict[Task, Condition] = field(default_factory=dict)
-    components: tuple[str, ...] = ("transformer",)
     latent_components: tuple[str, ...] = ("vae",)
     negative_prompt: str = ""
     posterior: bool = True
@@ -319,7 +339,15 @@ class Family:
         counts = [count for key in self.layers if isinstance(count := transformer_config.get(key), int)]
         return sum(counts) if len(counts) == len(self.layers) else None
 
-    def condition_frames(self, task: Task) -> int:
-        """Latent frames of the task's condition; 0 where it has none."""
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The checkpoint's sub-folders of transformers."""
+        experts = self.flavours[self.default_flavour].experts.values()
+        return tuple(expert.part for expert in experts) or ("transformer",)
+
+    def condition_frames(self, task: Task) -> int | None:
+        """Latent frames of the task's condition; 0 where it has none, None where it has as many as the clip."""
         condition = self.conditions.get(task)
+        if condition is not None and condition.padded:
+            return None
         return 0 if condition is None else 1 + (condition.frames - 1) // self.temporal_stride

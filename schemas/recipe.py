@@ -165,7 +165,7 @@ def latents_settings(config: Config) -> Settings:
     # Left out at their defaults, to keep the fingerprints of older caches.
     if family.normalization != Normalization():
         settings["normalisation"] = asdict(family.normalization)
-    if model.condition is not None and model.condition.frames != 1:
+    if model.condition is not None and (model.condition.frames != 1 or model.condition.padded):
         settings["condition_frames"] = family.condition_frames(model.task)
     if model.condition is not None and model.condition.posterior is not None:
         settings["condition_posterior"] = model.condition.posterior

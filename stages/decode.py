@@ -21,6 +21,7 @@ from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics,
 from cache.runs.validations import is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
@@ -36,6 +37,7 @@ from stages.pages import training_samples
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
 
 
+@for_each_expert()
 def run(
     config: Config,
     options: Options,

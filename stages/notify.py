@@ -14,6 +14,7 @@ import typer
 
 from cache.runs.training_run import read_progress
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
@@ -25,6 +26,7 @@ from stages.follow.senders import TOLD_S, Senders
 from stages.follow.watchers import WATCH_S, Watch
 
 
+@for_each_expert()
 def run(
     config: Config,
     options: Options,
@@ -35,7 +37,7 @@ def run(
     refuse_partition(options, "notify")
     folder, hooks = config.run_folder, config.notify.webhooks
     report = Report(program="notify", dry_run=options.dry_run, what="events")
-    report.details["run"] = config.train.run
+    report.details["run"] = config.run_name
     if not hooks:
         report.details["webhooks"] = "notify.webhooks has none"
         return report

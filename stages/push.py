@@ -15,6 +15,7 @@ from cache.runs.training_run import RESULT_NOTE, read_result_step
 from cache.store.files import replacing
 from cache.store.json_checks import parse_json, printable
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
@@ -36,6 +37,7 @@ def parse_repo(text: str) -> str:
     return text
 
 
+@for_each_expert()
 def run(
     config: Config,
     options: Options,
@@ -51,6 +53,7 @@ def run(
     repo = repo or config.hub.repo
     if repo is None:
         raise NoRepository("no repository is named", "Set hub.repo to user/name, or give --repo user/name.")
+    repo += f"-{config.train.experts}" if config.train.experts else ""  # of two runs none replaces the other's
     trained = _read_trained(config, folder)
     import PIL  # noqa: F401  # so that its absence is told at once
 
@@ -72,7 +75,7 @@ def run(
         return report
     size = sum(map(count_bytes, files.values())) / 2**20
     with console.activity(f"uploading {len(files)} files, {size:.1f} MiB, to {repo}"):
-        url, commit = upload(config.hub, repo, files, f"Step {step} of {trained.train.run}")
+        url, commit = upload(config.hub, repo, files, f"Step {step} of {trained.run_name}")
     with replacing(folder / PUSHED_FILE) as temporary:
         temporary.write_text(json.dumps({"repo": repo, "url": url, "commit": commit, "digest": digest}))
     report.done = len(files)
@@ -87,7 +90,7 @@ def _read_trained(config: Config, folder: Path) -> Config:
     try:
         return load_config(folder / "config.yaml")
     except ConfigError as error:
-        message = f"the configuration of run {config.train.run} is not one of this version: {error.message}"
+        message = f"the configuration of run {config.run_name} is not one of this version: {error.message}"
         raise HubError(message, "use the version that trained it") from error
 
 

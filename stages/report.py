@@ -59,7 +59,7 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "report")
-    by_folder = {_find_run(config, name)[0].resolve(): name for name in runs or [config.train.run]}
+    by_folder = {_find_run(config, name)[0].resolve(): name for name in runs or _own_names(config)}
     folders, names = [_find_run(config, name)[0] for name in by_folder.values()], list(by_folder.values())
     page = out or (folders[0] / PAGE if len(folders) == 1 else Path(config.output) / PAGE)
     check_folder(page.parent)
@@ -76,6 +76,12 @@ def run(
     if missing:
         report.details["missing"] = missing
     return report
+
+
+def _own_names(config: Config) -> list[str]:
+    """The configuration's run, or those of both experts that have begun."""
+    names = [run.run_name for run in config.expert_runs if run.run_folder.is_dir()]
+    return names or [config.run_name]
 
 
 def _label_runs(folders: Sequence[Path]) -> list[str]:
@@ -98,7 +104,7 @@ def _find_run(config: Config, name: str) -> tuple[Path, Config]:
     inside = Path(config.output) / name
     folder = inside if inside.is_dir() or "/" not in name else Path(name).absolute()
     if not folder.is_dir():
-        if name != config.train.run:
+        if name != config.run_name:
             have = sorted(path.parent.name for path in Path(config.output).glob("*/config.yaml"))
             raise UnknownRun(f"there is no run {name!r} in {config.output}", f"it has: {', '.join(have) or 'none'}")
         return folder, config
@@ -108,7 +114,7 @@ def _find_run(config: Config, name: str) -> tuple[Path, Config]:
     try:
         return folder, load_config(own_config)
     except ConfigError as error:
-        if folder.name == config.train.run:
+        if folder.name == config.run_name:
             return folder, config
         message = f"the configuration of run {name} is not one of this version: {error.message}"
         raise UnknownRun(message, "use the version that trained it") from error
@@ -125,7 +131,7 @@ def _write_page(
     labels = _label_runs([folder for folder, _ in runs])
     loaded = [read_run(label, *run, config) for label, run in zip(labels, runs, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
-    command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.train.run)
+    command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.run_name)
     with activity("gathering curves, samples and data"):
         content, pieces = make_page(loaded, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:

@@ -22,6 +22,7 @@ from cache.sets.trainset import SetNotFound
 from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.files import check_writable
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
@@ -42,6 +43,7 @@ STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
 
 
+@for_each_expert(in_order=True)
 def run(
     config: Config,
     options: Options,

@@ -22,6 +22,7 @@ from cache.runs.training_run import METRICS_FILE, read_description, read_last_me
 from cache.runs.validations import best_steps, find_picture, list_validations
 from cache.store.files import check_folder
 from schemas.cli.console import Console, Options, Progress, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
 from schemas.import_time import garbage_collection_paused
@@ -101,6 +102,7 @@ def read_sample(path: Path, most: int) -> np.ndarray:
 REMEDY = "delete it, and run `latentpress decode`, then `latentpress score`"  # for a picture that can't be read
 
 
+@for_each_expert()
 def run(
     config: Config,
     options: Options,

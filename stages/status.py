@@ -95,7 +95,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     report.remaining = sum(table is None for table in tables)
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
-    report.details |= {"stages": rows, "training": [read_progress(config).row()]}
+    report.details |= {"stages": rows, "training": [read_progress(run).row() for run in config.expert_runs]}
     note = read_record(ProcessRecord, config.run_folder / LOGS / "run.json")
     if note is not None and note.is_running:
         report.details["run_goes_on"] = True
@@ -212,7 +212,7 @@ def _describe_limit(
     folders = {stage.kind: f"{state.fingerprint}/" for stage, state in states}
     entries = [entry for kind, folder in folders.items() for entry in listed[kind] if entry.name.startswith(folder)]
     position = limited.read_position()
-    step = position.step if position is not None and position.run == config.train.run else 0
+    step = position.step if position is not None and position.run in {run.run_name for run in config.expert_runs} else 0
     running: list[str] = []
     if limited.control.is_dir():  # or nothing was ever at work, and nothing is written by looking
         with limited.locked():

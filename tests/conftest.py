@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from schemas.catalog import FAMILIES
+from schemas.catalog import FAMILIES, get_flavour
 from stages.engines import sandbox
 from tests.fork_server import ForkServer
 from tests.forms import long
@@ -216,6 +216,8 @@ def project(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[..., Projec
             "datasets": [dataset],
             "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
         }
+        if get_flavour(**SETTINGS[kind]).experts:
+            settings["train"] = {"experts": "high"} | settings.get("train", {})
         return Project(folder, json.loads(json.dumps(base | settings)))
 
     return make

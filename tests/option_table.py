@@ -141,6 +141,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     },
     "stages.decode.while_training": (MACHINE, "stages.decode.while_training=true"),
     "train.run": (RUN, "train.run=other"),
+    "train.experts": (REFUSED, "train.experts=high"),  # of a model with one transformer
     "train.set": (REFUSED, "train.set=0123456789abcdef"),
     "train.optimizer.name": (REFUSED, "train.optimizer.name=lion"),
     "train.optimizer.arguments": (RUN, "train.optimizer.arguments={foreach: false}"),
@@ -298,6 +299,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "validation.prompts.one.image": (PLAN, "validation.prompts.one.image=second.png"),
     "validation.prompts.one.size": (PLAN, "validation.prompts.one.size=64x64@5"),
     "validation.prompts.one.steps": (RUN, "validation.prompts.one.steps=3"),
+    "validation.guidance_low": (REFUSED, "validation.guidance_low=2"),
     "validation.prompts.one.guidance": (RUN, "validation.prompts.one.guidance=[1, 3]"),
     "validation.prompts.one.seed": (RUN, "validation.prompts.one.seed=[3, 4]"),
     "validation.prompts_file": (PLAN, "validation.prompts_file=prompts.yaml validation.placeholders={token: cat}"),

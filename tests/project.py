@@ -102,4 +102,6 @@ SETTINGS = {
     "wan2.1-t2v": {"family": "wan2.1", "flavour": "t2v-1.3b"},
     "wan2.2-5b-t2v": {"family": "wan2.2-5b", "flavour": "t2v-5b"},
     "wan2.2-5b-i2v": {"family": "wan2.2-5b", "flavour": "i2v-5b"},
+    "wan2.2-a14b-t2v": {"family": "wan2.2-a14b", "flavour": "t2v-a14b"},
+    "wan2.2-a14b-i2v": {"family": "wan2.2-a14b", "flavour": "i2v-a14b"},
 }

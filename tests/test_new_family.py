@@ -119,7 +119,8 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
         "model": {"family": "example", "path": str(checkpoint), "precision": "float32"},
         "latents": {"posterior": "mode"},
         "train": {
-            "steps": 6,
+            "experts": "both",
+            "steps": 3,
             "threads": 1,
             "device": "cpu",
             "gradient_checkpointing": False,
@@ -129,7 +130,7 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
         "validation": {
             "prompts": [{"name": "one", "prompt": "goes on", "image": str(given)}],
             "size": "64x64@5",
-            "every": 6,
+            "every": 3,
             "eval_samples": 1,
         },
     }
@@ -141,7 +142,8 @@ def test_a_family_of_its_own_files_and_rows_is_trained(
     assert "orientation" in planned and "scale_class" not in planned, "that is another family's note"
     check_latents(home.root)
     check_texts(home.root, checkpoint)
-    check_result(home.folder / "output" / "run")
+    for expert in ("high", "low"):
+        check_result(home.folder / "output" / f"run-{expert}")
 
 
 def check_latents(root: Path) -> None:
@@ -178,8 +180,7 @@ def check_result(folder: Path) -> None:
 
     [adapter] = (folder / "adapter").glob("*.safetensors")
     learned = {name: np.abs(value).max() for name, value in load_file(adapter).items() if "lora_B" in name}
-    assert {name.partition(".")[0] for name in learned} == {"transformer", "transformer_2"}
-    assert all(learned.values()), learned
+    assert all(learned.values()) and learned
     assert [path.name for path in (folder / "samples").glob("*/one.mp4")], "the prompt was denoised and decoded"
 
 

@@ -20,6 +20,7 @@ from cache.store.damage import DamageError, rebuild_advice
 from cache.supply.encoded_folder import EncodedFolder, EncodedShards, Position, ReadingOrder, check_room
 from cache.supply.local_cache import Ranks, supply_from_copies
 from schemas.cli.console import Console, Options, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.interruption import MaxTimeOption
 from schemas.cli.progress import activity, show_activities
 from schemas.config.encoding import CACHE_LIMIT
@@ -55,6 +56,7 @@ MIN_RATE_FACTOR = 0.1  # below, the learning rate looks like one, and not like a
 SPENT = "the shards that were there being used up"
 
 
+@for_each_expert(in_order=True)
 def run(
     config: Config,
     options: Options,
@@ -293,7 +295,7 @@ def follow_encoding(
     with folder.working("train") if main else nullcontext():
         # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
         behind = int(world > 1)
-        position = Position(set=data.id, run=config.train.run, order=order, step=step)
+        position = Position(set=data.id, run=config.run_name, order=order, step=step)
         supply = EncodedShards(folder, position, main, console.log, behind)
         supply.on_wait = lambda: stop.check_waiting(SPENT if limit.alternate else "")
         data.report = lambda program, member: console.warn(

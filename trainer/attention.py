@@ -17,7 +17,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from cache.models.weights import config_errors, read_component_config
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from trainer.families.base import FamilyModule, components
+from trainer.families.base import FamilyModule
 from trainer.run.run_state import RunError, train_precision
 
 NATIVE = "native"
@@ -47,12 +47,12 @@ def try_backend(config: Config, option: str, family: FamilyModule, device: torch
     name = chosen_backends(config)[option]
     if name == NATIVE:
         return
-    part = config.model.family_spec.components[0]
+    part = config.part
     shape = read_component_config(config.model.source, config.model.revision, part)
     with torch.device("meta"), config_errors(f"{config.model.source}/{part}/config.json"):
         model = family.untrained(shape)
     try:
-        head_size = family.dense_attention(next(iter(components(model).values())))[1]
+        head_size = family.dense_attention(model)[1]
     except ValueError as error:
         raise RunError(f"{option} {name}: {error}", f"Set {option} to {NATIVE}.") from error
     dtype = torch.float32 if train_precision(config) == "float32" else torch.bfloat16
@@ -114,9 +114,8 @@ def define_attention(query_BLHD: torch.Tensor, key_BLHD: torch.Tensor, value_BLH
 def use_backend(model: Any, family: FamilyModule, name: str) -> None:
     """Have the model's visual tokens attended to by a backend that `check_attention` has tried. ValueError where the
     model has no such attention."""
-    for expert in components(model).values():
-        for attention in family.dense_attention(expert)[0]:
-            attention.set_attention_backend(name)
+    for attention in family.dense_attention(model)[0]:
+        attention.set_attention_backend(name)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ ABSENT = {"mask": 1.0}
 class Batch:
     """Samples of one bucket, latents in model space (normalized).
 
-    latents_BCTHW: images have T = 1. condition_BCTHW: the first frames encoded alone (i2v), or the source image (i2i).
+    latents_BCTHW: images have T = 1. condition_BCTHW: the first frames, encoded alone or
+    with zeros behind them (i2v), or the source image (i2i).
     From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
     (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>", of which SCALE (B, L) is

@@ -13,7 +13,9 @@ import typer
 
 from cache.models.weights import MODEL_INDEX, fetch_components, local_folder
 from cache.store.files import StoreError, find_shortage, remove_abandoned_folders, replacing_folder
+from cache.store.json_checks import printable
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
+from schemas.cli.expert_runs import for_each_expert
 from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
@@ -40,6 +42,7 @@ def parse_format(text: str) -> str:
     return text
 
 
+@for_each_expert()
 def run(
     config: Config,
     options: Options,
@@ -77,6 +80,12 @@ def run(
     check_family(adapter, config.model.family)
     if (flavour := adapter.notes.get("flavour", "")) not in ("", config.model.flavour_spec.name):
         console.warn(f"{adapter.path} was trained on flavour {flavour}, not on {config.model.flavour_spec.name}")
+    if (expert := adapter.notes.get("expert")) not in (None, config.train.experts):
+        raise AdapterError(
+            f"{adapter.path} was trained for the expert {printable(expert)}, and train.experts is "
+            f"{config.train.experts}",
+            f"Add --set train.experts={expert}, or name another file.",
+        )
     report = Report("export-adapter", dry_run=options.dry_run, what="modules", details=describe(adapter, scale))
     if merge:
         assert to is not None
@@ -147,28 +156,31 @@ def check_format(adapter: AdapterFile, form: FileFormat) -> None:
         )
 
 
-def fit_to_model(adapter: AdapterFile, folder: Path, parts: list[str]) -> AdapterFile:
-    """The adapter with the model's module paths. AdapterError where it is for another model. parts: the components
-    that it may be for."""
+def fit_to_model(adapter: AdapterFile, folder: Path, part: str) -> AdapterFile:
+    """The adapter with the model's module paths. AdapterError where it is for another model. part: the sub-folder of
+    the transformer that it is for."""
     from trainer.adapters.files import read_weight_shapes
 
-    shapes = {name: shape for part in parts for name, shape in read_weight_shapes(folder, part).items()}
+    named = {name.partition(".")[2]: shape for name, shape in read_weight_shapes(folder, part).items()}
+    shapes = {f"transformer.{name}": shape for name, shape in named.items()}
     adapter = resolve_names(adapter, shapes, str(folder))
     check_fits(adapter, shapes, str(folder))
     return adapter
 
 
-def find_parts(config: Config, adapter: AdapterFile) -> list[str]:
-    """The components that the adapter may be for; LyCORIS' names don't tell. AdapterError where the model lacks one."""
-    known = list(config.model.family_spec.components)
-    if adapter.format == "lycoris":
-        return known
+def check_parts(config: Config, adapter: AdapterFile) -> None:
+    """AdapterError where the file has other transformers than one by the name that diffusers' loader looks for."""
+    known = config.model.family_spec.components
     if lacking := [part for part in adapter.components if part not in known]:
         raise AdapterError(
             f"{adapter.path} adapts {' and '.join(lacking)}; {config.model.family} has {' and '.join(known)}",
             "It was made for another model: set model.family to that, or name another file.",
         )
-    return adapter.components
+    if others := [part for part in adapter.components if part != "transformer"]:
+        raise AdapterError(
+            f"{adapter.path} has keys of {' and '.join(others)}, of which diffusers' pipelines load nothing",
+            'Write them into a file of their own, with keys that begin with "transformer.": each expert has one.',
+        )
 
 
 def check_outside_models(config: Config, path: Path) -> None:
@@ -200,13 +212,14 @@ def convert_adapter(
     from trainer.run.output_folder import explain_failures
 
     check_format(adapter, form)
-    parts, names = find_parts(config, adapter), config.model.family_spec.comfyui_names
-    if (folder := local_folder(config.model.source)) is not None and all((folder / part).is_dir() for part in parts):
-        adapter = fit_to_model(adapter, folder, parts)
+    check_parts(config, adapter)
+    part, names = config.part, config.model.family_spec.comfyui_names
+    if (folder := local_folder(config.model.source)) is not None and (folder / part).is_dir():
+        adapter = fit_to_model(adapter, folder, part)
     elif adapter.format == "lycoris":
         raise ExportError(
             f"{adapter.path} has module paths with underscores; {config.model.source}, which tells the modules, has no "
-            f"{' and '.join(parts)} on this machine",
+            f"{part} on this machine",
             "Set model.path to the checkpoint's folder, or name diffusers' or ComfyUI's file of the same adapter.",
         )
     else:
@@ -237,7 +250,8 @@ def merge_adapter(
     from trainer.adapters.files import copy_rest, list_parts, load_layers, merge_component, weight_files
     from trainer.run.output_folder import explain_failures
 
-    model, parts = config.model, find_parts(config, adapter)
+    check_parts(config, adapter)
+    model, part = config.model, config.part
     if to.is_symlink() or not to.name:
         what = "a link" if to.name else "the working directory"
         raise ExportError(f"{to} is {what}, which no folder can replace", "Name a new folder: --to FOLDER")
@@ -248,12 +262,12 @@ def merge_adapter(
     if report.dry_run and local_folder(model.source) is None:
         console.warn(f"{model.source} is not on this machine: whether the adapter fits is seen when it is merged")
         return [to]
-    folder = fetch_components(model.source, model.revision, parts)
+    folder = fetch_components(model.source, model.revision, [part])
     if whole:
         folder = fetch_components(model.source, model.revision, list_parts(folder))
-    adapter = fit_to_model(adapter, folder, parts)
-    layers, parts = load_layers(adapter, scale), adapter.components
-    files = [path for part in parts for path in weight_files(folder / part)]
+    adapter = fit_to_model(adapter, folder, part)
+    layers = {name.removeprefix("transformer."): layer for name, layer in load_layers(adapter, scale).items()}
+    files = weight_files(folder / part)
     if not report.dry_run:
         remove_abandoned_folders(to.parent)
     needed = sum(path.stat().st_size for path in (folder.rglob("*") if whole else files))
@@ -262,13 +276,9 @@ def merge_adapter(
     if report.dry_run:
         return [to]
     with explain_failures(to), replacing_folder(to) as out, console.progress(len(files), "merge", "files") as progress:
-        for part in parts:
-            loras = {
-                name.removeprefix(f"{part}."): lora for name, lora in layers.items() if name.startswith(f"{part}.")
-            }
-            merge_component(folder / part, out / part if whole or len(parts) > 1 else out, loras, progress.advance)
+        merge_component(folder / part, out / part if whole else out, layers, progress.advance)
         if whole:
-            copy_rest(folder, out, parts)
+            copy_rest(folder, out, [part])
     return [to]
 
 

@@ -14,6 +14,7 @@ section 3.1.
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from schemas.randomness import permute
 SMALLEST_SIGMA = 1e-3  # of diffusers' 1000 timesteps, where sigma_sqrt is largest
 BELL_END = math.exp(-0.5)  # exp(-2 (sigma - 1/2)^2) at sigma 0 and 1
 BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - BELL_END
+ALL_SIGMAS = (0.0, 1.0)
+BISECTIONS = 50
+LEAST_SHARE = 1e-6  # of a distribution, in an expert's range
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -203,11 +207,47 @@ TIMESTEP_SAMPLING: dict[str, Callable[[torch.Tensor, Timesteps], torch.Tensor]] 
 }
 
 
-def sample_sigma(uniform_B: torch.Tensor, settings: Timesteps, shift: float) -> torch.Tensor:
+def sample_sigma(
+    uniform_B: torch.Tensor, settings: Timesteps, shift: float, within: tuple[float, float] = ALL_SIGMAS
+) -> torch.Tensor:
     """Uniform draws (B,) -> sigma (B,) in 0..1. A shift above 1 moves the distribution towards noise; a list is not
-    shifted."""
+    shifted. within: the distribution under the condition that sigma is at least the first and less than the second,
+    where that is not 1; of a list its values there."""
+    if within != ALL_SIGMAS:
+        lowest, highest = within
+        if settings.sampling == "list":
+            kept = [value for value in settings.values if lowest <= value < highest or value == highest == 1]
+            return listed(uniform_B, settings.model_copy(update={"values": tuple(kept)}))
+        first, last = draws_within(settings, shift, within)
+        sigma_B = sample_sigma(first + uniform_B.double() * (last - first), settings, shift).float()
+        end = highest if highest == 1 else float(np.nextafter(np.float32(highest), np.float32(0)))
+        return sigma_B.clamp(lowest, end)
     sigma_B = TIMESTEP_SAMPLING[settings.sampling](uniform_B, settings).clamp(0, 1)
     return sigma_B if settings.sampling == "list" else shift_sigma(sigma_B, shift)
+
+
+@lru_cache
+def draws_within(settings: Timesteps, shift: float, within: tuple[float, float]) -> tuple[float, float]:
+    """The two draws between which `sample_sigma` of all noise levels gives those within a range, found by bisection;
+    0 and 1 for a list."""
+    if settings.sampling == "list":
+        return 0.0, 1.0
+
+    def sigma_of(draw: float) -> float:
+        return float(sample_sigma(torch.tensor([draw], dtype=torch.float64), settings, shift))
+
+    rising = sigma_of(0.0) < sigma_of(1.0)
+
+    def draw_of(sigma: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if (sigma_of(middle) < sigma) == rising else (low, middle)
+        return high
+
+    ends = {0.0: 0.0 if rising else 1.0, 1.0: 1.0 if rising else 0.0}
+    first, last = (ends[sigma] if sigma in ends else draw_of(sigma) for sigma in within)
+    return first, last
 
 
 def spread_uniform(seed: int, step: int, positions: NDArray[np.int64], global_batch: int) -> torch.Tensor:

@@ -24,7 +24,6 @@ from schemas.identity import derive_seed
 from schemas.text_format import shown_path
 from trainer import flow, validation
 from trainer.data import MicroBatch, StepBatches
-from trainer.families.base import components
 from trainer.flow import sample_sigma
 from trainer.methods.base import MethodStep
 from trainer.run import checkpoint, metrics, run_state
@@ -34,6 +33,7 @@ from trainer.run.output_folder import explain_failures
 from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.sharded import gather
 from trainer.setup.ema import inference_weights, name_weights
+from trainer.setup.experts import other_expert
 from trainer.setup.export import export_weights
 from trainer.setup.optimizers import set_learning_rate
 from trainer.setup.prepare import TrainState, log_start, prepare_training, resume_run, unwrap_at_end
@@ -65,7 +65,8 @@ def train(
 def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, Any]:
     """Train a prepared run; returns details for the report."""
     stop = stop or StopRequest()
-    stop.finish_steps(run.accelerator, components(run.model).values(), run.watch.note)
+    stop.finish_steps(run.accelerator, run.model, run.watch.note)
+    run.stop = stop
     config = run.config
     with run.watch.sharing_errors():
         continued = resume_run(run)
@@ -210,7 +211,8 @@ def start_step(run: TrainState, number: int, micro_batch: MicroBatch) -> MethodS
     if not micro_batch.finite:
         run.loader.check_step(number)
     shift = run_state.train_shift(config, drawn.batch.bucket)
-    sigma_B = sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift)
+    trained = config.expert.range if config.expert else flow.ALL_SIGMAS
+    sigma_B = sample_sigma(micro_batch.uniform_B, config.train.timesteps, shift, trained)
     return MethodStep(
         number=number,
         steps=config.train.steps,
@@ -252,7 +254,8 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, weights: str) -> None:
     """`validate` with the weights that the model has; `weights` says which they are."""
     predict, reader = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.reader
-    settings, batch_size, device = run.config.validation, run.loader.schedule.batch_size, run.accelerator.device
+    settings = run.config.validation.model_copy(update={"eval_sigmas": run.config.eval_sigmas})
+    batch_size, device = run.loader.schedule.batch_size, run.accelerator.device
     folder = run.folder / "validation" / f"step-{done:06d}"
     if settings.eval_samples and settings.eval_sigmas:
         count = min(settings.eval_samples, len(reader.data.choose_eval_rows(settings.eval_samples)[0]))
@@ -268,7 +271,8 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
         with shows as shown, run.files.collected(folder) as target:
             write = partial(validation.write_validation_latents, run.model, run.family, config, prompts)
-            write(target if run.is_main or share[1] > 1 else None, device, share, predict.autocast, shown.advance)
+            target_folder = target if run.is_main or share[1] > 1 else None
+            write(target_folder, device, share, predict.autocast, shown.advance, partial(other_expert, run))
         run.log(f"step {done}: {len(samples)} validation latents in {shown_path(folder)}")
 
 
@@ -304,6 +308,8 @@ def export(
 ) -> dict[str, dict[str, str]]:
     """Write the adapter or model after `done` steps; see `export_weights`."""
     notes = {"set": run.loader.data.id, "steps": str(done), "flavour": run.config.model.flavour_spec.name}
+    if run.config.train.experts:
+        notes["expert"] = run.config.train.experts
     with inference_weights(run.trainable, run.optimizer, run.average) as notes["weights"]:
         return export_weights(run.model, run.family, run.config, folder, notes, formats)
 
@@ -311,7 +317,7 @@ def export(
 def save_result(run: TrainState, done: int) -> Path:
     """Write the result after `done` steps to `run_state.result_folder`, and record it last."""
     path = run_state.result_folder(run.config)
-    folder = path.parent if path.name == "transformer" else path
+    folder = path.parent if run.config.train.adapter.type == "full" else path
     with activity(f"writing {shown_path(path)}"):
         export(run, done, folder if run.is_main else None, run.config.train.adapter.formats)
     if run.is_main:

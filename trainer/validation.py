@@ -6,6 +6,8 @@ Nothing here uses a global random state, so validating more or less often does n
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +20,7 @@ from cache.sets.trainset import TrainSet, ValidationPrompt
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
-from schemas.config.validation import SizedPrompt, Validation, ValidationSample, validation_samples
+from schemas.config.validation import SizedPrompt, Validation, ValidationSample
 from schemas.devices import has_float64, to_device
 from schemas.family import Task
 from schemas.geometry import Bucket
@@ -97,8 +99,7 @@ def compute_eval_loss(
 
 def list_samples(config: Config, data: TrainSet) -> list[ValidationSample]:
     """The validation samples of the set's prompts, in order."""
-    planned = [SizedPrompt(entry["name"], entry["bucket"]) for entry in data.meta["validation"]]
-    return validation_samples(config.validation, config.model.family_spec, planned)
+    return config.validation_samples([SizedPrompt(entry["name"], entry["bucket"]) for entry in data.meta["validation"]])
 
 
 def divide_samples(samples: Sequence[ValidationSample], share: tuple[int, int]) -> list[tuple[ValidationSample, bool]]:
@@ -119,10 +120,13 @@ def write_validation_latents(
     share: tuple[int, int] = (0, 1),
     autocast: torch.dtype | None = None,
     advance: Callable[[], object] = lambda: None,
+    other_expert: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> int:
     """Denoise the validation samples of the set's prompts to `folder`/<name>.safetensors; returns how many there are.
     model: in eval mode. folder: None to write nothing, on ranks beside the first of a sharded model. share: see
-    `divide_samples`. advance: called after each denoising step.
+    `divide_samples`. advance: called after each denoising step. other_expert: a context with the expert that is not
+    trained, where the model has two. Each takes its steps of all samples before the next one does, so that it is loaded
+    once.
 
     Each file has a float32 tensor, `latent` (C, T, h, w) in model space, and JSON under the metadata key "latentpress".
     A sample has the same noise at every step of every run. Files appear whole. `latentpress decode` makes pictures of
@@ -135,21 +139,30 @@ def write_validation_latents(
     scheduler = load_scheduler(config.model.source, config.model.revision, config.validation.shift)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    for sample, counts in divide_samples(samples, share):
-        prompt = prompts[sample.planned]
-        batch, negative, noise_BCTHW = draw_inputs(config, prompt, sample, device)
-        precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
-        with precision, validation_backend(model, family, config), assistant_off(model):
-            latents = denoise(
-                model, family, task, batch, negative, noise_BCTHW, scheduler, sample.steps, sample.guidance, advance
-            )
-        if folder is not None and counts:
-            metadata = describe_sample(config, data, prompt, sample)
-            temp = folder / f".{sample.name}.{os.getpid()}.tmp"
-            write_tensors(
-                {"latent": latents[0].float().cpu().contiguous()}, temp, {"latentpress": json.dumps(metadata)}
-            )
-            temp.replace(folder / f"{sample.name}.safetensors")
+    started = dict[int, Denoising]()
+    for name, expert in config.experts.items() or ((None, None),):
+        trained, lowest = name == config.train.experts, expert.lowest if expert else 0.0
+        assert trained or other_expert is not None, "the other expert is needed, too"
+        with nullcontext(model) if trained or other_expert is None else other_expert() as current:
+            for number, (sample, counts) in enumerate(divide_samples(samples, share)):
+                prompt = prompts[sample.planned]
+                denoising = started.pop(number, None)
+                if denoising is None:
+                    inputs = draw_inputs(config, prompt, sample, device)
+                    denoising = Denoising(current, family, task, *inputs, deepcopy(scheduler), sample.steps)
+                scale = sample.guidance if sample.guidance_low is None or lowest else sample.guidance_low
+                precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
+                with precision, validation_backend(current, family, config), assistant_off(current):
+                    denoising.take_steps(current, scale, lowest, advance)
+                if lowest:
+                    started[number] = denoising
+                elif folder is not None and counts:
+                    metadata = describe_sample(config, data, prompt, sample)
+                    temp = folder / f".{sample.name}.{os.getpid()}.tmp"
+                    latent = denoising.finish()[0].float().cpu().contiguous()
+                    write_tensors({"latent": latent}, temp, {"latentpress": json.dumps(metadata)})
+                    temp.replace(folder / f"{sample.name}.safetensors")
+            del current  # so that the device has no more than one of them
     return len(samples)
 
 
@@ -191,6 +204,7 @@ def describe_sample(
         "seed": sample.seed,
         "steps": sample.steps,
         "guidance": sample.guidance,
+        **({} if sample.guidance_low is None else {"guidance_low": sample.guidance_low}),
     }
 
 
@@ -237,21 +251,57 @@ def denoise(
     model: in eval mode. batch, negative: their texts and conditions are used, their latents are not; the negative only
     above the family's UNGUIDED_SCALE. advance: called after each step.
     """
-    device = batch.text_BLD.device
-    plain = getattr(model, "module", model)
-    dtype, tokens = family.sampling_dtype(plain), family.token_grid(plain, batch).tokens
-    x = family.initial_latents(noise_BCTHW.to(device, dtype), batch, task)
-    given = family.clean_frames(task)
-    family.set_timesteps(scheduler, steps, tokens, device)
-    scheduler.set_begin_index(0)  # else it looks for the first timestep, and waits for the device
-    for t in scheduler.timesteps:
-        # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
-        sigma_B = ((t.double() if has_float64(device) else t) / 1000).expand(x.shape[0])
-        # Guided and stepped in the dtype in which the family's pipeline keeps latents.
-        velocity = family.predict(model, x, sigma_B, batch, task).to(dtype)
-        if guidance > family.UNGUIDED_SCALE and negative is not None:
-            velocity = family.guide(velocity, family.predict(model, x, sigma_B, negative, task).to(dtype), guidance)
-        stepped = scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
-        x = torch.cat([x[:, :, :given], stepped], 2)
-        advance()
-    return family.postprocess_latents(x, task)
+    denoising = Denoising(model, family, task, batch, negative, noise_BCTHW, scheduler, steps)
+    denoising.take_steps(model, guidance, advance=advance)
+    return denoising.finish()
+
+
+class Denoising:
+    """Latents on their way from noise, with the arguments of `denoise`. Several models may take steps of it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        family: FamilyModule,
+        task: Task,
+        batch: Batch,
+        negative: Batch | None,
+        noise_BCTHW: torch.Tensor,
+        scheduler: Any,
+        steps: int,
+    ) -> None:
+        device = batch.text_BLD.device
+        plain = getattr(model, "module", model)
+        self._family, self._task, self._batch, self._negative = family, task, batch, negative
+        self._scheduler, self._dtype, self._done = scheduler, family.sampling_dtype(plain), 0
+        self._x = family.initial_latents(noise_BCTHW.to(device, self._dtype), batch, task)
+        family.set_timesteps(scheduler, steps, family.token_grid(plain, batch).tokens, device)
+        scheduler.set_begin_index(0)  # else it looks for the first timestep, and waits for the device
+
+    @torch.no_grad()
+    def take_steps(
+        self,
+        model: torch.nn.Module,
+        guidance: float,
+        lowest: float = 0.0,
+        advance: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take the steps from noise levels of at least `lowest` that were not taken yet."""
+        family, task, dtype, given = self._family, self._task, self._dtype, self._family.clean_frames(self._task)
+        timesteps, x = self._scheduler.timesteps, self._x
+        last = int((timesteps >= 1000 * lowest).sum()) if lowest else len(timesteps)  # waits for the device
+        for t in timesteps[self._done : last]:
+            # In float64, so that 1000 sigma equals the scheduler's timestep exactly.
+            sigma_B = ((t.double() if has_float64(x.device) else t) / 1000).expand(x.shape[0])
+            # Guided and stepped in the dtype in which the family's pipeline keeps latents.
+            velocity = family.predict(model, x, sigma_B, self._batch, task).to(dtype)
+            if guidance > family.UNGUIDED_SCALE and self._negative is not None:
+                unguided = family.predict(model, x, sigma_B, self._negative, task).to(dtype)
+                velocity = family.guide(velocity, unguided, guidance)
+            stepped = self._scheduler.step(velocity[:, :, given:], t, x[:, :, given:], return_dict=False)[0]
+            x = torch.cat([x[:, :, :given], stepped], 2)
+            advance()
+        self._x, self._done = x, max(last, self._done)
+
+    def finish(self) -> torch.Tensor:
+        return self._family.postprocess_latents(self._x, self._task)

@@ -55,14 +55,21 @@ def check_task(model: Model) -> None:
 
 
 def _check_transformers(model: Model, index: dict[str, Any]) -> None:
-    """CheckpointMismatch where model_index.json has a transformer that the family does not: each is trained in a part
-    of the noise levels, and the others would never be."""
+    """CheckpointMismatch where model_index.json has a transformer that the family does not, as each predicts a part of
+    the noise levels, or other parts than the flavour's."""
     known = model.family_spec.components
     present = [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
     others = [name for name in present if name.startswith("transformer") and name not in known]
     if others:
         raise CheckpointMismatch(
             f"{model.source} has {printable(' and '.join(others))}, and {model.family} has only {' and '.join(known)}",
+            MODEL_HINT,
+        )
+    experts, boundary = [*model.flavour_spec.experts.values()], index.get("boundary_ratio")
+    if experts and boundary is not None and boundary != experts[0].lowest:
+        raise CheckpointMismatch(
+            f"{model.source}: model_index.json has boundary_ratio {printable(boundary)}, where one transformer takes "
+            f"over from the other, and {model.flavour_spec.name} has {experts[0].lowest:g}",
             MODEL_HINT,
         )
 

@@ -228,9 +228,15 @@ def read_progress(config: Config) -> RunProgress:
     left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
     return RunProgress(
-        *(config.train.run, state, step, steps, smoothed_loss(losses), speed, waited, left),
+        *(config.run_name, state, step, steps, smoothed_loss(losses), speed, waited, left),
         *(max(saved, default=None), _format_last_eval(evals[-1]) if evals else ""),
     )
+
+
+def run_at_work(config: Config) -> Config:
+    """The configuration of one run: of those of two experts the first that is not finished, else the last."""
+    runs = config.expert_runs
+    return next((run for run in runs if read_progress(run).state != "finished"), runs[-1])
 
 
 def _format_last_eval(line: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, 1, h, w) or None."""
+    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, T, h, w) or None."""
 
     name: str
     prompt: str

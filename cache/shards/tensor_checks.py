@@ -28,12 +28,13 @@ def find_shape_problem(
     strides: tuple[int, int],
     channels: int,
     moments: bool = True,
-    condition_frames: int = 1,
+    condition_frames: int | None = 1,
 ) -> str:
     """Say what is wrong with the shape of a latent, condition, mask, embeds or pooled tensor; "" for any other tensor.
 
     strides: the autoencoder's, (spatial, temporal). channels: of its latents. moments: whether there may be twice as
-    many channels, for mean and log-variance. condition_frames: latent frames of a condition.
+    many channels, for mean and log-variance. condition_frames: latent frames of a condition, None
+    for as many as the clip has.
     """
     if name == "embeds" and (len(shape) != 2 or not all(shape)):
         return f"is of shape {shape}, and should be (tokens, width)"
@@ -42,7 +43,9 @@ def find_shape_problem(
     if name not in ("latent", "condition", "mask"):
         return ""
     frames, height, width = Bucket.parse(bucket).latent_shape(*strides)
-    expected = (condition_frames if name == "condition" else frames, height, width)
+    if name == "condition" and condition_frames is not None:
+        frames = condition_frames
+    expected = (frames, height, width)
     if name == "mask":
         return "" if shape == expected else f"is of shape {shape}, and of bucket {bucket} it is {expected}"
     if len(shape) == 4 and shape[1:] == expected and shape[0] in (channels, 2 * channels if moments else channels):

@@ -1,7 +1,7 @@
 """The root of pipeline.yaml, and the consistency of its sections. `schemas/config/loading.py` reads the file."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Te
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
-from schemas.config.validation import MOST_SAMPLES, Validation, validation_samples
-from schemas.family import Family
+from schemas.config.validation import MOST_SAMPLES, SizedPrompt, Validation, ValidationSample, validation_samples
+from schemas.family import Expert, Family
 from schemas.geometry import workable_step
 from schemas.regular_files import find_obstacle
 
@@ -76,9 +76,54 @@ class Config(Section):
         return self.validation.fps or next(iter(rates), self.model.family_spec.frame_rate)
 
     @property
+    def experts(self) -> Mapping[str, Expert]:
+        """The experts of the model; none where it has one transformer."""
+        return self.model.flavour_spec.experts
+
+    @property
+    def expert(self) -> Expert | None:
+        """The one that is trained; None where the model has one transformer. Of both, the first."""
+        chosen = self.train.experts
+        return None if chosen is None else self.experts["high" if chosen == "both" else chosen]
+
+    @property
+    def part(self) -> str:
+        """The checkpoint's sub-folder of the transformer that is trained."""
+        return "transformer" if self.expert is None else self.expert.part
+
+    @property
+    def expert_runs(self) -> "list[Config]":
+        """The runs that this is of: one for each expert with `train.experts: both`, in order, else itself."""
+        if self.train.experts != "both":
+            return [self]
+        trains = [self.train.model_copy(update={"experts": name}) for name in self.experts]
+        return [self.model_copy(update={"train": train}) for train in trains]
+
+    @property
+    def run_name(self) -> str:
+        """`train.run`, of an expert with its name. Of both, that of the first."""
+        first = self.expert_runs[0].train
+        return first.run + (f"-{first.experts}" if first.experts else "")
+
+    @property
     def run_folder(self) -> Path:
         """The folder of everything of the training run: checkpoints, adapters, metrics, samples."""
-        return Path(self.output) / self.train.run
+        return Path(self.output) / self.run_name
+
+    @property
+    def eval_sigmas(self) -> tuple[float, ...]:
+        """Noise levels of the eval loss, in the range of the expert that is trained: those that are given or, where
+        none are, the defaults as shares of it."""
+        given, expert = self.validation.eval_sigmas, self.expert
+        if expert is None:
+            return given
+        if "eval_sigmas" in self.validation.model_fields_set:
+            return tuple(sigma for sigma in given if expert.holds(sigma))
+        return tuple(round(expert.lowest + share * (expert.highest - expert.lowest), 6) for share in given)
+
+    def validation_samples(self, planned: Sequence[SizedPrompt] | None = None) -> list[ValidationSample]:
+        """`schemas.config.validation.validation_samples` of this model."""
+        return validation_samples(self.validation, self.model.family_spec, planned, self.experts)
 
     @property
     def stage_order(self) -> list[StageName]:
@@ -113,6 +158,7 @@ class Config(Section):
                 yield (key,), obstacle
             if "://" not in value and any(Path(os.path.realpath(value)).is_relative_to(top) for top in PACKAGES):
                 yield (key,), f"{value!r} is inside a package of the source code; choose another folder"
+        yield from self._expert_problems()
         yield from self._dataset_problems()
         yield from self._validation_problems()
         if self.cache.rolling is not None:
@@ -137,6 +183,32 @@ class Config(Section):
                 ("train", "compile"),
                 f"methods.tread puts the dropped tokens back for the convolution inside of a block of {name}, by hooks "
                 "that a compiled block does not have; set it to none, or tread to null",
+            )
+
+    def _expert_problems(self) -> Iterator[Problem]:
+        train, family = self.train, self.model.family
+        if not self.experts:
+            if train.experts is not None:
+                yield ("train", "experts"), f"{family} has one transformer; remove it"
+            if self.validation.guidance_low is not None:
+                yield ("validation", "guidance_low"), f"{family} has one transformer; set guidance, and remove it"
+            return
+        if train.experts is None:
+            parts = " and ".join(f"{name} ({expert.part})" for name, expert in self.experts.items())
+            yield ("train", "experts"), f"{family} has two transformers, {parts}; set it to high, low or both"
+            return
+        for expert in [each.expert for each in self.expert_runs if each.expert]:
+            between = f"{expert.lowest:g} to {expert.highest:g}, the range of {expert.part}"
+            if train.timesteps.sampling == "list" and not any(map(expert.holds, train.timesteps.values)):
+                yield ("train", "timesteps", "values"), f"none is in {between}"
+            chosen = self.validation.eval_sigmas if "eval_sigmas" in self.validation.model_fields_set else ()
+            if chosen and not any(map(expert.holds, chosen)):
+                yield ("validation", "eval_sigmas"), f"none is in {between}; add one, or remove it"
+        if train.methods.scheduled_sampling and train.experts != "high":
+            yield (
+                ("train", "methods", "scheduled_sampling"),
+                "its rollouts begin with more noise than the expert low is trained with; set train.experts to high, "
+                "or remove it",
             )
 
     def _dataset_problems(self) -> Iterator[Problem]:
@@ -186,7 +258,7 @@ class Config(Section):
         yield from self._size_problems(("validation", "size"), self.validation.size)
         for i, prompt in enumerate(prompts):
             yield from self._size_problems(("validation", "prompts", i, "size"), prompt.size)
-        samples = validation_samples(self.validation, self.model.family_spec)
+        samples = self.validation_samples()
         if len(samples) > MOST_SAMPLES:
             many = f"{len(samples):,} validation samples, of all prompts, sizes, step counts, guidances and seeds"
             yield ("validation",), f"{many}; at most {MOST_SAMPLES:,}"

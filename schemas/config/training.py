@@ -186,6 +186,11 @@ class Train(Section):
         min_length=1,
         description="current, the id of a training set below root/sets, or the path or URL of an export",
     )
+    experts: Literal["high", "low", "both"] | None = Field(
+        None,
+        description="of a model with one transformer for much noise and one for little: which is trained, in a run of "
+        "its own, whose folder's name ends with it; both: one after the other",
+    )
     steps: Steps = Field(1000, description="optimizer steps")
     batch_size: Count = Field(1, description="samples of one forward pass on one device")
     accumulate: Count = Field(1, description="forward passes of one optimizer step")

@@ -5,7 +5,7 @@ guidances, step counts and seeds: what is planned and encoded (prompts at sizes)
 names by which decode and the report find its files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any, NamedTuple
@@ -27,7 +27,7 @@ from schemas.config.section import (
     idle_options,
     listed,
 )
-from schemas.family import Family
+from schemas.family import Expert, Family
 from schemas.geometry import Bucket
 
 
@@ -114,6 +114,11 @@ class Validation(GridSection):
         None, description="denoising steps, one or several; default: the family's"
     )
     guidance: OneOrSeveral[Guidance] | None = Field(None, description="one or several; default: the family's")
+    guidance_low: Guidance | None = Field(
+        None,
+        description="of a model with two experts: below the boundary; default: guidance where it is given, else the "
+        "flavour's",
+    )
     shift: float | None = Field(None, gt=0, le=1000, description="of the sampling schedule; default: the checkpoint's")
     seed: OneOrSeveral[Seed] = Field(0, description="one or several; the eval loss takes the first")
     attention_backend: AttentionBackend | None = Field(
@@ -121,7 +126,9 @@ class Validation(GridSection):
     )
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field(
-        (0.2, 0.4, 0.6, 0.8), strict=False, description="noise levels of the eval loss"
+        (0.2, 0.4, 0.6, 0.8),
+        strict=False,
+        description="noise levels of the eval loss; of an expert those in its range, by default so spread over it",
     )
     fps: float | None = Field(None, gt=0, le=1000, description="of decoded videos; default: the first video dataset's")
     preview_autoencoder: str | None = Field(
@@ -149,7 +156,7 @@ class SizedPrompt(NamedTuple):
 class ValidationSample:
     """A sample that is denoised once in each validation. name: that of its files, the prompt's name and what varies.
     group: the name without the seed. planned: index of the prompt at its size, in the list that the samples were made
-    of."""
+    of. guidance_low: that of the expert for little noise, where the model has one."""
 
     name: str
     group: str
@@ -159,6 +166,7 @@ class ValidationSample:
     guidance: float
     steps: int
     seed: int
+    guidance_low: float | None = None
 
     @property
     def draw(self) -> str:
@@ -177,13 +185,17 @@ def sized_prompts(validation: Validation) -> list[SizedPrompt]:
 
 
 def validation_samples(
-    validation: Validation, family: Family, planned: Sequence[SizedPrompt] | None = None
+    validation: Validation,
+    family: Family,
+    planned: Sequence[SizedPrompt] | None = None,
+    experts: Mapping[str, Expert] | None = None,
 ) -> list[ValidationSample]:
     """The samples in order; those that differ by their seeds alone follow each other.
 
     planned: the prompts and sizes of a training set, in place of the configuration's own; what it says of prompts of
-    these names, or else of all, still holds.
+    these names, or else of all, still holds. experts: those of the flavour.
     """
+    default = tuple(expert.guidance for expert in experts.values()) if experts else (family.guidance,)
     planned = sized_prompts(validation) if planned is None else planned
     prompts = {prompt.name: prompt for prompt in validation.prompts}
     sizes = dict[str, list[str | None]]()
@@ -192,7 +204,8 @@ def validation_samples(
     samples = []
     for number, (name, size) in enumerate(planned):
         prompt_options = prompts.get(name)
-        guidances = _values("guidance", prompt_options, validation) or (family.guidance,)
+        given = _values("guidance", prompt_options, validation)
+        guidances = given or default[:1]
         steps = _values("steps", prompt_options, validation) or (family.steps,)
         seeds = _values("seed", prompt_options, validation)
         stem = name + (f"_{_format_size(size)}" if size is not None and len(sizes[name]) > 1 else "")
@@ -200,7 +213,11 @@ def validation_samples(
             group = stem + (f"_guidance{_format_number(guidance)}" if len(guidances) > 1 else "")
             group += f"_{count}steps" if len(steps) > 1 else ""
             full = group + (f"_seed{seed}" if len(seeds) > 1 else "")
-            samples.append(ValidationSample(full, group, number, name, size, guidance, count, seed))
+            low = None
+            if experts:
+                low = validation.guidance_low
+                low = (guidance if given else default[-1]) if low is None else low
+            samples.append(ValidationSample(full, group, number, name, size, guidance, count, seed, low))
     return samples
 
 

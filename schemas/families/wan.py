@@ -1,14 +1,14 @@
-"""Wan 2.1 text to video, and Wan 2.2 TI2V-5B.
+"""Wan 2.1 text to video, Wan 2.2 TI2V-5B, and Wan 2.2 T2V-A14B and I2V-A14B.
 
 Sources: the model cards of Wan-AI/Wan2.*-Diffusers and the configurations of the original release (wan/configs), the
 pipelines of the installed diffusers (pipelines/wan), with which tests compare what they have. Shifts are the flow_shift
-that their documentation gives: 3.0 for 480p, 5.0 for 720p. The I2V checkpoints of 2.1 and the two experts of
-2.2 A14B are others: their transformers read further inputs, or are two.
+that their documentation gives: 3.0 for 480p, 5.0 for 720p; of A14B the sample_shift of the original release, whose
+boundary and guidance scales it has, too. The I2V checkpoints of 2.1 are others: they read an encoded image, too.
 """
 
 from dataclasses import replace
 
-from schemas.family import FOLDED, ComfyUINames, Condition, Family, Flavour, Normalization, Template
+from schemas.family import FOLDED, ComfyUINames, Condition, Expert, Family, Flavour, Normalization, Template
 
 _TEMPLATE = Template(name="wan", text="{}", crop=None, max_length=512, cleaner=FOLDED, longest=512)
 
@@ -44,6 +44,24 @@ _5B_FLAVOURS = (
     Flavour("t2v-5b", _5B_REPO, "t2v", 5.0, _5B_SIZES),
     Flavour("i2v-5b", _5B_REPO, "i2v", 5.0, _5B_SIZES),
 )
+
+
+def _experts(boundary: float, high: float, low: float) -> dict[str, Expert]:
+    """boundary: the lowest sigma of the first. high, low: their guidance scales."""
+    return {"high": Expert("transformer", boundary, 1.0, high), "low": Expert("transformer_2", 0.0, boundary, low)}
+
+
+_ALL_SIZES = _WIDE_480P + _WIDE_720P
+_A14B_FLAVOURS = (
+    Flavour(
+        "t2v-a14b", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "t2v", 12.0, _ALL_SIZES,
+        shape=_14B, experts=_experts(0.875, 4.0, 3.0),
+    ),
+    Flavour(
+        "i2v-a14b", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "i2v", 5.0, _ALL_SIZES,
+        shape=_14B, experts=_experts(0.9, 3.5, 3.5),
+    ),
+)  # fmt: skip
 
 _2_1 = Family(
     name="wan2.1",
@@ -113,5 +131,19 @@ _2_2_5B = replace(
         },
     },
 )  # fmt: skip
+#: The autoencoder of 2.1. The transformer of i2v reads a mask of 4 channels and the condition's 16 beside the noise.
+_2_2_A14B = replace(
+    _2_1,
+    name="wan2.2-a14b",
+    flavours={flavour.name: flavour for flavour in _A14B_FLAVOURS},
+    default_flavour="t2v-a14b",
+    transformer="wan_a14b",
+    model_classes={**_2_1.model_classes, "transformer_2": "WanTransformer3DModel"},
+    transformer_config={**_2_1.transformer_config, "i2v": {"in_channels": 36, "out_channels": 16}},
+    pipelines=_2_2_5B.pipelines,
+    steps=40,
+    templates={"t2v": _TEMPLATE, "i2v": _TEMPLATE},
+    conditions={"i2v": Condition("first-frame", posterior="mode", padded=True)},
+)
 
-FAMILIES = {family.name: family for family in (_2_1, _2_2_5B)}
+FAMILIES = {family.name: family for family in (_2_1, _2_2_5B, _2_2_A14B)}

@@ -260,7 +260,7 @@ class FollowedUnits:
         shards = enumerate(zip(folder.paths, folder.kinds, strict=True))
         self._names = {number: unit_name(path.rpartition("/")[2]) for number, (path, of) in shards if of == kind}
         self._numbers = {name: number for number, name in self._names.items()}
-        self._start = Position(set=data.id, run=config.train.run, order=ReadingOrder.of(config.train))
+        self._start = Position(set=data.id, run=config.run_name, order=ReadingOrder.of(config.train))
         self._looked = 0.0
         self._seen: set[str] = set()  # units that were encoded once
 

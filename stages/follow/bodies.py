@@ -70,7 +70,7 @@ def make_body(config: Config, event: Event, form: WebhookFormat) -> Body:
     if form == "apprise":
         files = (Upload(f"{number}.jpg", picture.data, "image/jpeg") for number, picture in enumerate(pictures))
         return Body(
-            {"title": config.train.run, "body": _cut(_headline(notification, loss, _cut, ""), MAX_CONTENT)}, (*files,)
+            {"title": config.run_name, "body": _cut(_headline(notification, loss, _cut, ""), MAX_CONTENT)}, (*files,)
         )
     return Body(notification.model_dump(mode="json"))
 
@@ -91,7 +91,7 @@ def _describe(
         id=event.id,
         event=event.event,
         time=event.time,
-        run=config.train.run,
+        run=config.run_name,
         step=event.step,
         steps=config.train.steps,
         model=NotifiedModel(family=config.model.family, flavour=config.model.flavour_spec.name),

@@ -123,7 +123,11 @@ def base_model(config: Config) -> str:
 def _title(config: Config, repo: str, facts: Facts) -> str:
     model, kind = config.model, KINDS[config.train.adapter.type]
     spec = f"[{base_model(config)}](https://huggingface.co/{base_model(config)})"
-    return f"# {repo.partition('/')[2]}\n\nA {kind} of {spec} ({model.task}), trained for {facts.step} steps."
+    which = ""
+    if config.expert is not None:
+        lowest, highest = config.expert.range
+        which = f", of its `{config.part}` (the {config.train.experts} noise levels, {lowest:g} to {highest:g})"
+    return f"# {repo.partition('/')[2]}\n\nA {kind} of {spec} ({model.task}){which}, trained for {facts.step} steps."
 
 
 def _pictures(facts: Facts) -> str:
@@ -136,6 +140,7 @@ def _pictures(facts: Facts) -> str:
         negative = picture.about.get("negative_prompt")
         prompt += f"<br>*negative prompt:* {_cell(str(negative))}" if negative else ""
         keys = {"bucket": "size", "seed": "seed", "steps": "steps", "guidance": "guidance"}
+        keys |= {"guidance_low": "guidance below the boundary"}
         values = [f"{label} {_cell(str(picture.about[key]))}" for key, label in keys.items() if key in picture.about]
         rows.append(f"| {prompt} | {', '.join(values)} | {shown} |")
     head = "<Gallery />\n\n## Validation prompts\n\n| prompt | settings | result |\n|---|---|---|\n"
@@ -147,23 +152,24 @@ def _loading(config: Config, repo: str, facts: Facts) -> str:
     if adapter.type != "full" and "diffusers" not in adapter.formats:
         return "## Use\n\nLoad `comfyui_lora.safetensors` in ComfyUI."
     pipeline, base = model.family_spec.pipelines[model.task], base_model(config)
-    transformer = model.family_spec.model_classes["transformer"]
+    part, transformer = config.part, model.family_spec.model_classes[config.part]
     names = [pipeline, transformer] if adapter.type == "full" else [pipeline]
     utilities = ["export_to_video"] if model.family_spec.video else []
     utilities += ["load_image"] if model.condition is not None else []
     lines = ["import torch", f"from diffusers import {', '.join(names)}"]
     lines += [f"from diffusers.utils import {', '.join(utilities)}"] if utilities else []
-    options, parts = f"dtype=torch.{model.precision}", ""
+    options, trained = f"dtype=torch.{model.precision}", ""
     pinned = f', revision="{model.revision}"' if model.revision and base == model.source else ""
     lines.append("")
-    for part in model.family_spec.components if adapter.type == "full" else ():
+    if adapter.type == "full":
         lines.append(f'{part} = {transformer}.from_pretrained("{repo}", subfolder="{part}", {options})')
-        parts += f"{part}={part}, "
-    lines.append(f'pipe = {pipeline}.from_pretrained("{base}", {parts}{options}{pinned})')
+        trained = f"{part}={part}, "
+    lines.append(f'pipe = {pipeline}.from_pretrained("{base}", {trained}{options}{pinned})')
     if adapter.type == "lora":
-        lines.append(f'pipe.load_lora_weights("{repo}")')
+        second = ", load_into_transformer_2=True" if part == "transformer_2" else ""
+        lines.append(f'pipe.load_lora_weights("{repo}"{second})')
     elif adapter.type == "lokr":
-        lines.append(f'pipe.transformer.load_lora_adapter("{repo}", prefix="transformer", weight_name="{WEIGHTS}")')
+        lines.append(f'pipe.{part}.load_lora_adapter("{repo}", prefix="transformer", weight_name="{WEIGHTS}")')
     code = "\n".join([*lines, 'pipe.to("cuda")', *_call(config, facts)])
     return f"## Use\n\n```sh\npip install {' '.join(_packages(config))}\n```\n\n```python\n{code}\n```"
 
@@ -190,6 +196,7 @@ def _call(config: Config, facts: Facts) -> list[str]:
             before.append(f"pipe.resolutions = [({size.width}, {size.height})]")
     words += [f"num_inference_steps={about['steps']}"] if "steps" in about else []
     words += [f"{family.guidance_argument}={about['guidance']}"] if "guidance" in about else []
+    words += [f"{family.guidance_argument}_2={about['guidance_low']}"] if "guidance_low" in about else []
     lines = [*before, "result = pipe(", *(f"    {word}," for word in words), ")[0][0]"]
     if not video:
         return [*lines, 'result.save("out.png")']

@@ -36,9 +36,8 @@ def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Pat
     if config.train.adapter.type != "full":
         files |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
     else:
-        for part in config.model.family_spec.components:
-            listed = sorted(path for name in MODEL_FILES for path in (folder / "model" / part).glob(name))
-            files |= {f"{part}/{path.name}": path for path in listed}
+        listed = sorted(path for name in MODEL_FILES for path in (folder / "model" / config.part).glob(name))
+        files |= {f"{config.part}/{path.name}": path for path in listed}
     if missing := [str(path) for path in files.values() if isinstance(path, Path) and not path.is_file()]:
         raise HubError(f"{', '.join(missing)}: not there", AGAIN_SAVED)
     if not any(name.endswith(".safetensors") for name in files):
@@ -59,11 +58,9 @@ def check_inside(path: Path, folder: Path) -> None:
 
 def _adapter_files(config: Config, folder: Path) -> list[Path]:
     """Return the files of `train.adapter.formats`, and those that training may write beside them."""
-    adapter, parts = config.train.adapter, config.model.family_spec.components
+    adapter = config.train.adapter
     names = [FILE_NAMES[form] for form in adapter.formats]
     beside = [FILE_NAMES["lycoris"]] if adapter.type == "lokr" else []
-    if "comfyui" in adapter.formats:
-        beside += [f"{Path(FILE_NAMES['comfyui']).stem}.{part}.safetensors" for part in parts if part != "transformer"]
     return [folder / name for name in (*names, *(name for name in beside if (folder / name).is_file()))]
 
 

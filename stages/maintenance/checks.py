@@ -58,14 +58,14 @@ class UnmappedStore(Store):
 @dataclass(frozen=True)
 class CacheSpec:
     """How the shards of one cache were made. dtype: of its tensors, None where it is not known. embeds: of a text's
-    embeddings, where it is another one. strides: of the
-    autoencoder, (spatial, temporal). channels: of its latents. condition_frames: latent frames of a condition. vision:
-    for vision features the model's input size and the strides of latent frames and of tokens."""
+    embeddings, where it is another one. strides: of the autoencoder, (spatial, temporal). channels: of its latents.
+    condition_frames: latent frames of a condition, None for as many as the clip has. vision: for vision features the
+    model's input size and the strides of latent frames and of tokens."""
 
     dtype: str | None = None
     strides: tuple[int, int] | None = None
     channels: int = 0
-    condition_frames: int = 1
+    condition_frames: int | None = 1
     vision: tuple[int, int, int] | None = None
     embeds: str | None = None
 
@@ -86,7 +86,7 @@ class CacheSpec:
         if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
             return cls(known_dtype)
         [(spatial, temporal, channels)], frames = shapes, record.get("condition_frames", 1)
-        if type(frames) is not int or not 0 < frames < 1 << 16:
+        if frames is not None and (type(frames) is not int or not 0 < frames < 1 << 16):
             raise ValueError(f"no number of frames: {frames}")
         return cls(known_dtype, (spatial, temporal), channels, frames)
 

@@ -69,8 +69,9 @@ def _compare_sample(
         if "condition" in row.tensors:
             size = Bucket.parse((item.sample["source_geometry"] or item.sample["geometry"])["bucket"])
             given = 1 if model.condition is None else model.condition.frames
-            bucket = Bucket(size.width, size.height, given)
-            decoded = base.decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)
+            padded = model.condition is not None and model.condition.padded
+            bucket = Bucket(size.width, size.height, size.frames if padded else given)
+            decoded = base.decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)[:given]
             times = item.times[:given]
             condition = compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
             comparison = replace(comparison, condition=condition.frames[0])

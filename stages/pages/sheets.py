@@ -19,7 +19,6 @@ from PIL import Image, ImageDraw, ImageFont
 from cache.runs.training_run import spread
 from cache.store.files import replacing
 from schemas.config.pipeline import Config
-from schemas.config.validation import validation_samples
 from schemas.text_format import escape_unprintable
 from stages.media.image import is_preview
 from stages.media.video import probe_video, read_frames
@@ -143,7 +142,7 @@ def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path]], path:
     pictures: (step's folder, sample's name, its picture or video), those that are missing included. At most MAX_ROWS in
     the order of the configuration and MAX_STEPS, spread evenly.
     """
-    samples = {sample.name: sample for sample in validation_samples(config.validation, config.model.family_spec)}
+    samples = {sample.name: sample for sample in config.validation_samples()}
     prompts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
     order = {name: number for number, name in enumerate(samples)}
     steps = spread(sorted({step for step, _, _ in pictures}), MAX_STEPS)

@@ -42,7 +42,8 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
     frames, height, width = np.array(shapes, np.int64).reshape(-1, 3)[np.asarray(buckets.indices)].T
     frame_bytes = height * width * _DTYPE_BYTES[config.latents.precision or config.model.precision]
     conditioned = np.asarray(pc.not_equal(samples.column("condition"), "none"))
-    condition_frames = conditioned * max(1, family.condition_frames(config.model.task))
+    given = family.condition_frames(config.model.task)
+    condition_frames = conditioned * (frames if given is None else max(1, given))
     mask_frames = np.asarray(pc.is_valid(samples.column("mask_id"))) * frames
     return ((frames + condition_frames) * channels + mask_frames) * frame_bytes
 

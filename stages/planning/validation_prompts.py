@@ -83,11 +83,11 @@ def add_validation_prompts(
         prompt, bucket = prompts[name], validation_bucket(config, multiple, size)
         condition, image, chosen = None, None, None
         if config.model.condition is not None:
-            condition_bucket = Bucket(bucket.width, bucket.height, config.model.condition.frames)
+            given = Bucket(bucket.width, bucket.height, config.model.condition.frames)
             if prompt.image is None:
                 chosen = choose_image(plan, media, config.model.condition, name)
-            start = _probe_image(config, prompt, probe, condition_bucket) if chosen is None else chosen.media
-            sample = _condition_sample(prompt, start, condition_bucket)
+            start = _probe_image(config, prompt, probe, given) if chosen is None else chosen.media
+            sample = _condition_sample(prompt, start, bucket if config.model.condition.padded else given)
             condition = sample["sample_id"]
             active = dict.fromkeys(ACTIVE_SCHEMA.names)
             active |= {name: sample[name] for name in ("sample_id", "role", "dataset", "path")}
@@ -150,7 +150,8 @@ def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], Ta
 
 
 def _condition_sample(prompt: Prompt, image: TableRow, bucket: Bucket) -> TableRow:
-    """The sample of what a prompt starts from. image: media_id, width, height, kind, and of a clip start and rate."""
+    """The sample of what a prompt starts from. image: media_id, width, height, kind, and of a clip start and rate.
+    bucket: that of its latents."""
     covering = cover_crop(image["width"], image["height"], bucket.width, bucket.height)
     crop = {"resize_w": int(covering.resize_width), "resize_h": int(covering.resize_height)}
     crop |= {"x": int(covering.x), "y": int(covering.y)}

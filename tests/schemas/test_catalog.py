@@ -99,6 +99,16 @@ def test_what_wans_documentation_gives():
     assert shifts == {"t2v-1.3b": 3.0, "t2v-14b": 3.0, "t2v-5b": 5.0, "i2v-5b": 5.0}
 
 
+def test_the_noise_levels_of_experts_are_all_of_them_once():
+    for family in FAMILIES.values():
+        for flavour in family.flavours.values():
+            if flavour.experts:
+                high, low = flavour.experts["high"], flavour.experts["low"]
+                assert [*flavour.experts] == ["high", "low"] and family.components == (high.part, low.part)
+                assert (low.lowest, high.highest) == (0, 1) and low.highest == high.lowest
+                assert high.holds(high.lowest) and high.holds(1.0) and not low.holds(high.lowest)
+
+
 def test_kleins_template():
     """Its text is compared with the tokenizer's chat template by the encoder."""
     template, pipe = FAMILIES["flux2-klein"].templates["t2i"], pipeline(("flux2-klein", "t2i"))
@@ -111,7 +121,10 @@ def test_kleins_template():
 def test_inference_defaults(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
     assert family.guidance == default(pipe.__call__, family.guidance_argument)
-    assert family.steps == default(pipe.__call__, "num_inference_steps")
+    if key[0] == "wan2.2-a14b":  # the original release's, as its scales
+        assert family.steps == 40
+    else:
+        assert family.steps == default(pipe.__call__, "num_inference_steps")
 
 
 @pytest.mark.parametrize("key", PIPELINES)

@@ -32,6 +32,8 @@ KINDS = {
     "wan": ("wan2.1", None, "wan2.1-t2v"),
     "wan-i2v": ("wan2.2-5b", "i2v-5b", "wan2.2-5b-i2v"),
     "flux2-klein": ("flux2-klein", None, "flux2-klein"),
+    "wan-a14b": ("wan2.2-a14b", "t2v-a14b", "wan2.2-a14b-t2v"),
+    "wan-a14b-i2v": ("wan2.2-a14b", "i2v-a14b", "wan2.2-a14b-i2v"),
 }
 WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
 
@@ -39,15 +41,15 @@ WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
 def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[Item], Tensors, list[Prompt]]:
     """Samples of two buckets, captions of unequal lengths (one or two each), null prompt, one validation prompt."""
     rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
-    width = WIDTHS.get(config.model.family, 64)
+    width, given = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
     items = []
     for number in range(count):
         x0 = latent(rng, config, buckets[number % 3 == 2])
         texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) for _ in range(1 + number % 2)]
-        condition = {"i2v": x0[:, :1], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(task)
+        condition = {"i2v": x0[:, :given], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(task)
         items.append(Item(buckets[number % 3 == 2], x0, texts, condition))
-    shown = {"i2v": items[0].latent[:, :1], "i2i": items[0].latent}.get(task)
+    shown = {"i2v": items[0].latent[:, :given], "i2i": items[0].latent}.get(task)
     prompt = Prompt("one", buckets[0], caption(rng, 5, pooled, width), shown)
     return items, caption(rng, 2, pooled, width), [prompt]
 
@@ -62,7 +64,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def get(kind: str) -> Path:
         if kind not in made:
             out = tmp_path_factory.mktemp("models") / kind
-            made[kind] = build(KINDS[kind][2], out, only=["transformer", "scheduler"])
+            parts = [*FAMILIES[KINDS[kind][0]].components, "scheduler"]
+            made[kind] = build(KINDS[kind][2], out, only=parts)
         return made[kind]
 
     return get
@@ -77,6 +80,8 @@ def make_config(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Callable[
         assert family in FAMILIES
         optimizer = {"lr": 2e-3, "warmup": 2}  # so that a few steps change the loss
         fixed = {"device": "cpu", "steps": 4, "checkpoint_every": 1000, "threads": 1, "optimizer": optimizer}
+        spec = FAMILIES[family]
+        fixed |= {"experts": "high"} if spec.flavours[flavour or spec.default_flavour].experts else {}
         train = {**fixed, **train}
         video = {"dataset_type": "video"} if FAMILIES[family].video else {}
         dataset = {"id": "made", "instance_data_dir": "none", **video}

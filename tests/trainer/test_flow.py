@@ -306,3 +306,26 @@ def test_spread_draws_are_uniform_at_every_position_and_depend_on_nothing_else()
     assert torch.equal(whole[4:7], spread_uniform(1, 2, np.arange(4, 7), 12))
     orders = {tuple(np.argsort(spread(step, 6))) for step in range(30)}
     assert len(orders) > 20
+
+
+@pytest.mark.parametrize("within", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.6)])
+@pytest.mark.parametrize("sampling", ["logit_normal", "uniform", "mode", "beta"])
+def test_a_restricted_distribution_is_the_whole_one_under_that_condition(sampling, within) -> None:
+    """Its quantiles are those of the draws of the whole one that fall into the range."""
+    settings, lowest, highest = Timesteps(sampling=sampling), *within
+    every = (torch.arange(200_000) + 0.5) / 200_000
+    drawn = sample_sigma(every, settings, 3.0)
+    inside = drawn[(drawn >= lowest) & (drawn < highest)].sort().values
+    places = torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99])
+    made = sample_sigma(places, settings, 3.0, within).sort().values
+    assert made.min() >= lowest and (made.max() < highest or highest == 1)
+    wanted = inside[(torch.sort(places if drawn[0] < drawn[-1] else 1 - places).values * (len(inside) - 1)).long()]
+    torch.testing.assert_close(made, wanted, rtol=0, atol=2e-4)
+    assert torch.equal(sample_sigma(every[::1000], settings, 3.0, (0.0, 1.0)), drawn[::1000])
+
+
+def test_of_a_list_the_values_in_the_range_are_drawn() -> None:
+    settings = Timesteps(sampling="list", values=(0.1, 0.875, 0.95, 1.0))
+    made = sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.875, 1.0))
+    assert sorted({*made.tolist()}) == pytest.approx([0.875, 0.95, 1.0])
+    assert (sample_sigma(torch.linspace(0, 1, 9), settings, 3.0, (0.0, 0.875)) == torch.tensor(0.1)).all()

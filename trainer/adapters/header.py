@@ -127,7 +127,7 @@ def find_adapter(path: Path) -> Path:
         for name in FILE_NAMES.values():
             if (folder / name).is_file():
                 return folder / name
-    if (path / "model" / "transformer").is_dir() or (path / "config.json").is_file():
+    if any(path.glob("model/transformer*/")) or (path / "config.json").is_file():
         step = "Nothing needs to be converted: `from_pretrained` loads it. Name the run of a LoRA."
         raise AdapterError(f"{path} holds a whole model and no adapter", step)
     names = sorted(file.name for file in path.glob("*.safetensors"))

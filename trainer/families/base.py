@@ -1,4 +1,4 @@
-"""The contract of a family's module in `trainer/families/`, and models of several transformers.
+"""The contract of a family's module in `trainer/families/`.
 
 Each module ends with an assignment of itself to a name of type `FamilyModule`, so that mypy checks it.
 """
@@ -140,8 +140,9 @@ class FamilyModule(Protocol):
         revision: str | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        part: str = "transformer",
     ) -> Any:
-        """Only the transformer of a checkpoint (a folder or repo), a diffusers ModelMixin, or `Experts` of several.
+        """Only a transformer of a checkpoint (a folder or repo), a diffusers ModelMixin. part: its sub-folder.
         ValueError or OSError where it can't be trained."""
 
     def untrained(self, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -156,8 +157,7 @@ class FamilyModule(Protocol):
         compiled or sharded one by one."""
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
-        """The blocks of `blocks` that compute the visual tokens (B, N, D), in the order of `token_grid`; of Experts,
-        `model` is one of them."""
+        """The blocks of `blocks` that compute the visual tokens (B, N, D), in the order of `token_grid`."""
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
         """Where a visual block has these tokens in its arguments and output."""
@@ -174,8 +174,8 @@ class FamilyModule(Protocol):
 
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
         """The attention modules, of diffusers' AttentionModuleMixin, in which all visual tokens attend to each other
-        without a mask, and the size of a head; of Experts, `model` is one of them. ValueError, with the reason, where
-        no attention backend can compute them."""
+        without a mask, and the size of a head. ValueError, with the reason, where no attention backend can compute
+        them."""
 
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
@@ -261,33 +261,15 @@ def module_of(family: Family) -> FamilyModule:
     return cast(FamilyModule, importlib.import_module(f"trainer.families.{family.transformer}"))
 
 
-class Experts(torch.nn.Module):
-    """Several transformers of one checkpoint, by sub-folder, trained as one model, each for a range of noise levels. A
-    family's `load` returns it, and its `predict` chooses one."""
-
-    def __init__(self, experts: Mapping[str, torch.nn.Module]) -> None:
-        super().__init__()
-        self.experts = torch.nn.ModuleDict(experts)
-
-    @property
-    def config(self) -> Any:
-        """The first one's; only their weights differ."""
-        return next(iter(self.experts.values())).config
-
-
-def components(model: Any) -> dict[str, Any]:
-    """Sub-folder -> transformer of what a family's `load` returned."""
-    return dict(model.experts.items()) if isinstance(model, Experts) else {"transformer": model}
-
-
 @contextmanager
 def assistant_off(model: Any) -> Iterator[None]:
     """Within the body the model computes without its assistant, if it has one (`trainer/setup/assistant.py`)."""
-    assistants = [part.assistant for part in components(model).values() if hasattr(part, "assistant")]
-    for assistant in assistants:
-        assistant.active = False
+    assistant = getattr(model, "assistant", None)
+    if assistant is None:
+        yield
+        return
+    assistant.active = False
     try:
         yield
     finally:
-        for assistant in assistants:
-            assistant.active = True
+        assistant.active = True

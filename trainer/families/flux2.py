@@ -113,9 +113,13 @@ def install_processors(model: Any) -> None:
 
 
 def load(
-    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    part: str = "transformer",
 ) -> Flux2Transformer2DModel:
-    model = load_part(Flux2Transformer2DModel, source, revision, "transformer", torch_dtype=dtype)
+    model = load_part(Flux2Transformer2DModel, source, revision, part, torch_dtype=dtype)
     install_processors(model)
     return model.to(device)
 

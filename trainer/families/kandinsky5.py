@@ -48,10 +48,11 @@ def load(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    part: str = "transformer",
     float32_rotary: bool = False,
 ) -> Kandinsky5Transformer3DModel:
     """Time embeddings and modulations stay in float32 for any dtype: never call `.to(dtype)` on the result."""
-    model = load_part(Kandinsky5Transformer3DModel, source, revision, "transformer", torch_dtype=dtype)
+    model = load_part(Kandinsky5Transformer3DModel, source, revision, part, torch_dtype=dtype)
     install_processors(model, float32_rotary)
     return model.to(device)
 

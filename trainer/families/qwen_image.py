@@ -83,9 +83,13 @@ def install_processors(model: Any) -> None:
 
 
 def load(
-    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    part: str = "transformer",
 ) -> QwenImageTransformer2DModel:
-    model = load_part(QwenImageTransformer2DModel, source, revision, "transformer", torch_dtype=dtype)
+    model = load_part(QwenImageTransformer2DModel, source, revision, part, torch_dtype=dtype)
     if model.config.guidance_embeds:
         raise ValueError(f"{source}: a guidance-distilled model can't be trained")
     install_processors(model)

@@ -31,9 +31,13 @@ without_gradient = base.all_have_gradient
 
 
 def load(
-    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    part: str = "transformer",
 ) -> SanaTransformer2DModel:
-    model = load_part(SanaTransformer2DModel, source, revision, "transformer", torch_dtype=dtype)
+    model = load_part(SanaTransformer2DModel, source, revision, part, torch_dtype=dtype)
     if model.config.guidance_embeds:
         raise ValueError(
             f"{source}: a guidance-distilled model (Sana Sprint) can't be trained; choose Sana or Sana 1.5"

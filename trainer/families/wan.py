@@ -32,10 +32,14 @@ without_gradient = base.all_have_gradient
 
 
 def load(
-    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    part: str = "transformer",
 ) -> WanTransformer3DModel:
     """Time embedding, modulations and norms stay in float32 for any dtype: never call `.to(dtype)` on the result."""
-    model = load_part(WanTransformer3DModel, source, revision, "transformer", torch_dtype=dtype)
+    model = load_part(WanTransformer3DModel, source, revision, part, torch_dtype=dtype)
     if model.config.image_dim is not None or model.config.in_channels != model.config.out_channels:
         raise ValueError(f"{source}: a transformer that reads an encoded image beside the noise can't be trained")
     return model.to(device)

@@ -32,9 +32,13 @@ without_gradient = base.all_have_gradient
 
 
 def load(
-    source: str, revision: str | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: str,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    part: str = "transformer",
 ) -> ZImageTransformer2DModel:
-    model = load_part(ZImageTransformer2DModel, source, revision, "transformer", torch_dtype=dtype)
+    model = load_part(ZImageTransformer2DModel, source, revision, part, torch_dtype=dtype)
     if model.config.siglip_feat_dim is not None:
         raise ValueError(f"{source}: a transformer that reads images beside the text (Z-Image-Omni) can't be trained")
     return model.to(device)

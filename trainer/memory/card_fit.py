@@ -42,14 +42,13 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     size, report = int(card * 2**30), Report("train", dry_run=True)
     shapes, assumed = read_shapes(config)
     buckets, where = list_buckets(config)
-    spec = config.model.family_spec
     largest = max(buckets, key=lambda name: _numbers(config, name))
     settings = config.train.model_copy(update={"device": "cuda"})  # as if the card were here
     config = config.model_copy(update={"train": settings})
     length = config.text.max_length or config.model.template.max_length
 
     def train(changed: Config) -> MemoryEstimate:
-        return estimate_memory(changed, shapes[spec.components[0]], buckets, length, ranks)
+        return estimate_memory(changed, shapes["transformer"], buckets, length, ranks)
 
     def text(changed: Config) -> encoder_memory.EncoderMemory:
         return encoder_memory.estimate_text(changed, shapes)

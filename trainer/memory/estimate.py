@@ -109,7 +109,7 @@ def estimate_memory(
     adapter = settings.adapter.model_copy(update={"init_weights": "default"})
     file = read_initial(adapter)
     with META:
-        with config_errors(f"{config.model.source}/{config.model.family_spec.components[0]}/config.json"):
+        with config_errors(f"{config.model.source}/{config.part}/config.json"):
             model = family.untrained(shape, dtype)
         loaded = sum_bytes(model.parameters())
         scales = fit_initial(model, family, file, adapter)[1] if file else None
@@ -256,10 +256,11 @@ def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Bat
     spec, size, task = config.model.family_spec, config.train.batch_size, config.model.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(config, bucket), device=META)
-    conditions = {"i2v": latents_BCTHW[:, :, :1].clone(), "i2i": latents_BCTHW.clone()}
+    given = spec.condition_frames(task)
+    condition_BCTHW = latents_BCTHW[:, :, :given].clone() if given != 0 else None
     return Batch(
         latents_BCTHW,
-        conditions.get(task),
+        condition_BCTHW,
         torch.empty(size, text_length, widths["embeds"], device=META),
         torch.ones(size, text_length, dtype=torch.bool, device="cpu"),
         torch.empty(size, widths["pooled"], device=META) if "pooled" in widths else None,

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import CREPA
-from trainer.families.base import FIRST_TOKENS, FamilyModule, components
+from trainer.families.base import FIRST_TOKENS, FamilyModule
 from trainer.methods.base import Method, MethodError, MethodStep
 from trainer.schedules import scheduled_value
 
@@ -47,11 +47,6 @@ class CREPAMethod(Method):
         self._tokens = FIRST_TOKENS  # where the block has those that it computes
 
     def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        if len(components(model)) > 1:
-            raise MethodError(
-                "train.methods.crepa taps one transformer, and this checkpoint has several",
-                "Remove train.methods.crepa.",
-            )
         self._width = family.hidden_size(model)
         linear = torch.nn.Linear(self._width, shapes["vision"][-1])
         parts = {"norm": torch.nn.LayerNorm(self._width), "linear": linear}

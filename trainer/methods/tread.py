@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import Route, Tread
 from schemas.devices import to_device
-from trainer.families.base import BlockTokens, KeptTokens, TokenGrid, components
+from trainer.families.base import BlockTokens, KeptTokens, TokenGrid
 from trainer.methods.base import Method, MethodStep
 
 
@@ -46,15 +46,14 @@ class TreadMethod(Method):
         positions_BK = self._draw(step, route, grid, purpose)
         if positions_BK.shape[1] == grid.tokens:
             return handles
-        for expert in components(step.model).values():
-            blocks, kept = step.family.visual_blocks(expert), KeptTokens(positions_BK, grid.tokens, grid.square)
-            layers = route.layers(len(blocks))
-            routed = [blocks[layer] for layer in layers]
-            first, last = (step.family.block_tokens(block) for block in (routed[0], routed[-1]))
-            handles += [routed[0].register_forward_pre_hook(partial(begin, kept, first), with_kwargs=True)]
-            handles += step.family.route_blocks(routed, kept)
-            handles += [routed[-1].register_forward_hook(partial(end, kept, last))]
-            step.kept_tokens |= dict.fromkeys(layers, positions_BK)
+        blocks, kept = step.family.visual_blocks(step.model), KeptTokens(positions_BK, grid.tokens, grid.square)
+        layers = route.layers(len(blocks))
+        routed = [blocks[layer] for layer in layers]
+        first, last = (step.family.block_tokens(block) for block in (routed[0], routed[-1]))
+        handles += [routed[0].register_forward_pre_hook(partial(begin, kept, first), with_kwargs=True)]
+        handles += step.family.route_blocks(routed, kept)
+        handles += [routed[-1].register_forward_hook(partial(end, kept, last))]
+        step.kept_tokens |= dict.fromkeys(layers, positions_BK)
         return handles
 
     def _draw(self, step: MethodStep, route: Route, grid: TokenGrid, purpose: str) -> torch.Tensor:

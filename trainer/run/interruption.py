@@ -7,7 +7,7 @@ them late and some twice.
 import _thread
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -81,14 +81,17 @@ class StopRequest:
                 raise TrainingInterrupted(config) from error
 
     def finish_steps(
-        self, accelerator: "Accelerator", models: Iterable["torch.nn.Module"], moved: Callable[[], None] = lambda: None
+        self, accelerator: "Accelerator", model: "torch.nn.Module", moved: Callable[[], None] = lambda: None
     ) -> None:
-        """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of a model in eval
+        """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of the model in eval
         mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM.
         moved: called at each check."""
         self._finishes_step, self._accelerator, self._moved = True, accelerator, moved
-        for model in models:
-            model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
+        self.stop_validation(model)
+
+    def stop_validation(self, model: "torch.nn.Module") -> None:
+        """Have a forward pass of the model in eval mode raise StopValidation where training was asked to stop."""
+        model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
 
     def _receive(self) -> None:
         """The first signal, and every SIGINT after it."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ class RunFinished(Exception):
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
     shards, init, assistant = config.train.shuffle_shards, config.train.adapter.init, config.model.assistant
-    optional = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
+    optional: dict[str, Any] = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
+    if config.expert is not None:
+        optional["expert"] = asdict(config.expert)
     return optional | {
         "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
         "family": config.model.family,
@@ -99,7 +102,7 @@ def check_methods(config: Config, data: TrainSet) -> None:
 def read_shape(config: Config) -> dict[str, Any]:
     """config.json of the transformer."""
     model = config.model
-    return weights.read_component_config(model.source, model.revision, model.family_spec.components[0])
+    return weights.read_component_config(model.source, model.revision, config.part)
 
 
 def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
@@ -194,8 +197,8 @@ def check_base_precision(config: Config) -> None:
 
 
 def result_folder(config: Config) -> Path:
-    """adapter/ for a LoRA or LoKr, model/transformer/ for a full-rank run."""
-    return config.run_folder / ("model/transformer" if config.train.adapter.type == "full" else "adapter")
+    """adapter/ for a LoRA or LoKr, for a full-rank run model/ with the transformer's folder."""
+    return config.run_folder / (f"model/{config.part}" if config.train.adapter.type == "full" else "adapter")
 
 
 def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:

@@ -14,7 +14,6 @@ from peft.tuners.lokr.layer import Linear, LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from trainer.adapters.header import AdapterError
-from trainer.families.base import Experts, components
 
 ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
@@ -85,16 +84,6 @@ def scale_settings(scales: Mapping[str, tuple[int, float]]) -> tuple[int, float,
     return rank, alpha, patterns
 
 
-def scales_by_component(
-    model: Model, scales: Mapping[str, tuple[int, float]]
-) -> Iterator[tuple[Model, dict[str, tuple[int, float]]]]:
-    """Each transformer of the model that has targets, and these by their paths in it."""
-    for name, expert in components(model).items():
-        prefix = f"experts.{name}." if isinstance(model, Experts) else ""
-        if chosen := {path.removeprefix(prefix): scale for path, scale in scales.items() if path.startswith(prefix)}:
-            yield expert, chosen
-
-
 def is_convolution(module: torch.nn.Module) -> TypeGuard[torch.nn.Conv2d]:
     return isinstance(module, torch.nn.Conv2d)
 
@@ -116,25 +105,24 @@ def add_lora(
     if not scales:
         raise ValueError("LoRA needs at least one target module")
     model.requires_grad_(False)
-    for expert, chosen in scales_by_component(model, scales):
-        r, lora_alpha, patterns = scale_settings(chosen)
-        with warnings.catch_warnings():
-            # Of merging into torchao's tensors, and of peft's own way to save PiSSA: nothing here does either.
-            warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without", UserWarning)
-            warnings.filterwarnings("ignore", "Using Rank-Stabilized LoRA with rank_pattern", UserWarning)
-            settings = LoraConfig(
-                r=r,
-                lora_alpha=lora_alpha,  # type: ignore[arg-type]  # peft takes fractions
-                lora_dropout=dropout,
-                target_modules=[*chosen],
-                use_rslora=rslora,
-                use_dora=dora,
-                init_lora_weights=True if init_weights == "default" else init_weights,  # type: ignore[arg-type]
-                **patterns,
-            )
-            expert.add_adapter(settings, ADAPTER_NAME)
-        if init_weights in MUTATING_INITS:
-            expert.initial_lora = {name: value.detach().cpu().clone() for name, value in lora_state(expert).items()}
+    r, lora_alpha, patterns = scale_settings(scales)
+    with warnings.catch_warnings():
+        # Of merging into torchao's tensors, and of peft's own way to save PiSSA: nothing here does either.
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without", UserWarning)
+        warnings.filterwarnings("ignore", "Using Rank-Stabilized LoRA with rank_pattern", UserWarning)
+        settings = LoraConfig(
+            r=r,
+            lora_alpha=lora_alpha,  # type: ignore[arg-type]  # peft takes fractions
+            lora_dropout=dropout,
+            target_modules=[*scales],
+            use_rslora=rslora,
+            use_dora=dora,
+            init_lora_weights=True if init_weights == "default" else init_weights,  # type: ignore[arg-type]
+            **patterns,
+        )
+        model.add_adapter(settings, ADAPTER_NAME)
+    if init_weights in MUTATING_INITS:
+        model.initial_lora = {name: value.detach().cpu().clone() for name, value in lora_state(model).items()}
     finish_adapter(model, [*scales])
 
 
@@ -146,9 +134,9 @@ def finish_adapter(model: Model, targets: Sequence[str]) -> None:
         parameter.data = parameter.data.float()
 
 
-def lora_state(expert: Model) -> dict[str, torch.Tensor]:
+def lora_state(model: Model) -> dict[str, torch.Tensor]:
     """The adapter's tensors by peft's names, without the adapter's."""
-    return get_peft_model_state_dict(expert, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
+    return get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
 
 
 def list_adapted_modules(model: Model) -> list[str]:
@@ -219,20 +207,19 @@ def add_lokr(
     scales: full module path -> rank and alpha. decompose_factor: the first factor of each side; -1: near its root.
     """
     model.requires_grad_(False)
-    for expert, chosen in scales_by_component(model, scales):
-        rank, alpha, patterns = scale_settings(chosen)
-        config = LoKrConfig(
-            r=rank,
-            alpha=alpha,  # type: ignore[arg-type]  # peft takes fractions
-            target_modules=[*chosen],
-            decompose_factor=decompose_factor,
-            decompose_both=decompose_both,
-            **patterns,
-        )
-        expert.add_adapter(config, ADAPTER_NAME)
-        for path, layer in [*expert.named_modules()]:
-            if isinstance(layer, Linear):
-                r, scale = chosen[path]
-                ours = KroneckerLinear(layer.get_base_layer(), ADAPTER_NAME, config=config, r=r, alpha=scale)
-                expert.set_submodule(path, ours)
+    rank, alpha, patterns = scale_settings(scales)
+    config = LoKrConfig(
+        r=rank,
+        alpha=alpha,  # type: ignore[arg-type]  # peft takes fractions
+        target_modules=[*scales],
+        decompose_factor=decompose_factor,
+        decompose_both=decompose_both,
+        **patterns,
+    )
+    model.add_adapter(config, ADAPTER_NAME)
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, Linear):
+            r, scale = scales[path]
+            ours = KroneckerLinear(layer.get_base_layer(), ADAPTER_NAME, config=config, r=r, alpha=scale)
+            model.set_submodule(path, ours)
     finish_adapter(model, [*scales])

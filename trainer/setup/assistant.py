@@ -14,7 +14,6 @@ from trainer.adapters.files import load_layers
 from trainer.adapters.header import AdapterFile, check_fits
 from trainer.adapters.layers import DOWN, UP
 from trainer.adapters.names import resolve_names
-from trainer.families.base import components
 from trainer.setup.attach import module_size, name_modules
 
 BUFFERS = ("assistant_down", "assistant_up")
@@ -45,8 +44,7 @@ def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
         for buffer, matrix in zip(BUFFERS, (layer.tensors[DOWN], layer.scale * layer.tensors[UP].float()), strict=True):
             part.register_buffer(buffer, matrix.to(part.weight.device, dtype), persistent=False)
         part.register_forward_hook(assistant)
-    for expert in components(model).values():
-        expert.assistant = assistant
+    model.assistant = assistant
 
 
 def match_modules(model: Any, file: AdapterFile) -> tuple[AdapterFile, dict[str, Any]]:

@@ -13,7 +13,7 @@ from schemas.config.adapter import Adapter
 from trainer.adapters.files import load_layers
 from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial
 from trainer.adapters.names import resolve_names
-from trainer.families.base import Experts, FamilyModule, components
+from trainer.families.base import FamilyModule
 from trainer.setup import adapters
 from trainer.setup.adapters import choose_targets, lora_state
 
@@ -112,12 +112,8 @@ def fit_initial(
 
 
 def name_modules(model: Any, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> dict[str, str]:
-    """ "<component>.<module path>" of the modules that the patterns choose -> full path."""
-    several = isinstance(model, Experts)
-    return {
-        path.removeprefix("experts.") if several else f"transformer.{path}": path
-        for path in choose_targets(model, patterns, left_out)
-    }
+    """ "transformer.<module path>" of the modules that the patterns choose -> full path."""
+    return {f"transformer.{path}": path for path in choose_targets(model, patterns, left_out)}
 
 
 def module_size(module: Any) -> tuple[int, int]:
@@ -130,11 +126,7 @@ def module_size(module: Any) -> tuple[int, int]:
 def load_weights(model: Any, file: AdapterFile) -> None:
     """Set the model's adapter, which has what `fit_initial` said, to the file's weights. AdapterError where a LoKr
     divides matrices otherwise."""
-    parameters = {
-        f"{part}.{key}": value
-        for part, expert in components(model).items()
-        for key, value in lora_state(expert).items()
-    }
+    parameters = {f"transformer.{key}": value for key, value in lora_state(model).items()}
     held = {f"{name}.{end}": value for name, layer in load_layers(file).items() for end, value in layer.tensors.items()}
     if file.kind == "LoKr":
         ours, theirs = ({key: list(value.shape) for key, value in side.items()} for side in (parameters, held))

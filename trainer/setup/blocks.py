@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schemas.config.training import Offload, Train
 from schemas.devices import STREAM_DEVICES, pins_memory
-from trainer.families.base import FamilyModule, components
+from trainer.families.base import FamilyModule
 from trainer.run.run_state import RunError
 from trainer.setup.quantize import remake
 
@@ -123,7 +123,7 @@ class GroupScheduler:
 
 
 def offload_blocks(
-    models: Sequence[torch.nn.Module],
+    model: torch.nn.Module,
     blocks: Sequence[torch.nn.Module],
     device: torch.device,
     blocks_per_group: int = 1,
@@ -132,26 +132,24 @@ def offload_blocks(
     """Keep the blocks' frozen weights on the host, where they are, and on the device only while their group computes;
     move all else to the device. The blocks keep their names and hooks.
 
-    models: the transformers that have the blocks, in the order in which they compute. After a forward pass without
-    gradient, and after a backward pass, all frozen weights of blocks are on the host.
+    After a forward pass without gradient, and after a backward pass, all frozen weights of blocks are on the host.
     """
     stream = torch.get_device_module(device).Stream(device) if streams else None
     parts = [blocks[first : first + blocks_per_group] for first in range(0, len(blocks), blocks_per_group)]
     scheduler = GroupScheduler([BlockGroup(part, device, stream) for part in parts], streams)
     hosted = {entry.weight for group in scheduler.groups for entry in group.weights}
-    for model in models:
-        for weight in model.parameters():
-            if weight not in hosted:
-                weight.data = weight.data.to(device)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scheduler.leave())
+    for weight in model.parameters():
+        if weight not in hosted:
+            weight.data = weight.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scheduler.leave())
     for number, part in enumerate(parts):
         for block in part:
             # Not through __setattr__, which is for modules and parameters.
             block.__dict__["forward"] = enter_first(scheduler, number, block.forward)
-    trained = [weight for model in models for weight in model.parameters() if weight.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     if trained:
         register_multi_grad_hook(trained, lambda _: scheduler.leave())
     return scheduler
@@ -199,7 +197,7 @@ def reduce_memory(model: Any, family: FamilyModule, settings: Train, device: tor
         checkpoint_blocks(model, blocks[:: settings.gradient_checkpointing_interval])
     if settings.offload.blocks:
         offload = settings.offload
-        offload_blocks([*components(model).values()], blocks, device, offload.blocks_per_group, offload.streams)
+        offload_blocks(model, blocks, device, offload.blocks_per_group, offload.streams)
 
 
 def checkpoint_block(block: torch.nn.Module, *args: Any) -> Any:
@@ -211,10 +209,7 @@ def checkpoint_blocks(model: Any, blocks: Sequence[torch.nn.Module]) -> None:
     """Gradient checkpointing of these blocks, and of no other. A transformer that needs more than
     torch.utils.checkpoint to compute a block again has a `checkpoint_block` of its own."""
     chosen = set(blocks)
-    for expert in components(model).values():
-        expert.enable_gradient_checkpointing(
-            select_blocks(getattr(expert, "checkpoint_block", checkpoint_block), chosen)
-        )
+    model.enable_gradient_checkpointing(select_blocks(getattr(model, "checkpoint_block", checkpoint_block), chosen))
 
 
 def select_blocks(run: Callable[..., Any], chosen: set[torch.nn.Module]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
 from trainer.adapters.names import DIFFUSERS_NAMES
-from trainer.families.base import Experts, FamilyModule, components
+from trainer.families.base import FamilyModule
 from trainer.run.sharded import gather_all, is_sharded
 from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
 from trainer.setup.attach import make_trainable
@@ -29,8 +29,9 @@ def export_weights(
     notes: Mapping[str, str],
     formats: Sequence[AdapterFormat],
 ) -> dict[str, dict[str, str]]:
-    """Write an adapter in each format, with `notes` in its header, or transformer/ of a full-rank run, to `folder`.
-    Returns each file of weights, relative to `folder`: its keys and the parameters that they hold.
+    """Write an adapter in each format, with `notes` in its header, or of a full-rank run the transformer, in a folder
+    named as its own in the checkpoint, to `folder`. Returns each file of weights, relative to `folder`: its keys and
+    the parameters that they hold.
 
     folder: None on processes that only take part in gathering a sharded model."""
     if is_sharded(model.parameters()):
@@ -40,19 +41,13 @@ def export_weights(
     if config.train.adapter.type != "full":
         save_lora(model, folder, config.model.family, notes, formats)
         names = {weight.data_ptr(): name for name, weight in trainable_parameters(model).items()}
-        held: dict[str, str] = {}
-        for part, expert in components(model).items():
-            if list_adapted_modules(expert):
-                tensors = lora_state(expert)
-                held |= {f"{part}.{key}": names[tensor.data_ptr()] for key, tensor in tensors.items()}
+        held = {f"transformer.{key}": names[tensor.data_ptr()] for key, tensor in lora_state(model).items()}
         return {LORA_WEIGHT_NAME_SAFE: held} if "diffusers" in formats else {}
-    save_full(model, folder / "transformer")
+    save_full(model, folder / config.part)
     written: dict[str, dict[str, str]] = {}
-    for part in components(model):
-        prefix = f"experts.{part}." if isinstance(model, Experts) else ""
-        for path in sorted((folder / part).glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                written[f"{part}/{path.name}"] = {key: prefix + key for key in file.keys()}  # noqa: SIM118 (no mapping)
+    for path in sorted((folder / config.part).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            written[f"{config.part}/{path.name}"] = {key: key for key in file.keys()}  # noqa: SIM118 (no mapping)
     return written
 
 
@@ -69,9 +64,8 @@ def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -
         adapter = adapter.model_copy(update={"init_weights": "default"})
         make_trainable(whole, family, adapter, scales=read_scales(model))
     whole.load_state_dict(state, strict=False, assign=True)
-    for expert, saved in zip(components(model).values(), components(whole).values(), strict=True):
-        if hasattr(expert, "initial_lora"):  # of PiSSA and OLoRA
-            saved.initial_lora = expert.initial_lora
+    if hasattr(model, "initial_lora"):  # of PiSSA and OLoRA
+        whole.initial_lora = model.initial_lora
     return whole
 
 
@@ -85,32 +79,29 @@ def save_lora(
     """Write the adapter's file of each format to `directory`, of a LoKr also LyCORIS'; returns the first's path.
 
     metadata: further text for the files' headers (`latentpress.<key>`), which also have the family. The header of
-    diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha.
+    diffusers' file has the adapter's configuration, too, without which a pipeline would guess alpha. Names begin with
+    "transformer." whichever of two experts it is: of other prefixes, pipelines load nothing without a word.
     """
-    tensors, settings = dict[str, torch.Tensor](), dict[str, Any]()
-    for part, expert in components(model).items():
-        if not list_adapted_modules(expert):
-            continue
-        state, config = file_contents(expert)
-        tensors |= {f"{part}.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
-        # peft may have shortened the paths to suffixes that are unambiguous in this model only.
-        config["target_modules"] = sorted(list_adapted_modules(expert))
-        sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        settings |= {f"{part}.{key}": value for key, value in sets_sorted.items()}
+    state, config = file_contents(model)
+    tensors = {f"transformer.{name}": value.detach().cpu().contiguous() for name, value in state.items()}
+    # peft may have shortened the paths to suffixes that are unambiguous in this model only.
+    config["target_modules"] = sorted(list_adapted_modules(model))
+    sets_sorted = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    settings = {f"transformer.{key}": value for key, value in sets_sorted.items()}
     notes = {"family": family, **(metadata or {})}
     names = FAMILIES[family].comfyui_names if family in FAMILIES else DIFFUSERS_NAMES
     return write_formats(tensors, settings, directory, notes, formats, names)
 
 
-def file_contents(expert: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def file_contents(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The adapter's tensors and peft configuration, such that loading them into the original base gives this model."""
-    state, config = lora_state(expert), expert.peft_config[ADAPTER_NAME].to_dict()
+    state, config = lora_state(model), model.peft_config[ADAPTER_NAME].to_dict()
     if config["peft_type"] == PeftType.LOKR:
         return state, config
     # A pipeline adds layers in training mode and never calls eval(): a dropout would stay on at inference.
     config["lora_dropout"] = 0.0
     config["init_lora_weights"] = True  # a pipeline would start with it, and pissa and olora would change its base
-    initial = getattr(expert, "initial_lora", None)
+    initial = getattr(model, "initial_lora", None)
     if initial is None:
         return state, config
     # With W - s B0 A0 in place of W, the change of W is s (B A - B0 A0), a LoRA of twice the rank with the same s.
@@ -125,11 +116,9 @@ def file_contents(expert: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def save_full(model: Any, directory: Path) -> Path:
-    """Write the transformer to `directory` for its `from_pretrained`; further experts into folders next to it."""
-    for part, expert in components(model).items():
-        folder = directory.with_name(part)
-        expert.save_pretrained(folder)
-        mode = (folder / "config.json").stat().st_mode & 0o777  # safetensors makes weights private to their owner
-        for path in folder.glob("*.safetensors"):
-            path.chmod(mode)
+    """Write the transformer to `directory` for its `from_pretrained`."""
+    model.save_pretrained(directory)
+    mode = (directory / "config.json").stat().st_mode & 0o777  # safetensors makes weights private to their owner
+    for path in directory.glob("*.safetensors"):
+        path.chmod(mode)
     return directory

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cache.models.weights import config_errors, fetch_components, fingerprint_we
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from trainer.families.base import Experts, FamilyModule
+from trainer.families.base import FamilyModule
 from trainer.run.run_state import RunError, train_precision
 
 
@@ -29,7 +30,8 @@ def load_transformer(
     dtype, autocast = choose_dtypes(config)
     with explain_checkpoint_errors(config):
         where = torch.device("cpu") if config.train.quantized else device
-        model = (load or family.load)(config.model.source, config.model.revision, dtype, where)
+        load = load or partial(family.load, part=config.part)
+        model = load(config.model.source, config.model.revision, dtype, where)
     return model, autocast
 
 
@@ -45,12 +47,10 @@ def choose_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
 
 def empty_transformer(config: Config) -> Any:
     """The transformer on the meta device, by its config.json: names and shapes without weights."""
-    model, parts = config.model, dict[str, Any]()
-    for part in model.family_spec.components:
-        settings = read_component_config(model.source, model.revision, part)
-        with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
-            parts[part] = getattr(diffusers, model.family_spec.model_classes[part]).from_config(settings)
-    return Experts(parts) if len(parts) > 1 else next(iter(parts.values()))
+    model, part = config.model, config.part
+    settings = read_component_config(model.source, model.revision, part)
+    with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
+        return getattr(diffusers, model.family_spec.model_classes[part]).from_config(settings)
 
 
 def model_shape(model: Any) -> dict[str, Any]:
@@ -71,16 +71,16 @@ def explain_checkpoint_errors(config: Config) -> Iterator[None]:
 
 
 def fingerprint_base(config: Config, model: torch.nn.Module, loaded: bool) -> dict[str, Any]:
-    """Hashes that identify the base weights. content: of the files of the transformer, as the encoders' are identified,
-    or None where they were not loaded from files. first numbers: what checkpoints of format version 4 have, a hash of
-    the first numbers of each weight as bfloat16, which says too little."""
+    """Hashes that identify the base weights. content: of the files of the transformer that is trained, as the encoders'
+    are identified, or None where they were not loaded from files. first numbers: what checkpoints of format version 4
+    have, a hash of the first numbers of each weight as bfloat16, which says too little."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
         first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
         digest.update(first.view(torch.uint8).numpy().tobytes())
     content = None
     if loaded:
-        parts = config.model.family_spec.components
+        parts = (config.part,)
         folder = fetch_components(config.model.source, config.model.revision, parts)
         memo = Store(config.root) if "://" in config.root or Path(config.root).is_dir() else None
         content = fingerprint_weights(str(folder), parts, None, memo)["content"]

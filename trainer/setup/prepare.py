@@ -20,6 +20,7 @@ from schemas.config.pipeline import Config
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from schemas.text_format import shown_path
+from trainer import flow
 from trainer.adapters.header import read_assistant
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
@@ -28,6 +29,7 @@ from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
 from trainer.run import checkpoint, resume, run_state
 from trainer.run.changed_settings import describe_rank, find_changed_settings, refuse_differences
+from trainer.run.interruption import StopRequest
 from trainer.run.new_data import Change, first_step, list_changes
 from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.rank_watch import RankWatch
@@ -74,6 +76,7 @@ class TrainState:
     average: MovingAverage | None = field(init=False)
     gradient_noise: GradientNoise = field(init=False)
     reads_late: bool = field(init=False)  # see `can_read_late`
+    stop: StopRequest | None = None
     updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
     data_changes: list[Change] = field(default_factory=list)
     new_set: str | None = None  # on which the run goes on, if it is not that of the step before
@@ -144,7 +147,7 @@ def prepare_training(
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     parallel = config.train.parallel
-    store = connect_ranks(device, parallel)
+    store = connect_ranks(device, parallel, config.run_name)
     accelerator = make_accelerator(device)
     watch = RankWatch(accelerator, console, parallel.timeout, store)
     with watch.sharing_errors():
@@ -189,6 +192,7 @@ def prepare_run(
     check_optimizer(config, device, sharded)
     check_setup(config, family, device)
     check_attention(config, family, device)
+    check_noise_levels(config, schedule)
     methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
     signature, bad_steps = run_state.resume_signature(config, data, schedule), BadStepCounter(settings.max_bad_steps)
@@ -207,6 +211,21 @@ def prepare_run(
     run.gradient_noise = GradientNoise(denoiser, *micro_batches, settings.gradient_noise_every)
     run.reads_late = can_read_late(run)
     return run
+
+
+def check_noise_levels(config: Config, schedule: BatchSchedule) -> None:
+    """RunError where hardly any of the configured noise levels is one of the expert that is trained."""
+    expert, settings = config.expert, config.train.timesteps
+    if expert is None:
+        return
+    for bucket in schedule.buckets:
+        first, last = flow.draws_within(settings, run_state.train_shift(config, bucket.name), expert.range)
+        if abs(last - first) < flow.LEAST_SHARE:
+            raise run_state.RunError(
+                f"train.timesteps: almost none of its noise levels is in {expert.lowest:g} to {expert.highest:g}, with "
+                f"which the expert {config.train.experts} is trained",
+                "Choose another train.timesteps.sampling, or correct its options or train.shift.",
+            )
 
 
 def can_read_late(run: TrainState) -> bool:
@@ -318,6 +337,6 @@ def log_start(run: TrainState) -> None:
     data, settings = run.loader.data, run.config.validation
     if run.is_main and (shortage := checkpoint.find_shortage(run.folder, run.trainable)):
         run.console.warn(shortage)
-    if settings.eval_samples and settings.eval_sigmas:
+    if settings.eval_samples and run.config.eval_sigmas:
         rows, source = data.choose_eval_rows(settings.eval_samples)
         run.log(f"eval loss on {len(rows)} {source}")

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from schemas.config.training import Parallel, Train
 from schemas.devices import pins_memory
-from trainer.families.base import FamilyModule, components
+from trainer.families.base import FamilyModule
 from trainer.setup.quantize import take_apart
 
 #: With older versions a group of modules does not come back whole from torch.utils.checkpoint.
@@ -98,7 +98,7 @@ def shard_model(
                 [part for part in block.modules() if isinstance(part, AUTOCAST)], mp_policy=cast, **block_options
             )
         fully_shard(block, mp_policy=uncast, **block_options)
-    for part in (*components(model).values(), *methods.values()):
+    for part in (model, *methods.values()):
         fully_shard(part, mp_policy=uncast, **options)
     plain = [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]
     assert not plain, f"not sharded: {plain[:5]}"

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +22,7 @@ from schemas.config.training import Offload, Parallel, Train
 from schemas.devices import DeviceNotFound, find_device
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, components
+from trainer.families.base import FamilyModule
 from trainer.run.rank_watch import RankLostError
 from trainer.run.run_state import RunError
 from trainer.setup.adapters import adapter_off
@@ -63,9 +64,9 @@ class Denoiser(torch.nn.Module):
     ) -> torch.Tensor:
         """`methods.base.Predict`, called in training.
 
-        All is in eval mode but the transformers themselves, by which StopRequest tells a step from validation.
+        All is in eval mode but the transformer itself, by which StopRequest tells a step from validation.
         """
-        parts = [part for expert in components(self.model).values() for part in expert.children()]
+        parts = [*self.model.children()]
         for part in parts:
             part.eval()
         try:
@@ -129,8 +130,9 @@ def send_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> torch.futures.F
     return bf16_compress_hook(group, bucket)
 
 
-def connect_ranks(device: str, parallel: Parallel) -> Store | None:
-    """Open torch's process group; returns the store by which the ranks found each other, None of a single process.
+def connect_ranks(device: str, parallel: Parallel, run: str) -> Store | None:
+    """Open torch's process group, in place of that of a run before; returns a store that all ranks share, None of a
+    single process. run: its name.
 
     RankLostError where some do not come within `parallel.timeout` seconds, with their numbers: torch's own wait names
     none, and lasts for PROCESS_TIMEOUT.
@@ -143,8 +145,10 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
             "Start training with torchrun, accelerate launch or examples/ray_train.py, which set it.",
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = open_store(rank, parallel.timeout)
+    store = PrefixStore(run, open_store(rank, parallel.timeout))
     meet(store, rank, ranks, parallel.timeout)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     kind = find_device(device, int(os.environ.get("LOCAL_RANK", 0))).type
     backend = torch.distributed.get_default_backend_for_device(kind)
     if parallel.cpu_offload and kind != "cpu":
@@ -155,8 +159,10 @@ def connect_ranks(device: str, parallel: Parallel) -> Store | None:
     return store
 
 
+@cache
 def open_store(rank: int, timeout: float) -> Store:
-    """The launcher's store where it has one, as torchrun's agent does, on any of the machines; else rank 0's."""
+    """The launcher's store where it has one, as torchrun's agent does, on any of the machines; else rank 0's, which
+    lives as long as its process."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
@@ -21,7 +22,8 @@ from stages.engines.jobs import Job
 
 @dataclass(frozen=True)
 class SamplePixels:
-    """8-bit; T = 1 for an image. condition: encoded in addition to the media. mask: T = 1 where all frames share it."""
+    """8-bit; T = 1 for an image. condition: encoded in addition to the media, without what pads it. mask: T = 1 where
+    all frames share it."""
 
     media_THWC: np.ndarray
     condition_THWC: np.ndarray | None
@@ -56,10 +58,12 @@ class LatentsWorker(UnitWorker):
     def prepare(self, name: str, read: MemberPixels | None) -> SamplePixels:
         assert read is not None and read.frames is not None
         condition_THWC = None if read.image is None else read.image[None]
-        condition = self.config.model.condition
-        if self.plan.samples[name]["condition"] == "first-frame" and condition is not None:
-            condition_THWC = read.frames[: condition.frames]
-        return SamplePixels(read.frames, condition_THWC, read.mask)
+        condition, sample, media_THWC = self.config.model.condition, self.plan.samples[name], read.frames
+        if sample["condition"] == "first-frame" and condition is not None:
+            condition_THWC = media_THWC[: condition.frames]
+        if sample["role"] == VALIDATION and condition is not None and condition.padded:
+            media_THWC = media_THWC[: condition.frames]
+        return SamplePixels(media_THWC, condition_THWC, read.mask)
 
     def cost(self, batch: list[SamplePixels]) -> int:
         """Pixels of one pass of the autoencoder, over the media or, where they have more, over the conditions."""
@@ -80,10 +84,14 @@ class LatentsWorker(UnitWorker):
         seeds = [derive_seed(name, purpose) for name in names]
         posterior, condition = self.config.latents.posterior, self.config.model.condition
         # What a validation prompt starts from is a sample of its own; a unit has no others beside it.
-        is_given = purpose == "condition" or self.plan.samples[names[0]]["role"] == VALIDATION
+        sample, pixels_BCTHW = self.plan.samples[names[0]], normalize_pixels(bytes_BTHWC)
+        is_given = purpose == "condition" or sample["role"] == VALIDATION
         if is_given and condition is not None and condition.posterior is not None:
             posterior = condition.posterior
-        return self._autoencoder.encode(normalize_pixels(bytes_BTHWC), seeds, posterior)
+        if is_given and condition is not None and condition.padded:
+            more = Bucket.parse(sample["geometry"]["bucket"]).frames - pixels_BCTHW.shape[2]
+            pixels_BCTHW = F.pad(pixels_BCTHW, (0, 0, 0, 0, 0, more))
+        return self._autoencoder.encode(pixels_BCTHW, seeds, posterior)
 
     def _rows(
         self, names: list[str], batch: list[SamplePixels], purposes: list[str], latents: HostCopy

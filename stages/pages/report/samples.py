@@ -19,7 +19,7 @@ from cache.runs.training_run import read_description, spread
 from cache.runs.validations import SUFFIXES, list_validations
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
-from schemas.config.validation import ValidationSample, validation_samples
+from schemas.config.validation import ValidationSample
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.media.files import MediaError, MediaPath
@@ -141,7 +141,7 @@ def _share(listings: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tupl
 
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
-    samples = {sample.name: sample for sample in validation_samples(config.validation, config.model.family_spec)}
+    samples = {sample.name: sample for sample in config.validation_samples()}
     order = {name: number for number, name in enumerate(samples)}
     files = {(file.name, file.step): file.picture for file in list_validations(folder)}
     ordered = sorted(files.items(), key=lambda entry: (order.get(entry[0][0], len(order)), entry[0]))

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from cache.runs.training_run import run_at_work
 from cache.store.store import Store
 from schemas.cli.console import Options, Report
 from schemas.config.loading import ConfigError, load_config
@@ -41,7 +42,7 @@ class Site:
     """build_status: makes the report of `latentpress status`."""
 
     def __init__(self, config: Config, options: Options, build_status: Callable[[Config], Report]) -> None:
-        self.options, self._config, self._stamp = options, config, _stamp(options.config)
+        self.options, self._config, self._stamp = options, run_at_work(config), _stamp(options.config)
         self.output, self.root = Path(config.output), config.root
         argv = Options(options.config.absolute(), options.overrides, device=options.device, workers=options.workers)
         self.programs = ChildPrograms(self.output, argv.argv())
@@ -63,7 +64,7 @@ class Site:
                 try:
                     config = load_config(self.options.config, self.options.overrides)
                     if (Path(config.output), config.root) == (self.output, self.root):
-                        self._config = config
+                        self._config = run_at_work(config)
                     else:
                         message = f"{self.options.config} names another root or output than this page shows"
                         self.config_error = ConfigError([message], "start `latentpress ui` again for these")
@@ -157,7 +158,7 @@ def render(request: Request, template: str, status: int = 200, **values: Any) ->
     common = {
         "pages": request.app.state.pages,
         "path": request.url.path,
-        "run": config.train.run,
+        "run": config.run_name,
         "config_path": str(site.options.config),
         "config_error": site.config_error,
     }

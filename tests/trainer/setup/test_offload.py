@@ -53,7 +53,7 @@ def frozen(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def settle(model: Any, blocks_per_group: int, prefetch: bool = False) -> GroupScheduler:
-    scheduler = offload_blocks([model], blocks_of(model), CPU, blocks_per_group)
+    scheduler = offload_blocks(model, blocks_of(model), CPU, blocks_per_group)
     scheduler.prefetch = prefetch  # as streams do, which a CPU has none of: here copying is done at once
     return scheduler
 

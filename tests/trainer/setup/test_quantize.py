@@ -181,7 +181,7 @@ def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
     torch.compiler.reset()
     compile_blocks([block.feed_forward for block in blocks], "aot_eager", said.append)
     checkpoint_blocks(model, blocks)
-    offload_blocks([model], blocks, torch.device("cpu"), blocks_per_group=2)
+    offload_blocks(model, blocks, torch.device("cpu"), blocks_per_group=2)
     assert errors(step(kind, model), expected) == pytest.approx([0, 0, 0], abs=1e-5)
     assert len(said) == 2, "one of texts, one of images"
 

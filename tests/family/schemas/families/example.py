@@ -1,16 +1,20 @@
 """Rows of a family made for the tests: clips that go on from two given frames."""
 
-from schemas.family import Cleaner, Condition, Family, Flavour, Normalization, Template
+from schemas.family import Cleaner, Condition, Expert, Family, Flavour, Normalization, Template
 
 
 def loud(text: str) -> str:
     return text.strip().upper()
 
 
+EXPERTS = {
+    "high": Expert("transformer", 0.8, 1.0, guidance=2.0),
+    "low": Expert("transformer_2", 0.0, 0.8, guidance=1.5),
+}
 FAMILIES = {
     "example": Family(
         name="example",
-        flavours={"tiny": Flavour("tiny", "example/tiny", "i2v", shift=2.0)},
+        flavours={"tiny": Flavour("tiny", "example/tiny", "i2v", shift=2.0, experts=EXPERTS)},
         default_flavour="tiny",
         text_encoder="example",
         autoencoder="example",
@@ -24,7 +28,6 @@ FAMILIES = {
         text_width=128,
         text_components=("text_encoder", "tokenizer"),
         latent_components=("vae",),
-        components=("transformer", "transformer_2"),
         model_classes={
             "transformer": "WanTransformer3DModel",
             "transformer_2": "WanTransformer3DModel",

@@ -1,4 +1,5 @@
-"""The example family's transformers: two of Wan's, for much noise and for little, given two clean frames."""
+"""The example family's transformers: two of Wan's, for much noise and for little, given two clean frames. One is loaded
+at a time."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,9 @@ from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families import base
-from trainer.families.base import Experts, FamilyModule, KeptTokens, TokenGrid, components
+from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
 
-BOUNDARY = 0.8  # of sigma: of the six steps that the test trains, three are above it
-LORA_TARGETS = r"experts\.\w+\.blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+LORA_TARGETS = r"blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
 QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
@@ -29,23 +29,21 @@ def load(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Experts:
-    parts = FAMILIES["example"].components
-    experts = {name: load_part(WanTransformer3DModel, source, revision, name, torch_dtype=dtype) for name in parts}
-    return Experts(experts).to(device)
+    part: str = "transformer",
+) -> WanTransformer3DModel:
+    return load_part(WanTransformer3DModel, source, revision, part, torch_dtype=dtype).to(device)
 
 
-def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Experts:
-    parts = FAMILIES["example"].components
-    return Experts({name: WanTransformer3DModel.from_config(dict(config)).to(dtype) for name in parts})
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+    return WanTransformer3DModel.from_config(dict(config)).to(dtype)
 
 
 def clean_frames(task: Task) -> int:
-    return FAMILIES["example"].condition_frames(task)
+    return FAMILIES["example"].condition_frames(task) or 0
 
 
 def blocks(model: Any) -> list[torch.nn.Module]:
-    return [block for expert in components(model).values() for block in expert.blocks]
+    return [*model.blocks]
 
 
 def visual_blocks(model: Any) -> list[torch.nn.Module]:
@@ -84,8 +82,7 @@ def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch:
         "timestep": (1000 * sigma_B).float(),
         "encoder_hidden_states": batch.text_BLD,
     }
-    high, low = (expert(**inputs, return_dict=False)[0] for expert in components(model).values())
-    return torch.where((sigma_B >= BOUNDARY).view(-1, 1, 1, 1, 1), high, low)
+    return model(**inputs, return_dict=False)[0]
 
 
 def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""The expert that is not trained, as validation samples need it.
+
+Of a model with two experts one is trained, and only that one is in memory, but for samples, which the other one takes a
+part of. Then it is loaded as the trained one was, in the same precision and offloaded or sharded alike, and the trained
+one waits on the host. It has what its own run has saved, where that is finished.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache.runs.training_run import read_result_step
+from schemas.cli.progress import activity
+from schemas.config.adapter import Adapter
+from schemas.config.pipeline import Config
+from schemas.text_format import shown_path
+from trainer.adapters.header import read_adapter
+from trainer.attention import NATIVE, use_backend
+from trainer.run.run_state import result_folder
+from trainer.run.sharded import is_sharded
+from trainer.setup.attach import make_trainable
+from trainer.setup.blocks import loading_device, reduce_memory
+from trainer.setup.load import explain_checkpoint_errors, load_transformer
+from trainer.setup.prepare import TrainState
+from trainer.setup.quantize import quantize_base
+from trainer.setup.shard import by_turns, gathered_dtype, shard_model
+
+
+def config_of_other(config: Config) -> Config:
+    """The configuration of the run of the expert that this one does not train."""
+    [name] = config.experts.keys() - {config.train.experts}
+    return config.model_copy(update={"train": config.train.model_copy(update={"experts": name})})
+
+
+def find_result(config: Config) -> Path | None:
+    """The folder of the run's result; None where it has none yet."""
+    try:
+        read_result_step(config.run_folder)
+    except (OSError, ValueError):
+        return None
+    folder = result_folder(config)
+    return folder if folder.is_dir() else None
+
+
+@contextmanager
+def other_expert(run: TrainState) -> Iterator[Any]:
+    """The other expert in eval mode, on the device in place of the trained one, which is back there at the end. Every
+    rank enters it."""
+    device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
+    moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
+    if moves:
+        torch.nn.Module.to(run.model, torch.device("cpu"))
+    try:
+        with by_turns(run.accelerator, sharded, run.watch.note):
+            model = load_other(run, sharded)
+        yield model
+        del model
+    finally:
+        gc.collect()
+        if moves:
+            torch.nn.Module.to(run.model, device)
+
+
+def load_other(run: TrainState, sharded: bool) -> Any:
+    config, family, device = config_of_other(run.config), run.family, run.accelerator.device
+    settings = config.train
+    home = loading_device(settings.offload, sharded, device)
+    result = run.files.from_main(find_result(config) if run.is_main and run.files.shared else None)
+    name = f"the expert {settings.experts}"
+    run.log(f"samples: {name} is {'that of the checkpoint' if result is None else f'with {shown_path(result)}'}")
+    run.watch.note(f"loading {name}", alone=True)
+    full = result is not None and settings.adapter.type == "full"
+    source = config
+    if full:
+        local = {"path": str(result.parent), "revision": None}
+        source = config.model_copy(update={"model": config.model.model_copy(update=local)})
+    with activity(f"loading {name}"), explain_checkpoint_errors(config):
+        model, autocast = load_transformer(source, family, home)
+        if settings.quantized:
+            quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
+        if result is not None and not full:
+            make_trainable(model, family, as_saved(settings.adapter, result))
+        model.requires_grad_(False).eval()
+        if settings.attention_backend != NATIVE:
+            use_backend(model, family, settings.attention_backend)
+        reduce_memory(model, family, settings, device)
+        if sharded:
+            shard_model(model, family, {}, settings.parallel, device, gathered_dtype(settings, autocast))
+        elif not settings.offload.blocks:
+            torch.nn.Module.to(model, device)
+    if run.stop is not None:
+        run.stop.stop_validation(model)
+    return model
+
+
+def as_saved(settings: Adapter, result: Path) -> Adapter:
+    """Settings that start from a run's adapter, whatever its rank is."""
+    kind = read_adapter(result).kind
+    given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA", "init": str(result)}
+    if kind == "LoKr":
+        given |= settings.model_dump(include={"decompose_factor", "decompose_both"})
+    return Adapter.model_validate(given)
