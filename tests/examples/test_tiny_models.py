@@ -84,7 +84,7 @@ def test_a_build_leaves_torch_as_it_was(tmp_path: Path) -> None:
 
 def test_all_kinds_are_small(models: Path) -> None:
     sizes = {kind: sum(map(len, _files(models / kind).values())) for kind in tiny_models.KINDS}
-    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 50e6, sizes
+    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 60e6, sizes
 
 
 # --- tokenizers ---
@@ -213,7 +213,7 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
         }
     if kind.startswith("wan"):
         return {
-            "hidden_states": noise(1, 48 if "5b" in kind else 16, 3, 8, 12),
+            "hidden_states": noise(1, 48 if "5b" in kind else 36 if kind == "wan2.2-a14b-i2v" else 16, 3, 8, 12),
             "encoder_hidden_states": noise(1, 20, 64),
             "timestep": torch.tensor([500.0]),
         }

@@ -103,7 +103,7 @@ def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kin
     assert tokens > 2 * grid.tokens if kind in JOINT else tokens == 2 * grid.tokens
     size, edge = Bucket.parse(part.batch.bucket), config.model.family_spec.side_multiple
     assert (grid.rows, grid.columns) == (size.height // edge, size.width // edge), "side_multiple is a token's edge"
-    length = part.batch.text_BLD.shape[1] if kind not in ("wan", "wan-i2v") else 512  # what texts are padded to
+    length = part.batch.text_BLD.shape[1] if not kind.startswith("wan") else 512  # what texts are padded to
     assert grid.frames == part.batch.latents_BCTHW.shape[2] and grid.text_length == length
     visual = family.visual_blocks(model)
     assert [block for block in blocks if block in visual] == visual and called[-1][1][-1] == family.hidden_size(model)
