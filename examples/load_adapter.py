@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="pipeline.yaml of a finished run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in `latentpress`")
     parser.add_argument("--prompt", help="of the picture or clip to make")
-    parser.add_argument("--image", type=Path, help="source picture (i2i) or first frame (i2v)")
+    parser.add_argument("--image", type=Path, nargs="+", help="source picture(s) (i2i) or first frame (i2v)")
     parser.add_argument("--out", type=Path, help="file to write: .png or .jpg, for a clip .webp or .gif")
     parser.add_argument("--size", help="default: validation.size, else the pipeline's")
     parser.add_argument("--steps", type=int, help="default: validation.steps, else the family's")
@@ -116,7 +116,8 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
         iter(listed(config.validation.steps)), config.model.family_spec.steps
     )
     if arguments.image:
-        options["image"] = Image.open(arguments.image).convert("RGB")
+        images = [Image.open(path).convert("RGB") for path in arguments.image]
+        options["image"] = images if len(images) > 1 else images[0]
     if given := arguments.size or next(iter(listed(config.validation.size)), None):
         size = Bucket.parse(given)
         options |= {"width": size.width, "height": size.height}

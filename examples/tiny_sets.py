@@ -17,15 +17,18 @@ from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.config.pipeline import Config
+from schemas.geometry import Bucket
 from schemas.recipe import build_recipe
-from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
+from schemas.references import REFERENCE_PARTS
+from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, SET_VERSIONS, index_schema
 
 Tensors = dict[str, np.ndarray]
 
 
 @dataclass
 class Item:
-    """One sample to write. latent, condition: (C, T, h, w). texts: alternatives, each embeds and perhaps pooled."""
+    """One sample to write. latent, condition: (C, T, h, w). texts: alternatives, each embeds and perhaps pooled.
+    references: (C, 1, h, w) each, of the sizes in its bucket."""
 
     bucket: str
     latent: np.ndarray
@@ -37,6 +40,7 @@ class Item:
     regularisation: bool = False
     mask: np.ndarray | None = None  # (T, h, w)
     vision: np.ndarray | None = None  # (T, rows, columns, C)
+    references: Sequence[np.ndarray] = ()
 
     @property
     def place(self) -> tuple:
@@ -52,6 +56,7 @@ class Prompt:
     bucket: str
     text: Tensors
     condition: np.ndarray | None = None
+    references: Sequence[np.ndarray] = ()
 
 
 @dataclass
@@ -109,7 +114,11 @@ def write_set(
         row |= {} if item.mask is None else {"mask": item.mask}
         row |= {} if item.vision is None else {"vision": item.vision}
     latents += [{"latent": prompt.condition} for prompt in prompts if prompt.condition is not None]
+    first_reference, most = len(latents), max(len(item.references) for item in items)
+    latents += [{"latent": array} for item in items for array in item.references]
+    latents += [{"latent": array} for prompt in prompts for array in prompt.references]
     places = out.shard("latents", [(f"{ids}-sample{i}", row) for i, row in enumerate(latents)])
+    references = iter(range(first_reference, len(latents)))
     index, first = [], 1
     for number, item in enumerate(items):
         entry: dict[str, Any] = {"sample_id": f"{ids}-sample{number}", "dataset": "made", "bucket": item.bucket}
@@ -117,6 +126,8 @@ def write_set(
         entry |= {"repeats": item.repeats, "weight": item.weight, "role": item.role}
         entry |= {"regularisation": item.regularisation, "null_text": None}
         entry["texts"] = list(range(first, first + len(item.texts)))
+        for part, at in zip(REFERENCE_PARTS, [next(references) for _ in item.references], strict=False):
+            entry |= {f"{part}_id": f"{ids}-sample{at}", f"{part}_shard": places[at][0], f"{part}_row": places[at][1]}
         index.append(entry)
         first += len(item.texts)
     conditions = iter(places[len(items) :])
@@ -124,6 +135,11 @@ def write_set(
     for number, prompt in enumerate(prompts):
         given = None if prompt.condition is None else dict(zip(("shard", "row"), next(conditions), strict=True))
         entry = {"name": prompt.name, "prompt": prompt.name, "negative_prompt": "", "bucket": prompt.bucket}
+        if prompt.references:
+            numbers = [next(references) for _ in prompt.references]
+            entry["references"] = [
+                {"id": f"{ids}-sample{at}", "shard": places[at][0], "row": places[at][1]} for at in numbers
+            ]
         validation.append(entry | {"text": first + number, "negative": 0, "condition": given})
     text_rows = [
         {"text_id": f"{ids}-text{i}", "shard": place[0], "row": place[1]} for i, place in enumerate(text_places)
@@ -131,12 +147,18 @@ def write_set(
     tables = (
         ("shards", SET_SHARDS_SCHEMA, out.shards),
         ("texts", SET_TEXTS_SCHEMA, text_rows),
-        ("index", INDEX_SCHEMA, index),
+        ("index", index_schema((), most), index),
     )
     for table, schema, rows in tables:
         out.store.write_table(f"sets/{name}/{table}.arrow", pa.Table.from_pylist(list(rows), schema))
     family, task = config.model.family, config.model.task
-    meta = {"format_version": TABLES_VERSION, "id": name, "family": family, "task": task, "null_text": 0}
+    meta = {
+        "format_version": SET_VERSIONS[2 if most else 0],
+        "id": name,
+        "family": family,
+        "task": task,
+        "null_text": 0,
+    }
     meta |= {"flavour": config.model.flavour_spec.name, "template": "made", "generation": "none"}
     meta |= {"validation": validation, "counts": {"samples": len(items), "texts": len(texts)}}
     made = build_recipe(config, bucket_side_multiple(config.model))
@@ -149,7 +171,6 @@ def write_set(
 
 def latent(rng: np.random.Generator, config: Config, bucket: str) -> np.ndarray:
     """A random latent (C, T, h, w) of a bucket "WxH" or "WxH@F"."""
-    spec, (size, _, frames) = config.model.family_spec, bucket.partition("@")
-    width, height = (int(side) // spec.spatial_stride for side in size.split("x"))
-    length = 1 + (int(frames or 1) - 1) // spec.temporal_stride
-    return rng.normal(size=(spec.latent_channels, length, height, width)).astype(np.float32)
+    spec = config.model.family_spec
+    shape = Bucket.parse(bucket).latent_shape(spec.spatial_stride, spec.temporal_stride)
+    return rng.normal(size=(spec.latent_channels, *shape)).astype(np.float32)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from schemas.references import ReferenceSize
+
 if TYPE_CHECKING:  # `--help` imports the catalog, and need not load pyarrow
     import pyarrow as pa
 
@@ -120,17 +122,26 @@ class Template:
 
 @dataclass(frozen=True)
 class Condition:
-    """The picture that a task gives the model beside the text, encoded separately by the autoencoder.
+    """The pictures that a task gives the model beside the text, encoded separately by the autoencoder.
 
-    kind: "source", a source image of each sample; "first-frame", the first `frames` (pixel frames) of the clip.
-    posterior: what its pipeline takes of the autoencoder's distribution; None: what `latents.posterior` says.
-    padded: zeros, the middle of -1..1, follow these frames, so that they are encoded as a clip of the same length.
+    kind: "source", a source image of each sample, of its size; "first-frame", the first `frames` (pixel frames) of the
+    clip; "references", one to `most` images in their order, each of the size that `size` makes of its own, and each
+    encoded once, in a row of its own. posterior: what its pipeline takes of the autoencoder's distribution; None: what
+    `latents.posterior` says. padded: zeros, the middle of -1..1, follow the first frames, so that they are encoded as a
+    clip of the same length.
     """
 
-    kind: Literal["source", "first-frame"]
+    kind: Literal["source", "first-frame", "references"]
     frames: int = 1
     posterior: Literal["mode"] | None = None
     padded: bool = False
+    most: int = 1
+    size: ReferenceSize | None = None
+
+    @property
+    def in_row(self) -> bool:
+        """Whether it is a tensor of the sample's own row."""
+        return self.kind != "references"
 
 
 @dataclass(frozen=True)
@@ -346,8 +357,9 @@ class Family:
         return tuple(expert.part for expert in experts) or ("transformer",)
 
     def condition_frames(self, task: Task) -> int | None:
-        """Latent frames of the task's condition; 0 where it has none, None where it has as many as the clip."""
+        """Latent frames of the condition in a sample's row; 0 where it has none, None where it has as many as the
+        clip."""
         condition = self.conditions.get(task)
         if condition is not None and condition.padded:
             return None
-        return 0 if condition is None else 1 + (condition.frames - 1) // self.temporal_stride
+        return 0 if condition is None or not condition.in_row else 1 + (condition.frames - 1) // self.temporal_stride

@@ -30,32 +30,36 @@ MAX_ASPECT = 2.5
 MAX_BUCKET_PIXELS = 8192 * 8192
 LEAST_STEPS = 4  # of a bucket step that the edge of the square bucket has at least
 
-_BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?")
+_BUCKET_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?((?:\+[1-9]\d*x[1-9]\d*)*)")
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Width and height in pixels, and the frame count; an image has one frame."""
+    """Width and height in pixels, and the frame count; an image has one frame. references: width and height of each
+    reference image, which samples of a batch have in common."""
 
     width: int
     height: int
     frames: int = 1
+    references: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.width, self.height, self.frames) < 1:
             raise ValueError(f"bucket {self}: width, height and frames must be 1 or more")
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}@{self.frames}"
+        return f"{self.width}x{self.height}@{self.frames}" + "".join(f"+{w}x{h}" for w, h in self.references)
 
     @classmethod
     def parse(cls, text: str) -> "Bucket":
-        """Read `640x384@29`, or `640x384` for one frame. ValueError for anything else."""
+        """Read `640x384@29`, or `640x384` for one frame, and `+512x512` for each reference after it. ValueError for
+        anything else."""
         match = _BUCKET_PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"bucket {text!r}: write WIDTHxHEIGHT or WIDTHxHEIGHT@FRAMES, as in 640x384@29")
-        width, height, frames = match.groups(default="1")
-        return cls(int(width), int(height), int(frames))
+        width, height, frames, further = match.groups(default="1")
+        sizes = (size.split("x") for size in further.split("+")[1:])
+        return cls(int(width), int(height), int(frames), tuple((int(width), int(height)) for width, height in sizes))
 
     @property
     def orientation(self) -> str:

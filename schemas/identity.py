@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from schemas.randomness import mix_bits
 
 #: A sample's fields: its id is the xxh3-128 of these bytes. Little-endian; ids as 16 bytes; zeros for what it lacks.
-#: condition: 0 none, 1 first frame, 2 source. A geometry is its bucket (w, h, frames), resize (w, h), crop (x, y).
+#: condition: 0 none, 1 first frame, 2 source, 3 references, whose ids in order are hashed as its source. A geometry is
+#: its bucket (w, h, frames), resize (w, h), crop (x, y).
 SAMPLE_DTYPE = np.dtype(
     [
         ("media", "V16"),

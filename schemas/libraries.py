@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from schemas.config.pipeline import Config
+from schemas.config.section import listed
 from schemas.optimizers import DISTRIBUTIONS, find_optimizer
 
 QUANTIZATION_LIBRARIES = {
@@ -141,6 +142,6 @@ def needed_stores(config: Config) -> Iterator[tuple[str, str]]:
         yield "root", str(config.root)
     for dataset in config.datasets:
         for key in ("instance_data_dir", "conditioning_data", "mask_data"):
-            url = getattr(dataset, key) or ""
-            if "://" in url and not dataset.disabled:
-                yield f"datasets.{dataset.id}.{key}", url
+            for url in listed(getattr(dataset, key)):
+                if "://" in url and not dataset.disabled:
+                    yield f"datasets.{dataset.id}.{key}", url

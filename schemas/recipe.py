@@ -11,6 +11,7 @@ from typing import Any
 
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
+from schemas.config.section import listed
 from schemas.family import Normalization
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
@@ -38,12 +39,12 @@ VISION_POOLING = (
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Options that plans did not have when they were first made -> the value that means what these plans are. With it an
 #: option is left out of a plan's settings, so that plans made before are still found.
-LATER_OPTIONS: dict[str, Any] = {"bucket_step": 1}
+LATER_OPTIONS: dict[str, Any] = {"bucket_step": 1, "conditioning_count": None}
 #: Options that change its media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
     *("caption_strategy", "caption_file", "caption_column", "instance_prompt"),
-    *("conditioning_data", "conditioning_column", "mask_data", "mask_column"),
+    *("conditioning_data", "conditioning_column", "conditioning_count", "mask_data", "mask_column"),
 )
 
 Settings = dict[str, Any]
@@ -76,7 +77,8 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
     for prompt in config.validation.prompts:
         prompts.append(prompt.model_dump(include={"name", "prompt", "negative_prompt"}, mode="json"))
         # An image's name alone, as another machine may have it in another folder; its content is checked.
-        prompts[-1]["image"] = prompt.image and PurePath(prompt.image).name
+        names = [PurePath(image).name for image in listed(prompt.image)]
+        prompts[-1]["image"] = names if isinstance(prompt.image, tuple) else next(iter(names), prompt.image)
         if prompt.size is not None:  # else left out: plans had none when they were first made
             prompts[-1]["size"] = prompt.size
     settings = {
@@ -91,19 +93,22 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
     }
     if config.model.condition is not None and config.model.condition.kind == "source":
         settings["sources"] = "as their targets"  # how they are cropped
+    if config.model.condition is not None and config.model.condition.size is not None:
+        settings["references"] = asdict(config.model.condition.size)
     return settings
 
 
 def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
-    are any counts."""
+    are any counts, and of several places how many."""
+    sources = dataset.conditioning_data
     as_before = {name for name, value in LATER_OPTIONS.items() if getattr(dataset, name) == value}
     return dataset.model_dump(exclude={*MACHINE_OPTIONS, *as_before}, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,
         "caption_file": dataset.portable_path("caption_file"),
-        "conditioning_data": dataset.conditioning_data is not None,
+        "conditioning_data": len(sources) if isinstance(sources, tuple) else sources is not None,
         "mask_data": dataset.mask_data is not None,
     }
 
@@ -111,7 +116,8 @@ def dataset_settings(dataset: Dataset) -> Settings:
 def discovery_settings(dataset: Dataset) -> Settings:
     """Settings that determine a dataset's media table, beside the media."""
     settings = dataset_settings(dataset)
-    return {name: settings[name] for name in DISCOVERY_OPTIONS} | {"video.scenes": dataset.video.scenes}
+    options = {name: settings[name] for name in DISCOVERY_OPTIONS if name in settings}
+    return options | {"video.scenes": dataset.video.scenes}
 
 
 #: What is quantized exactly, where a library's default depends on its version or on the CPU.

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from schemas.references import REFERENCE_PARTS, SOURCE_ROLES
+
 FORMAT_VERSION = 1  # of shards
 TABLES_VERSION = 3  # a version of its own, so that a new table leaves shards readable
-#: Of a training set: TABLES_VERSION, or 4 where its samples have rows in shards of further kinds (`index_schema`).
-SET_VERSIONS = (TABLES_VERSION, 4)
+#: Of a training set: TABLES_VERSION, 4 where its samples have rows in shards of further kinds, 5 where they have
+#: reference images (`index_schema`).
+SET_VERSIONS = (TABLES_VERSION, 4, 5)
 
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
@@ -18,6 +21,8 @@ _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 def _fields(type_: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
     return [(name, type_) for name in names]
 
+
+TRAINED_ROLES = ("train", "eval")  # of samples that are in a training set, in the order of its index
 
 _DRAWS = [("repeats", _int), ("weight", _float), ("regularisation", pa.bool_())]
 
@@ -30,7 +35,8 @@ GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _i
 #: (orientation applied). frames, rate (frames per second), duration (seconds), constant_rate (whether frames follow
 #: each other evenly): null for images. scenes: seconds at which each new scene begins, null where not looked for.
 #: captions_version: of the caption file, null where the listing has the captions. source, mask: paths of companions
-#: within their own source. Columns of a manifest follow as "extra.<name>", with their own types.
+#: within their own source. Further source images follow as source_2, ... (`media_schema`), and columns of a manifest as
+#: "extra.<name>", with their own types.
 MEDIA_SCHEMA = pa.schema(
     [
         ("path", _str),
@@ -49,13 +55,15 @@ MEDIA_SCHEMA = pa.schema(
 )
 EXTRA_PREFIX = "extra."
 
-#: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation.
+#: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation, or of a
+#: reference image, which has a row of its own, that of its companion (`schemas.references.SOURCE_ROLES`), in whose
+#: place its path is.
 SAMPLES_SCHEMA = pa.schema(
     [
         *_fields(_str, "sample_id", "role", "dataset", "path", "media_id", "kind"),
         ("geometry", GEOMETRY_TYPE),
         *_fields(_float, "start", "rate"),  # seconds from the first shown frame, frames per second; null for images
-        *_fields(_str, "condition", "source_path", "source_id"),  # condition: none | first-frame | source
+        *_fields(_str, "condition", "source_path", "source_id"),  # none | first-frame | source | references
         ("source_geometry", GEOMETRY_TYPE),
         *_fields(_str, "mask_path", "mask_id", "mask_kind"),
         ("mask_geometry", GEOMETRY_TYPE),
@@ -80,7 +88,8 @@ UNITS_SCHEMA = pa.schema(
 )
 
 #: plans/<generation>/active.arrow: every active sample with the current paths of its files, one row per item (two files
-#: of the same bytes are two rows of one sample_id). role: train | eval | validation.
+#: of the same bytes are two rows of one sample_id). role: as of samples. A plan with reference images has one more
+#: column (`active_schema`), and the sizes of a sample's references in its bucket.
 ACTIVE_SCHEMA = pa.schema(
     [
         *_fields(_str, "sample_id", "role", "dataset", "path", "source_path", "mask_path", "bucket"),
@@ -111,13 +120,41 @@ REJECTS_SCHEMA = pa.schema([*_fields(_str, "stage", "item", "path", "reason", "m
 MERGED_REJECTS_SCHEMA = pa.schema([*_fields(_str, "list", "version"), *REJECTS_SCHEMA])
 
 
-def index_schema(kinds: Sequence[str]) -> pa.Schema:
-    """INDEX_SCHEMA with <kind>_shard and <kind>_row of each further kind of shard."""
-    columns = [f"{kind}_{column}" for kind in kinds for column in ("shard", "row")]
-    return pa.schema([*INDEX_SCHEMA, *(pa.field(name, _int) for name in columns)])
+def media_schema(sources: int) -> pa.Schema:
+    """MEDIA_SCHEMA with the columns of so many source images; the first's it has itself."""
+    further = [
+        pa.field(name.replace("source", role, 1), MEDIA_SCHEMA.field(name).type)
+        for role in SOURCE_ROLES[1:sources]
+        for name in ("source", "source_version", "source_id", "source_width", "source_height")
+    ]
+    return pa.schema([*MEDIA_SCHEMA, *further])
+
+
+def count_sources(columns: Sequence[str]) -> int:
+    """The number of source images for which `media_schema` has these columns."""
+    return sum(role in columns for role in SOURCE_ROLES)
+
+
+def active_schema(references: bool) -> pa.Schema:
+    """ACTIVE_SCHEMA; with references: and the ids of each sample's references, in their order."""
+    return pa.schema([*ACTIVE_SCHEMA, *([pa.field("references", pa.list_(_str))] if references else [])])
+
+
+def index_schema(kinds: Sequence[str], references: int = 0) -> pa.Schema:
+    """INDEX_SCHEMA with <kind>_shard and <kind>_row of each further kind of shard, and <part>_id, _shard and _row of so
+    many of REFERENCE_PARTS, null where a sample has fewer."""
+    columns = [pa.field(f"{kind}_{column}", _int) for kind in kinds for column in ("shard", "row")]
+    for part in REFERENCE_PARTS[:references]:
+        columns += [pa.field(f"{part}_id", _str), *(pa.field(f"{part}_{column}", _int) for column in ("shard", "row"))]
+    return pa.schema([*INDEX_SCHEMA, *columns])
 
 
 def further_kinds(columns: Sequence[str]) -> list[str]:
     """The kinds for which `index_schema` has these columns."""
-    added = [name for name in columns if name not in INDEX_SCHEMA.names]
-    return [name.removesuffix("_shard") for name in added if name.endswith("_shard")]
+    added = [name.removesuffix("_shard") for name in columns if name.endswith("_shard")]
+    return [kind for kind in added if kind not in REFERENCE_PARTS]
+
+
+def reference_parts(columns: Sequence[str]) -> list[str]:
+    """Those of REFERENCE_PARTS for which `index_schema` has these columns."""
+    return [part for part in REFERENCE_PARTS if f"{part}_id" in columns]

@@ -18,10 +18,10 @@ from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
-from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.recipe import plan_key
-from schemas.tables import ACTIVE_SCHEMA
+from schemas.tables import ACTIVE_SCHEMA, active_schema
 from schemas.text_format import escape_unprintable
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.stage import refuse_partition
@@ -179,7 +179,8 @@ def _latest_active(store: Store, info: TableRow) -> pa.Table:
     for name in reversed(plans.list_plans(store)):
         generation = plans.load_plan(store, name)
         if all(generation.info.get(key) == info[key] for key in ("family", "task")):
-            return generation.active if generation.active.schema.equals(ACTIVE_SCHEMA) else ACTIVE_SCHEMA.empty_table()
+            known = [active_schema(references) for references in (False, True)]
+            return generation.active if generation.active.schema in known else ACTIVE_SCHEMA.empty_table()
     return ACTIVE_SCHEMA.empty_table()
 
 
@@ -187,7 +188,7 @@ def _report_details(config: Config, plan: DraftPlan, new_samples: pa.Table, new_
     latent_bytes = [units.sample_tensor_bytes(config, samples) for samples in (plan.samples, new_samples)]
     text_bytes = [units.text_tensor_bytes(config, texts) for texts in (plan.texts, new_texts)]
     trained = plan.samples.select(["geometry", "condition", "mask_id", "role"])
-    trained = trained.filter(pc.not_equal(trained.column("role"), VALIDATION))
+    trained = summary.only_trained(trained)
     crops = [row for notes in plan.notes.values() for row in notes.crop_statistics]
     return {
         "buckets": summary.bucket_table(config, plan.active, trained, crops),

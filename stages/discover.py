@@ -24,7 +24,8 @@ from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
+from schemas.references import SOURCE_ROLES
+from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA, media_schema
 from schemas.text_format import escape_unprintable
 from stages.discovery import listing_diff, media_table
 from stages.discovery.listing_diff import KnownRows, ListingDiff
@@ -260,13 +261,14 @@ class _DatasetDiscovery:
         old = len(before or ())
         partial_rows = pa.array(np.flatnonzero(self.kept_known[old:]) + old)  # of an unfinished discovery
         slices = listing_diff.iter_slices(partial_rows)
-        others = (self.known.take(part.to_numpy(), MEDIA_SCHEMA.names) for part in slices)
-        known_before = self.known if old == len(self.kept_known) else KnownRows(before or MEDIA_SCHEMA.empty_table())
+        schema = media_schema(len(self.dataset.roles) - 1)
+        others = (self.known.take(part.to_numpy(), schema.names) for part in slices)
+        known_before = self.known if old == len(self.kept_known) else KnownRows(before or schema.empty_table())
         counts = media_table.count_changes(known_before, int(self.kept_known[:old].sum()), chain(others, rows))
         keep = np.ones(self.rows.rows, bool)  # (n,): which of the rows are in the table
         if self.kept_known.any():  # else none of the known extra columns stays either
             rows, keep = [self.known.table, *rows], np.concatenate([self.kept_known, keep])
-        table = media_table.concat_media(rows)
+        table = media_table.concat_media(rows, len(self.dataset.roles) - 1)
         del self.before, self.known, known_before  # no longer needed, and as large as the table
         made_with = media_table.with_table_metadata(MEDIA_SCHEMA.empty_table(), self.settings).schema.metadata
         new = before is None or before.schema.metadata != made_with
@@ -296,12 +298,15 @@ def _read_items(sandbox: Any, todo: list[pa.Table], progress: Progress) -> Itera
 def _read_tasks(part: pa.Table) -> Iterator[Any]:
     from stages.discovery.item_reader import ReadTask
 
-    names = ["path", "kind", "read media", "captions_at", "source", "mask", "mask_kind"]
+    roles = [role for role in (*SOURCE_ROLES, "mask") if role in part.schema.names]
     for batch in part.to_batches(max_chunksize=CHUNK_ROWS // 16):
-        columns = {name: batch[name] for name in names}
-        for name, group in (("captions_at", "captions"), ("source", "source"), ("mask", "mask")):
-            columns[name] = pc.if_else(batch[f"read {group}"], batch[name], None)
-        yield from map(ReadTask, *(column.to_pylist() for column in columns.values()))
+        asked = {"captions_at": "captions", **{role: role for role in roles}}
+        columns = {name: pc.if_else(batch[f"read {group}"], batch[name], None) for name, group in asked.items()}
+        columns |= {name: batch[name] for name in ("path", "kind", "read media", "mask_kind")}
+        for row in pa.table(columns).to_pylist():
+            paths = {role: row[role] for role in roles if row[role] is not None}
+            companions = {role: (path, row["mask_kind"] if role == "mask" else "image") for role, path in paths.items()}
+            yield ReadTask(row["path"], row["kind"], row["read media"], row["captions_at"], companions)
 
 
 def _sum_values(values: Any) -> int:

@@ -37,7 +37,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.recipe import build_recipe
-from schemas.tables import SET_VERSIONS
+from schemas.tables import SET_VERSIONS, reference_parts
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, format_truncated, refuse_partition
@@ -140,8 +140,9 @@ def _describe_set(
     encoded: Mapping[str, EncodedMembers],
 ) -> TableRow:
     """Return what set.json says, before the counts and the id."""
+    has_references = bool(reference_parts(joined.tables["index"].column_names))
     return {
-        "format_version": SET_VERSIONS[len(encoded) > 1],
+        "format_version": SET_VERSIONS[2 if has_references else len(encoded) > 1],
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,
@@ -268,7 +269,7 @@ def describe_limits(
     masked = plan.sample_table.filter(pc.is_in(plan.sample_table.column("sample_id"), value_set=plan.active_sample_ids))
     tensors = {
         "latent": True,
-        "condition": config.model.condition is not None,
+        "condition": config.model.condition is not None and config.model.condition.in_row,
         "mask": masked.column("mask_id").null_count < masked.num_rows,
         "vision": "vision" in estimates,
     }

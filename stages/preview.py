@@ -233,8 +233,9 @@ def _galleries(item: PageItem, preview: PreviewPictures) -> Iterator[Gallery]:
             yield Gallery(frames, "frames")
         return
     figures = [Figure(preview.crops[:1], (f"{item.path} cropped to {bucket}",), f"cropped to {bucket}")]
-    if preview.source:
-        figures.insert(0, Figure((preview.source,), (f"source of {item.path}",), "i2i source, cropped"))
+    for number, source in enumerate(preview.sources, 1):
+        named = (f"reference {number}",) * 2 if item.references else ("source", "i2i source")
+        figures.insert(number - 1, Figure((source,), (f"{named[0]} of {item.path}",), f"{named[1]}, cropped"))
     figures += [Figure((mask,), (f"mask of {item.path}",), "mask: red is not trained") for mask in preview.masked]
     yield Gallery([*figures, whole])
 

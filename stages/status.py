@@ -27,8 +27,9 @@ from cache.supply.encoded_folder import FOLDER, EncodedFolder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, read_record
-from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.tables import TRAINED_ROLES
 from schemas.text_format import format_duration
 from stages.discovery.media_locations import spread_evenly
 from stages.discovery.media_table import find_media_table
@@ -107,7 +108,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
         report.remaining = report.remaining or 1
         return report
     roles = plan.active.column("role")
-    samples = len(roles) - (pc.sum(pc.equal(roles, VALIDATION)).as_py() or 0)
+    samples = pc.sum(pc.is_in(roles, value_set=pa.array(TRAINED_ROLES))).as_py() or 0
     rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
     rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
     try:

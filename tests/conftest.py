@@ -26,7 +26,7 @@ from tests.google_server import google, google_server  # noqa: F401 (fixtures)
 from tests.hub_server import hub  # noqa: F401 (fixture)
 from tests.model_hub import models  # noqa: F401 (fixture)
 from tests.processes import ForkedProgram
-from tests.project import SETTINGS, Project
+from tests.project import CHECKPOINTS, SETTINGS, Project
 from tests.s3_server import s3, s3_server  # noqa: F401 (fixtures)
 
 # Several test processes share the cores; tiny models are no faster on two threads. Read when torch is imported.
@@ -212,7 +212,7 @@ def project(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[..., Projec
             "root": "work",
             "output": "output",
             "cache": {"unit_mib": 0.02},
-            "model": {**SETTINGS[kind], "path": str(tiny(kind)), "precision": "float32"},
+            "model": {**SETTINGS[kind], "path": str(tiny(CHECKPOINTS.get(kind, kind))), "precision": "float32"},
             "datasets": [dataset],
             "stages": {"encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
         }

@@ -63,6 +63,10 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "datasets.clips.caption_filter": (PLAN, "datasets.clips.caption_filter=[clip]"),
     "datasets.clips.conditioning_data": (MEDIA, "datasets.clips.conditioning_data=other"),
     "datasets.clips.conditioning_column": (MEDIA, "datasets.clips.conditioning_column=source"),
+    "datasets.clips.conditioning_count": (
+        MEDIA,
+        "datasets.clips.conditioning_data=other datasets.clips.conditioning_count=1",
+    ),
     "datasets.clips.mask_data": (MEDIA, "datasets.clips.mask_data=other"),
     "datasets.clips.mask_column": (MEDIA, "datasets.clips.mask_column=mask"),
     "datasets.clips.where": (PLAN, "datasets.clips.where=score > 5"),

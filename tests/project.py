@@ -92,6 +92,7 @@ class Project:
 
 SETTINGS = {
     "flux2-klein": {"family": "flux2-klein", "flavour": "klein-base-4b"},
+    "flux2-klein-i2i": {"family": "flux2-klein", "flavour": "klein-base-4b-i2i"},
     "kandinsky5-image-t2i": {"family": "kandinsky5-image", "flavour": "t2i-lite-sft"},
     "kandinsky5-image-i2i": {"family": "kandinsky5-image", "flavour": "i2i-lite-sft"},
     "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},
@@ -105,3 +106,5 @@ SETTINGS = {
     "wan2.2-a14b-t2v": {"family": "wan2.2-a14b", "flavour": "t2v-a14b"},
     "wan2.2-a14b-i2v": {"family": "wan2.2-a14b", "flavour": "i2v-a14b"},
 }
+#: Kind -> that of its tiny checkpoint, where it is another's.
+CHECKPOINTS = {"flux2-klein-i2i": "flux2-klein"}

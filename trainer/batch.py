@@ -8,6 +8,7 @@ import torch
 
 from cache.shards import tensor_checks
 from schemas.devices import to_device
+from schemas.references import REFERENCE_PARTS
 
 #: Tensors that tell the host which samples it treats otherwise.
 ON_HOST = frozenset({"regularisation"})
@@ -27,7 +28,8 @@ class Batch:
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
     (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>", of which SCALE (B, L) is
     there while text_BLD is in 8 bits; "regularisation" (B,), bool, where some sample of the batch is regularization
-    data, which stays on the host. lengths: tokens of each text; found in the mask where they are not given.
+    data, which stays on the host; references, under the names of their parts. lengths: tokens of each text; found in
+    the mask where they are not given.
     """
 
     latents_BCTHW: torch.Tensor
@@ -43,6 +45,11 @@ class Batch:
     def __post_init__(self) -> None:
         if not self.lengths:
             self.lengths = self.text_mask_BL.sum(1).tolist()
+
+    @property
+    def references(self) -> list[torch.Tensor]:
+        """Reference images in their order, (B, C, 1, h, w) each, of sizes of their own."""
+        return [self.extras[part] for part in REFERENCE_PARTS if part in self.extras]
 
     @property
     def padded(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from cache.order.schedule import Ints
 from cache.sets.row_reader import TEXT, RowReader, StoredRow
 from cache.sets.trainset import TrainSet
+from cache.shards.tensor_checks import own_name
 from cache.shards.tensors import NUMPY_DTYPES, Array
 from cache.store.damage import DamageError
 from schemas.config.training import VerifyRows
@@ -131,7 +132,8 @@ class BatchReader:
             for row in part:
                 self.rows.check_unchanged(row)
         for part, number, span, start in columns:
-            name, shape = f"text.{span.name}" if part[0].part == TEXT else span.name, (len(part), *span.shape)
+            source, shape = part[0].part, (len(part), *span.shape)
+            name = f"text.{span.name}" if source == TEXT else own_name(source, span.name)
             if not span.size:
                 tensors[name] = torch.empty(shape, dtype=TORCH_DTYPES[span.dtype])
                 continue

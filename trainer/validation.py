@@ -25,6 +25,7 @@ from schemas.devices import has_float64, to_device
 from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
+from schemas.references import REFERENCE_PARTS
 from trainer import flow
 from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
@@ -179,6 +180,8 @@ def draw_inputs(
         tensors["latent"] = torch.zeros(1, *shape)
         if prompt.condition is not None:
             tensors["condition"] = to_tensor(prompt.condition)[None]
+        for part, reference in zip(REFERENCE_PARTS, prompt.references, strict=False):
+            tensors[part] = to_tensor(reference)[None]
         batch = make_batch([prompt.name], prompt.bucket, tensors, [text["embeds"].shape[0]])
         batches.append(draw_latents(batch.to(device, torch.float32), spec, [f"{sample.draw}/validation"]))
     batch, negative = batches

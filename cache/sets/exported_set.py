@@ -36,14 +36,17 @@ from cache.store.json_checks import (
 )
 from cache.store.store import Store
 from schemas.errors import USAGE, LatentpressError
-from schemas.tables import index_schema
+from schemas.references import REFERENCE_PARTS
+from schemas.tables import index_schema, reference_parts
 
 EXPORT_VERSION = 1
 CHECKED_ROWS = 1 << 17  # at a time
 SAMPLES_KIND, PROMPTS_KIND = "samples", "prompts"  # kinds of shards
 PROVENANCE_KEYS = ("libraries", "device")  # of a shard's provenance: those that do not describe its unit
 FURTHER_PARTS = "|".join(sorted(ENCODE_PROGRAMS.keys() - {"latents", "text"}))
-PART_PATTERN = re.compile(rf"sample|text|null|negative|condition|{FURTHER_PARTS}|text(0|[1-9][0-9]{{0,5}})")
+PART_PATTERN = re.compile(
+    rf"sample|text|null|negative|condition|{'|'.join(REFERENCE_PARTS)}|{FURTHER_PARTS}|text(0|[1-9][0-9]{{0,5}})"
+)
 TENSOR_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,31}")
 FINGERPRINT_PATTERN = re.compile(r"[0-9a-f]{24}", re.ASCII)
 SHARD_PATH_PATTERN = re.compile(rf"(samples|prompts)/{PATH_NAME_PATTERN.pattern}/[0-9]{{6,9}}\.(arrow|tar)", re.ASCII)
@@ -123,8 +126,9 @@ class ExportedSet(TrainSet):
         return self._unpack(Location(*parts[SAMPLE][:2], packed_row_id(row, str(parts[SAMPLE].id))), ids, verify)
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
-        ids = {name: self.text_id(self.meta["validation"][number][name]) for name in ("text", "negative")}
-        shard = self._shards.num_rows - 1
+        entry, shard = self.meta["validation"][number], self._shards.num_rows - 1
+        ids: dict[str, str | None] = {name: self.text_id(entry[name]) for name in ("text", "negative")}
+        ids |= {part: given["id"] for part, given in zip(REFERENCE_PARTS, entry.get("references", ()), strict=False)}
         return {name: Location(shard, number, id) for name, id in (ids | {"condition": None}).items()}
 
     def prompt_rows(self, number: int, verify: bool = False) -> dict[str, ShardRow]:
@@ -265,12 +269,23 @@ def write_shard(store: Store, meta: ShardMeta, columns: Mapping[str, str], form:
     return size
 
 
+def without_places(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """A validation prompt of set.json without the places of its images; references are named by their ids."""
+    named = {**prompt, "condition": None}
+    if isinstance(given := prompt.get("references"), list):
+        named["references"] = [{"id": image.get("id")} for image in given if isinstance(image, dict)]
+    return named
+
+
 def replace_locations(index: pa.Table, locations: Mapping[str, Any]) -> pa.Table:
-    """The index with other locations: (2, n) shards and rows by kind, of "latents" and of each further kind."""
+    """The index with other locations: (2, n) shards and rows by kind, of "latents" and of each further kind, and by
+    part of references; of those that have none, nulls."""
+    parts = reference_parts(index.column_names)
+    nowhere = np.full((2, len(index)), -1)
     new = {
-        f"{kind}_{name}".removeprefix("latents_"): pa.array(numbers, pa.int32())
-        for kind, both in locations.items()
+        f"{kind}_{name}".removeprefix("latents_"): pa.array(numbers, pa.int32(), mask=np.asarray(numbers) < 0)
+        for kind, both in (dict.fromkeys(parts, nowhere) | {**locations}).items()
         for name, numbers in zip(("shard", "row"), both, strict=True)
     }
-    schema = index_schema([kind for kind in locations if kind != "latents"])
+    schema = index_schema([kind for kind in locations if kind not in ("latents", *parts)], len(parts))
     return pa.table([new[name] if name in new else index.column(name) for name in schema.names], schema=schema)

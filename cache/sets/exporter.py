@@ -23,6 +23,7 @@ from cache.sets.exported_set import (
     pack_row,
     replace_locations,
     row_bytes,
+    without_places,
     write_shard,
 )
 from cache.sets.trainset import TrainSet, packed_row_id
@@ -32,6 +33,7 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
+from schemas.references import REFERENCE_PARTS
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 SIZE_SAMPLE_ROWS = 16  # rows of a group that are read to estimate its size
@@ -99,7 +101,13 @@ class Exporter:
         self.shards = divide_groups(self.groups, self.sizes, limit_mib * MIB)
         most = pc.max(pc.list_value_length(index.column("texts"))).as_py()
         null = data.meta["null_text"] is not None or index.column("null_text").null_count < index.num_rows
-        self._parts = [SAMPLE, *data.kinds, *(f"text{i}" for i in range(most)), *(["null"] if null else [])]
+        self._parts = [
+            SAMPLE,
+            *data.kinds,
+            *data.references,
+            *(f"text{i}" for i in range(most)),
+            *(["null"] if null else []),
+        ]
         self._columns = exported_set.collect_columns(data)
         export = {
             "version": exported_set.EXPORT_VERSION,
@@ -108,7 +116,7 @@ class Exporter:
             "settings": {"format": form, "shard_mib": limit_mib, "captions": captions},
         }
         self.record = {key: value for key, value in data.meta.items() if key != "export"} | {"export": export}
-        self.record["validation"] = [{**prompt, "condition": None} for prompt in data.meta["validation"]]
+        self.record["validation"] = [without_places(prompt) for prompt in data.meta["validation"]]
         self._set_facts = {key: self.record[key] for key in SET_KEYS}
         self.name = compute_fingerprint({"set": data.id, "parts": self._parts, **export})
 
@@ -173,11 +181,8 @@ class Exporter:
         ids = [exported_set.prompt_id(number) for number in range(len(prompts))]
         facts = [{key: prompt[key] for key in PROMPT_KEYS} | self._set_facts for prompt in prompts]
         rows = [pack_row(*row) for row in zip(ids, prompt_parts, facts, strict=True)]
-        parts = [
-            "text",
-            "negative",
-            *(["condition"] if any("condition" in row_parts for row_parts in prompt_parts) else []),
-        ]
+        given = {part for row_parts in prompt_parts for part in row_parts}
+        parts = ["text", "negative", *(part for part in ("condition", *REFERENCE_PARTS) if part in given)]
         self._publish(PROMPTS_KIND, "000000", "", ids, parts, rows)
 
     def _publish(

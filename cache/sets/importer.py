@@ -7,6 +7,7 @@ other.
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from cache.sets.exported_set import (
     has_shard,
     replace_locations,
     source_fingerprints,
+    without_places,
     write_shard,
 )
 from cache.sets.set_lookup import publish_set
@@ -29,18 +31,23 @@ from cache.shards.shard import SUFFIXES, ShardMeta, ShardRow, find_done_units
 from cache.shards.tensor_checks import SAMPLE
 from cache.store.damage import DamageError
 from cache.store.store import Store
+from schemas.catalog import FAMILIES
+from schemas.geometry import Bucket
+from schemas.references import REFERENCE_PARTS
 from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA
 
 
 class ImportShard(NamedTuple):
     """The content of one shard of the export. samples: rows that are the first of their sample. texts: row of the index
-    -> number and part of each text that it is the first to hold."""
+    -> number and part of each text that it is the first to hold. references: size -> id -> row and part of each
+    reference that it is the first to hold."""
 
     unit: str
     bucket: str
     rows: range
     samples: list[int]
     texts: dict[int, list[tuple[int, str]]]
+    references: dict[str, dict[str, tuple[int, str]]]
 
     @property
     def text_numbers(self) -> list[int]:
@@ -61,7 +68,7 @@ class Importer:
         ):  # not when a set is opened: of ten million it takes 10 s and 2 GB
             raise DamageError(data.store.path(f"sets/{data.id}/texts.arrow"), "a text appears in it twice")
         self.record: dict[str, Any] = {key: value for key, value in data.meta.items() if key != "export"}
-        self.record["validation"] = [dict(prompt) for prompt in data.meta["validation"]]
+        self.record["validation"] = [without_places(prompt) for prompt in data.meta["validation"]]
         codes = np.asarray(self.index.column("sample_id").combine_chunks().dictionary_encode().indices)
         self._first = np.unique(codes, return_index=True)[1][codes]  # (n,) the first row of the same sample
         self.shards = self._divide()
@@ -75,7 +82,7 @@ class Importer:
     def _divide(self) -> list[ImportShard]:
         of_row = np.asarray(self.index.column("shard"))
         starts = np.flatnonzero(np.diff(of_row, prepend=-1)).tolist()
-        shards, known = list[ImportShard](), set[int]()
+        shards, known, known_references = list[ImportShard](), set[int](), set[str]()
         for start, stop in zip(starts, [*starts[1:], len(of_row)], strict=True):
             texts: dict[int, list[tuple[int, str]]] = {}
             for row in range(start, stop):
@@ -85,9 +92,20 @@ class Importer:
                     texts[row] = [(number, parts[number]) for number in new]
                 known.update(new)
             samples = [row for row in range(start, stop) if self._first[row] == row]
-            unit, bucket = self._unit(f"{len(shards):06d}"), self.data.bucket(start)
-            shards.append(ImportShard(unit, bucket, range(start, stop), samples, texts))
+            unit, bucket = self._unit(f"{len(shards):06d}"), Bucket.parse(self.data.bucket(start))
+            references = dict[str, dict[str, tuple[int, str]]]()
+            for part, (width, height) in zip(self.data.references, bucket.references, strict=False):
+                ids = self.index.column(f"{part}_id").slice(start, stop - start).to_pylist()
+                for row, id in enumerate(ids, start):
+                    if id not in known_references:
+                        known_references.add(id)
+                        references.setdefault(f"{width}x{height}@1", {})[id] = row, part
+            plain = str(replace(bucket, references=()))
+            shards.append(ImportShard(unit, plain, range(start, stop), samples, texts, references))
         return shards
+
+    def _reference_unit(self, shard: ImportShard, size: str) -> str:
+        return f"{shard.unit}-{size}"
 
     def _unit(self, name: str) -> str:
         return f"import-{self.data.id}-{name}"
@@ -119,19 +137,32 @@ class Importer:
     def is_complete(self, shard: ImportShard) -> bool:
         """Whether the target has all shards of `shard`, undamaged. Reads all of them."""
         paths = {kind: self._done[kind].get(shard.unit) for kind in self._done}
-        return all(has_shard(self.target, paths[kind], ids) for kind, ids in self._ids(shard).items() if ids)
+        units = {self._reference_unit(shard, size): [*rows] for size, rows in shard.references.items()}
+        return all(has_shard(self.target, paths[kind], ids) for kind, ids in self._ids(shard).items() if ids) and all(
+            has_shard(self.target, self._done["latents"].get(unit), ids) for unit, ids in units.items()
+        )
 
     def write(self, shard: ImportShard) -> int:
         """Publish the shards of `shard`; bytes of their tensors. DamageError where a row of the export is damaged."""
         samples = set(shard.samples)
         rows: dict[str, list[ShardRow]] = {kind: [] for kind in (*self._sample_parts, "text")}
+        references = dict[str, dict[str, ShardRow]]()
         for number in shard.rows:
             parts = self.data.part_rows(number, verify=True)
             for kind, name in self._sample_parts.items() if number in samples else ():
                 rows[kind].append(parts[name])
             rows["text"] += [parts[name] for _, name in shard.texts.get(number, [])]
+            for size, places in shard.references.items():
+                held = {id: parts[part] for id, (row, part) in places.items() if row == number}
+                references.setdefault(size, {}).update(held)
             self.data.supply.finished(number)
-        return sum(self._publish(kind, shard.unit, "" if kind == "text" else shard.bucket, rows[kind]) for kind in rows)
+        written = 0
+        for size, places in shard.references.items():
+            held_rows = [references[size][id] for id in places]
+            written += self._publish("latents", self._reference_unit(shard, size), size, held_rows)
+        for kind, kind_rows in rows.items():
+            written += self._publish(kind, shard.unit, "" if kind == "text" else shard.bucket, kind_rows)
+        return written
 
     def needs(self) -> Iterator[set[int]]:
         """The shard of the export that each of its rows is in, in order; none for rows that the target has."""
@@ -155,27 +186,34 @@ class Importer:
             self.target.publish_bytes(rel, text.encode())
         return size
 
-    def write_prompts(self) -> dict[int, tuple[str, int]]:
-        """Publish what only validation prompts have; returns prompt -> path and row of its image's latent."""
+    def write_prompts(self) -> dict[tuple[int, str], tuple[str, int]]:
+        """Publish what only validation prompts have; returns prompt and part -> path and row of its images' latents."""
         prompt_rows = [self.data.prompt_rows(at, verify=True) for at in range(len(self.record["validation"]))]
         self._publish("text", self._unit("prompts"), "", [prompt_rows[at][name] for at, name in self.prompts.values()])
-        buckets: dict[str, dict[str, ShardRow]] = {}  # an image is one frame of the size of its prompt's result
+        buckets: dict[str, dict[str, ShardRow]] = {}  # an image is one frame
         places = {}
+        stride = FAMILIES[self.record["family"]].spatial_stride
         for at, parts in enumerate(prompt_rows):
-            if "condition" in parts:
-                bucket = self.record["validation"][at]["bucket"].partition("@")[0] + "@1"
-                rows, image = buckets.setdefault(bucket, {}), parts["condition"]
+            for part in (name for name in ("condition", *REFERENCE_PARTS) if name in parts):
+                image = parts[part]
+                height, width = (side * stride for side in image.tensors["latent"].shape[-2:])
+                rows = buckets.setdefault(f"{width}x{height}@1", {})
                 rows.setdefault(image.id, image)
-                places[at] = (bucket, [*rows].index(image.id))
+                places[at, part] = (f"{width}x{height}@1", [*rows].index(image.id))
         units = {bucket: self._unit(f"prompts{number}") for number, bucket in enumerate(buckets)}
         for bucket, rows in buckets.items():
             self._publish("latents", units[bucket], bucket, list(rows.values()))
-        return {at: (self._path("latents", units[bucket]), row) for at, (bucket, row) in places.items()}
+        return {place: (self._path("latents", units[bucket]), row) for place, (bucket, row) in places.items()}
 
     def _path(self, kind: str, unit: str) -> str:
         return f"{kind}/{self.folders[kind]}/{unit}{SUFFIXES[self.form]}"
 
-    def publish(self, images: Mapping[int, tuple[str, int]]) -> None:
+    def _reference_places(self, part: str, places: Mapping[str, tuple[int, int]]) -> np.ndarray:
+        """(2, n) shard and row of the reference that each row has as `part`; -1 where it has none."""
+        ids = self.index.column(f"{part}_id").to_pylist()
+        return np.array([places[id] if id else (-1, -1) for id in ids], np.int64).T
+
+    def publish(self, images: Mapping[tuple[int, str], tuple[str, int]]) -> None:
         """Publish the tables, then set.json, then the pointer to it. images: as `write_prompts` returns them."""
         shards = list[dict[str, str]]()
 
@@ -186,7 +224,11 @@ class Importer:
         # (2, n) shard and row of each sample, by kind, and (2, m) of each text
         samples = {kind: np.full((2, len(self.index)), -1, np.int64) for kind in self._sample_parts}
         texts = np.full((2, len(self.data.tables["texts"])), -1, np.int64)
+        references = dict[str, tuple[int, int]]()  # id -> shard and row
         for shard in self.shards:
+            for size, rows in shard.references.items():
+                number = add_shard("latents", self._path("latents", self._reference_unit(shard, size)))
+                references |= {id: (number, row) for row, id in enumerate(rows)}
             for kind, locations in samples.items() if shard.samples else ():
                 locations[0, shard.samples] = add_shard(kind, self._path(kind, shard.unit))
                 locations[1, shard.samples] = np.arange(len(shard.samples))
@@ -196,12 +238,19 @@ class Importer:
                 texts[0, numbers] = add_shard("text", self._path("text", unit))
                 texts[1, numbers] = np.arange(len(numbers))
         of_images = {path: add_shard("latents", path) for path in dict.fromkeys(path for path, _ in images.values())}
-        for at, (path, row) in images.items():
-            self.record["validation"][at]["condition"] = {"shard": of_images[path], "row": row}
+        for (at, part), (path, row) in images.items():
+            place, entry = {"shard": of_images[path], "row": row}, self.record["validation"][at]
+            if part == "condition":
+                entry["condition"] = place
+            else:
+                given = entry["references"][REFERENCE_PARTS.index(part)]
+                entry["references"][REFERENCE_PARTS.index(part)] = {"id": given["id"], **place}
         ids = self.data.tables["texts"].column("text_id")
         tables = {
             "index": replace_locations(
-                self.index, {kind: locations[:, self._first] for kind, locations in samples.items()}
+                self.index,
+                {kind: locations[:, self._first] for kind, locations in samples.items()}
+                | {part: self._reference_places(part, references) for part in self.data.references},
             ),
             "texts": pa.table([ids, *(pa.array(numbers, pa.int32()) for numbers in texts)], schema=SET_TEXTS_SCHEMA),
             "shards": pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA),
@@ -214,4 +263,4 @@ def _without_locations(record: Mapping[str, Any]) -> dict[str, Any]:
     prompts = record.get("validation")
     if not isinstance(prompts, list) or not all(isinstance(prompt, dict) for prompt in prompts):
         return {}
-    return {**record, "validation": [{**prompt, "condition": None} for prompt in prompts]}
+    return {**record, "validation": [*map(without_places, prompts)]}

@@ -113,6 +113,7 @@ class PlannedSet(TrainSet):
         index, texts = self.tables["index"], self.tables["texts"]
         prefixes = ["", *(f"{kind}_" for kind in self.kinds)]
         columns = [(index, f"{prefix}shard", f"{prefix}row", "sample_id") for prefix in prefixes]
+        columns += [(index, f"{part}_shard", f"{part}_row", f"{part}_id") for part in self.references]
         for table, shard, row, id in (*columns, (texts, "shard", "row", "text_id")):
             members = table.filter(pc.equal(table.column(shard), number))
             ids |= dict(zip(members.column(row).to_pylist(), members.column(id).to_pylist(), strict=True))
@@ -132,7 +133,7 @@ class PlannedSet(TrainSet):
     def _places(self) -> tuple[list[tuple[IntColumn, IntColumn]], tuple[IntColumn, IntColumn]]:
         """The columns of shards and rows: of each part of samples, and of texts."""
         index, texts = self.tables["index"], self.tables["texts"]
-        prefixes = ["", *(f"{kind}_" for kind in self.kinds)]
+        prefixes = ["", *(f"{part}_" for part in (*self.kinds, *self.references))]
         samples = [(IntColumn(index[f"{prefix}shard"]), IntColumn(index[f"{prefix}row"])) for prefix in prefixes]
         return samples, (IntColumn(texts["shard"]), IntColumn(texts["row"]))
 
@@ -142,7 +143,9 @@ class PlannedSet(TrainSet):
         samples, (text_shards, text_rows) = self._places
         absent, lacking = np.zeros(len(rows), bool), False
         for number, (row, text) in enumerate(zip(rows.tolist(), texts.tolist(), strict=True)):
-            places = [(shards.get(row), numbers.get(row)) for shards, numbers in samples]
+            at = np.array([row])
+            places = [(int(shards.take(at)[0]), int(numbers.take(at)[0])) for shards, numbers in samples]
+            places = [place for place in places if place[0] >= 0]  # a sample may have fewer references than another
             places += [(text_shards.get(text), text_rows.get(text))] if text != NO_TEXT else []
             for shard, member_row in places:
                 if (members := self.members(shard)) is None:

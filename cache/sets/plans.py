@@ -35,7 +35,7 @@ from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json, id_prefixes
-from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA
+from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA, active_schema
 
 _SCHEMAS = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
 PLAN_TABLES = tuple(_SCHEMAS)
@@ -262,7 +262,7 @@ def load_plan(store: Store, name: str) -> Plan:
             prompt = check_object(entry, "a validation prompt")
             check_checksum(prompt["text"], "the id of a text")
             check_checksum(prompt["negative"], "the id of a text")
-            ids.append(prompt["condition"])
+            ids += [prompt["condition"], *check_list(prompt.get("references", []), "references")]
             for key in ("name", "prompt", "negative_prompt", "bucket"):
                 check_text(prompt[key], key)
             check_prompt_image(prompt)
@@ -309,7 +309,8 @@ def publish_plan(
     current, published = newest_plan(store, key), list_plans(store)
     if planned_on is not None and published != list(planned_on):
         raise PlanOutdated(f"a plan was published meanwhile: {', '.join(sorted({*published} ^ {*planned_on}))}")
-    cast = {name: tables[name].cast(schema) for name, schema in _SCHEMAS.items()}
+    schemas = _SCHEMAS | {"active": active_schema("references" in tables["active"].column_names)}
+    cast = {name: tables[name].cast(schema) for name, schema in schemas.items()}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
         same = all(current.info.get(name) == value for name, value in json.loads(json.dumps(info)).items())

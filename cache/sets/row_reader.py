@@ -17,7 +17,7 @@ from cache.sets.trainset import Location, TrainSet, check_distinct_names, missin
 from cache.shards.row_layouts import RowLayout, part_layout, view_layout
 from cache.shards.shard import ShardRow
 from cache.shards.shard_supply import MappedShard, MappedShards
-from cache.shards.tensor_checks import SAMPLE, find_shape_problems
+from cache.shards.tensor_checks import SAMPLE, find_shape_problems, own_name
 from schemas.config.training import VerifyRows
 
 TEXT = "text"
@@ -62,6 +62,8 @@ class RowReader:
         self._ids, self._regularization = TextColumn(index["sample_id"]), BoolColumn(index["regularisation"])
         prefixes = {SAMPLE: "", **{kind: f"{kind}_" for kind in data.kinds if not data.packed}}
         tables = {part: (index, prefix, self._ids) for part, prefix in prefixes.items()}
+        for part in data.references if not data.packed else ():
+            tables[part] = index, f"{part}_", TextColumn(index[f"{part}_id"])
         tables[TEXT] = texts, "", TextColumn(texts["text_id"])
         self._columns = {
             part: (IntColumn(table[f"{prefix}shard"]), IntColumn(table[f"{prefix}row"]), ids)
@@ -93,19 +95,21 @@ class RowReader:
             parts = self._unpack(row, id, self.data.row_texts.part(row, text), bucket)
         else:
             parts = []
-            for part, (shards, numbers, ids) in self._columns.items():
+            for part in (*self.data.sample_parts(bucket), TEXT):
+                shards, numbers, ids = self._columns[part]
                 entry = text if part == TEXT else row
                 stored = StoredRow(part, shards.get(entry), numbers.get(entry), ids.get(entry).decode())
                 parts.append(self._locate(stored, bucket))
         if len(parts) > 2:
-            check_distinct_names({row.part: [span.name for span in row.layout.tensors] for row in parts[:-1]}, id)
+            names = {row.part: [own_name(row.part, span.name) for span in row.layout.tensors] for row in parts[:-1]}
+            check_distinct_names(names, id)
         return parts
 
     def _unpack(self, row: int, sample_id: str, text: str, bucket: str) -> list[StoredRow]:
         """The parts of an export's row, in which they are all, verified in its place."""
         shards, numbers, _ = self._columns[SAMPLE]
         whole = StoredRow(SAMPLE, shards.get(row), numbers.get(row), packed_row_id(row, sample_id))
-        names = {SAMPLE: SAMPLE, **{kind: kind for kind in self.data.kinds}, TEXT: text}
+        names = {**{part: part for part in self.data.sample_parts(bucket)}, TEXT: text}
         if not self.data.supply.local:  # its files can't be mapped
             rows = self.data.part_rows(row, names.values())
             return [self._take(replace(whole, part=part), rows[name], bucket) for part, name in names.items()]

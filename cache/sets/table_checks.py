@@ -31,10 +31,12 @@ from cache.store.store import Store
 from schemas import tables
 from schemas.config.section import NAME_PATTERN
 from schemas.geometry import Bucket
+from schemas.references import SOURCE_ROLES
 
 MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
-SET_ROLES = ("train", "eval")
+SET_ROLES = tables.TRAINED_ROLES
+PLAN_ROLES = (*SET_ROLES, "validation", *SOURCE_ROLES)
 PLANNED = "rolling"  # in set.json of a set that was made of the plan, and whose shards come and go (cache.rolling)
 _KINDS = ("image", "video")
 PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
@@ -44,9 +46,9 @@ def check_samples(table: pa.Table) -> None:
     required = ("sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
     _check_columns(table, tables.SAMPLES_SCHEMA, required, older=True)
     _check_ids(table, "sample_id", "media_id", "source_id", "mask_id")
-    _check_choices(table, "role", (*SET_ROLES, "validation"))
+    _check_choices(table, "role", PLAN_ROLES)
     _check_choices(table, "kind", _KINDS)
-    _check_choices(table, "condition", ("none", "first-frame", "source"))
+    _check_choices(table, "condition", ("none", "first-frame", "source", "references"))
     _check_paths(table, "path", "source_path", "mask_path")
     for name in ("geometry", "source_geometry", "mask_geometry"):
         _check_crops(table, name)
@@ -74,29 +76,32 @@ def check_units(table: pa.Table) -> None:
 
 def check_active(table: pa.Table) -> None:
     required = ("sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts")
-    _check_columns(table, tables.ACTIVE_SCHEMA, required, older=True)
+    _check_columns(table, tables.active_schema(references=True), required, older=True)
     _check_ids(table, "sample_id", "null_text")
-    _check_choices(table, "role", (*SET_ROLES, "validation"))
+    _check_choices(table, "role", PLAN_ROLES)
     _check_paths(table, "path", "source_path", "mask_path")
     _check_buckets(table["bucket"])
     _check_numbers(table, "repeats", 0, MAX_DRAWS)
     _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
     _check_lists(table, "texts", 0)
     _check_hex(pc.list_flatten(table["texts"]), "texts")
+    if "references" in table.column_names:
+        _check_hex(pc.list_flatten(table["references"]), "references")
 
 
 def check_media(table: pa.Table) -> None:
     extra = [field for field in table.schema if field.name.startswith(tables.EXTRA_PREFIX)]
     if len(set(table.schema.names)) < len(table.schema):
         raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
-    _check_columns(
-        table.drop_columns([field.name for field in extra]), tables.MEDIA_SCHEMA, ("path", "media_id", "kind")
-    )
-    _check_ids(table, "media_id", "source_id", "mask_id")
+    schema = tables.media_schema(tables.count_sources(table.schema.names))
+    _check_columns(table.drop_columns([field.name for field in extra]), schema, ("path", "media_id", "kind"))
+    roles = (*SOURCE_ROLES, "mask")
+    _check_ids(table, "media_id", *(f"{role}_id" for role in roles))
     _check_choices(table, "kind", _KINDS)
-    _check_paths(table, "path", "source", "mask")
-    for name in ("width", "height", "source_width", "source_height", "mask_width", "mask_height"):
-        _check_numbers(table, name, 1, 1 << 31)
+    _check_paths(table, "path", *roles)
+    for side in ("width", "height"):
+        for name in (side, *(f"{role}_{side}" for role in roles)):
+            _check_numbers(table, name, 1, 1 << 31)
     _check_numbers(table, "frames", 0, 1 << 31)
     for name in ("rate", "duration"):
         _check_numbers(table, name, 0, 1e12)
@@ -114,12 +119,28 @@ def check_merged_rejects(table: pa.Table) -> None:
 
 def check_index(table: pa.Table) -> None:
     kinds = [kind for kind in tables.further_kinds(table.column_names) if kind in ENCODE_PROGRAMS]
-    _check_columns(table, tables.index_schema(kinds), [name for name in table.column_names if name != "null_text"])
+    parts = tables.reference_parts(table.column_names)
+    schema = tables.index_schema(kinds, len(parts))
+    nullable = {"null_text", *(f"{part}_{column}" for part in parts for column in ("id", "shard", "row"))}
+    _check_columns(table, schema, [name for name in table.column_names if name not in nullable])
+    _check_references(table, parts)
     _check_choices(pa.table({"role": _drop_repeats(table["role"])}), "role", SET_ROLES)
     _check_buckets(_drop_repeats(table["bucket"]))
     _check_numbers(table, "repeats", 0, MAX_DRAWS)
     _check_numbers(table, "weight", np.nextafter(0, 1), MAX_DRAWS)
     _check_lists(table, "texts", 1)
+
+
+def _check_references(index: pa.Table, parts: Collection[str]) -> None:
+    """Each sample has as many references as its bucket has sizes of them."""
+    if not parts:
+        return
+    buckets = index["bucket"].combine_chunks().dictionary_encode()
+    counts = np.array([len(Bucket.parse(name).references) for name in buckets.dictionary.to_pylist()])
+    wanted = counts[np.asarray(buckets.indices)]
+    for number, part in enumerate(parts):
+        if not (np.asarray(index[f"{part}_id"].is_valid()) == (wanted > number)).all():
+            raise ValueError(f"a sample has more or fewer references than its bucket says, by its {part}")
 
 
 def check_set_texts(table: pa.Table) -> None:
@@ -134,7 +155,8 @@ def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> 
     """The tables of a set refer to rows of each other that exist."""
     check_row_numbers(pc.list_flatten(index["texts"]), len(texts), "text")
     check_row_numbers(index["null_text"].drop_null(), len(texts), "text")
-    of_kinds = [(index, f"{kind}_") for kind in tables.further_kinds(index.column_names)]
+    names = index.column_names
+    of_kinds = [(index, f"{part}_") for part in (*tables.further_kinds(names), *tables.reference_parts(names))]
     for table, prefix in ((index, ""), (texts, ""), *of_kinds):
         check_row_numbers(table[f"{prefix}shard"].drop_null(), len(shards), "shard")
         check_row_numbers(table[f"{prefix}row"].drop_null(), 1 << 31, "row")
@@ -263,6 +285,14 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
             check_count(image["row"], "the row of a condition")
             if check_count(image["shard"], "the shard of a condition") >= shards:
                 raise ValueError(f"a condition in shard {image['shard']} of {shards}")
+        for value in check_list(prompt.get("references", []), "references"):
+            image = check_object(value, "a reference")
+            check_name(image["id"], "the id of a reference")
+            if "export" in meta:  # in the row of its prompt
+                continue
+            check_count(image["row"], "the row of a reference")
+            if check_count(image["shard"], "the shard of a reference") >= shards:
+                raise ValueError(f"a reference in shard {image['shard']} of {shards}")
     if PLANNED in meta:
         planned = check_object(meta[PLANNED], PLANNED)
         check_names(planned["tensors"], "tensors")

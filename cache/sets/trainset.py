@@ -6,7 +6,7 @@ through `cache.sets.row_reader`, which does the same for a micro-batch at once; 
 says what is wrong.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,13 +27,16 @@ from cache.sets.table_checks import SET_ROLES, check_set_json, check_set_referen
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import ReaderPool
 from cache.shards.shard_supply import ShardSupply, StoredShards
-from cache.shards.tensor_checks import SAMPLE, find_tensor_problem
+from cache.shards.tensor_checks import SAMPLE, find_tensor_problem, own_name
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError, as_damage
 from cache.store.store import Store
+from schemas.catalog import FAMILIES
 from schemas.config.training import Train
 from schemas.errors import INCOMPLETE, USAGE, LatentpressError
-from schemas.tables import further_kinds
+from schemas.geometry import Bucket
+from schemas.references import REFERENCE_PARTS
+from schemas.tables import further_kinds, reference_parts
 
 COMPARED_ROWS = 1 << 17  # of the ids, at a time
 MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
@@ -64,7 +67,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class ValidationPrompt:
-    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, T, h, w) or None."""
+    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, T, h, w) or None. references:
+    (C, 1, h, w) each, of sizes of their own, in order."""
 
     name: str
     prompt: str
@@ -73,6 +77,7 @@ class ValidationPrompt:
     text: dict[str, Array]
     negative: dict[str, Array]
     condition: Array | None
+    references: tuple[Array, ...] = ()
 
 
 class Location(NamedTuple):
@@ -180,14 +185,26 @@ class TrainSet:
         """Kinds of shards, beside latents, that have a row for each sample, such as "vision"."""
         return further_kinds(self._index.column_names)
 
+    @cached_property
+    def references(self) -> list[str]:
+        """The parts that are references; a sample has as many of them as its bucket says."""
+        return reference_parts(self._index.column_names)
+
+    def sample_parts(self, bucket: str) -> tuple[str, ...]:
+        """The parts of a sample of this bucket beside its text."""
+        return (SAMPLE, *self.kinds, *self.references[: len(Bucket.parse(bucket).references)])
+
     def sample(self, row: int, text: str = "text0") -> Sample:
         """Row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Everything is checked."""
         locations = self.part_locations(row)
         if text == "null" and text not in locations:
             raise missing_null_prompt(self.id, str(locations[SAMPLE].id))
-        parts = self.part_rows(row, (SAMPLE, *self.kinds, text))
+        of_sample = self.sample_parts(self.bucket(row))
+        parts = self.part_rows(row, (*of_sample, text))
         self._check_parts(parts, self.bucket(row), locations)
-        tensors = {kind: parts[kind].tensors for kind in (SAMPLE, *self.kinds)}
+        tensors = {
+            part: {own_name(part, name): array for name, array in parts[part].tensors.items()} for part in of_sample
+        }
         check_distinct_names(tensors, parts[SAMPLE].id)
         joined = {name: array for arrays in tensors.values() for name, array in arrays.items()}
         regularisation = self._index.column("regularisation")[row].as_py()
@@ -207,8 +224,10 @@ class TrainSet:
         "regularisation", a mark, counts as a tensor of the samples that have it."""
         if name == "regularisation":
             return self.regularisation > 0
-        rows = (self.part_rows(span.start, (SAMPLE, *self.kinds)) for span in self.spans)
-        return any(name in part.tensors for parts in rows for part in parts.values())
+        rows = (self.part_rows(span.start, self.sample_parts(span.bucket)) for span in self.spans)
+        return any(
+            name in (own_name(part, tensor) for tensor in row.tensors) for parts in rows for part, row in parts.items()
+        )
 
     def _check_parts(self, parts: Mapping[str, ShardRow], bucket: str, locations: Mapping[str, Location]) -> None:
         """DamageError where a part can't be trained on, once `text_widths` are set."""
@@ -222,11 +241,19 @@ class TrainSet:
         prompts = []
         for number, entry in enumerate(self.meta["validation"]):
             parts = self.prompt_rows(number)
-            self._check_parts(parts, entry["bucket"], self.prompt_locations(number))
+            references = [parts[part].tensors["latent"] for part in REFERENCE_PARTS if part in parts]
+            self._check_parts(parts, self._prompt_bucket(entry["bucket"], references), self.prompt_locations(number))
             condition = parts["condition"].tensors["latent"] if "condition" in parts else None
             values = (entry["name"], entry["prompt"], entry["negative_prompt"], entry["bucket"])
-            prompts.append(ValidationPrompt(*values, parts["text"].tensors, parts["negative"].tensors, condition))
+            texts = parts["text"].tensors, parts["negative"].tensors
+            prompts.append(ValidationPrompt(*values, *texts, condition, tuple(references)))
         return prompts
+
+    def _prompt_bucket(self, bucket: str, references: Sequence[Array]) -> str:
+        """The bucket of a prompt with the sizes of its references, which are their own."""
+        stride = FAMILIES[self.meta["family"]].spatial_stride
+        sides = [[side * stride for side in array.shape[-2:]] for array in references]
+        return bucket + "".join(f"+{width}x{height}" for height, width in sides)
 
     def part_locations(self, row: int) -> dict[str, Location]:
         """Part -> its location, of all parts of row `row`: "sample", further kinds, "text0", "text1", ... and, where
@@ -236,13 +263,19 @@ class TrainSet:
         locations = {SAMPLE: Location(entry["shard"], entry["row"], id)}
         for kind in self.kinds:
             locations[kind] = Location(entry.get(f"{kind}_shard", -1), entry.get(f"{kind}_row", -1), id)
+        for part in self.references:
+            if entry[f"{part}_id"] is not None:
+                locations[part] = Location(entry[f"{part}_shard"], entry[f"{part}_row"], entry[f"{part}_id"])
         return locations | {part: self._text_location(text) for part, text in self.row_texts.parts(row).items()}
 
     def prompt_locations(self, number: int) -> dict[str, Location]:
-        """The same of the parts of validation prompt `number`: "text", "negative" and perhaps "condition"."""
+        """The same of the parts of validation prompt `number`: "text", "negative" and perhaps "condition", or its
+        references."""
         entry = self.meta["validation"][number]
         locations = {name: self._text_location(entry[name]) for name in ("text", "negative")}
         image = entry["condition"]
+        for part, given in zip(REFERENCE_PARTS, entry.get("references", ()), strict=False):
+            locations[part] = Location(given["shard"], given["row"], given["id"])
         return locations | {"condition": Location(image["shard"], image["row"], None)} if image else locations
 
     def _text_location(self, number: int) -> Location:

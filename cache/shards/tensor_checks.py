@@ -8,6 +8,7 @@ from cache.shards.tensors import INFINITY_BITS
 from cache.store.damage import ENCODE_PROGRAMS
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
+from schemas.references import REFERENCE_PARTS
 
 #: dtypes of `embeds` that have a scale for each token, in SCALE: a number is stored number x scale of its token.
 SCALED_DTYPES = ("float8_e4m3fn", "int8")
@@ -18,7 +19,14 @@ SAMPLE = "sample"  # the part of a training set's row that comes from a latents 
 def kind_of(part: str) -> str:
     """The kind of shard that holds a part of a training set's row or of a validation prompt. Parts that further
     encoding stages make of a sample are named like their kind ("vision")."""
-    return {SAMPLE: "latents", "condition": "latents"}.get(part, part if part in ENCODE_PROGRAMS else "text")
+    latents = (SAMPLE, "condition", *REFERENCE_PARTS)
+    return "latents" if part in latents else part if part in ENCODE_PROGRAMS else "text"
+
+
+def own_name(part: str, name: str) -> str:
+    """The name among a sample's tensors of one of its part's: a reference is stored as the latent of a row of its
+    own."""
+    return part if part in REFERENCE_PARTS else name
 
 
 def find_shape_problem(
@@ -85,9 +93,13 @@ def find_shape_problems(
     family = FAMILIES[meta["family"]]
     needed = tuple(family.text_widths) if kind_of(part) == "text" else ()
     if part == SAMPLE:
-        needed = ("latent", "condition") if meta["task"] in family.conditions else ("latent",)
+        needed = ("latent", "condition") if family.condition_frames(meta["task"]) != 0 else ("latent",)
     elif part == "condition":  # of a validation prompt: stored as the latent of a row of its own
         needed, tensors = ("condition",), {"condition": tensors["latent"]} if "latent" in tensors else {}
+    elif part in REFERENCE_PARTS:
+        needed, sizes = ("latent",), Bucket.parse(bucket).references
+        width, height = sizes[REFERENCE_PARTS.index(part)]
+        bucket = f"{width}x{height}"
     if missing := [name for name in needed if name not in tensors]:
         return f"it lacks its {', '.join(missing)}"
     strides, given = (family.spatial_stride, family.temporal_stride), family.condition_frames(meta["task"])

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.identity import hash_json
+from schemas.references import SOURCE_ROLES
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
 MAX_DEPTH = 32  # of nested arrays and objects
@@ -136,12 +137,13 @@ def printable(value: object) -> str:
 
 
 def check_prompt_image(prompt: Mapping[str, Any]) -> None:
-    """Check which image of the data a validation prompt starts from, where that is said."""
-    if "image" in prompt:
-        image = check_object(prompt["image"], "an image")
+    """Check which image of the data a validation prompt starts from, or which references, where that is said."""
+    given = prompt.get("image", [])
+    for value in given if isinstance(given, list) else [given]:
+        image = check_object(value, "an image")
         for key in ("dataset", "path"):
             check_text(image[key], key)
-        if image["role"] not in ("media", "source"):
+        if image["role"] not in ("media", *SOURCE_ROLES):
             raise ValueError(f"{image['role']!r} is no role of an image")
         start = image.get("start")
         if start is not None and (isinstance(start, bool) or not isinstance(start, int | float)):

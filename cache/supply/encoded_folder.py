@@ -24,7 +24,6 @@ from cache.sets.trainset import TrainSet
 from cache.shards.shard import BaseShardReader
 from cache.shards.shard_io import open_reader
 from cache.shards.shard_supply import LimitedShards, SupplyError
-from cache.shards.tensor_checks import SAMPLE
 from cache.store.damage import ENCODE_PROGRAMS, DamageError
 from cache.store.files import StoreError, explained, make_folders, replace, temporary
 from cache.store.store import Store
@@ -142,7 +141,8 @@ def pinned_shards(data: TrainSet, eval_samples: int) -> list[int]:
     rows = [0, *(TrainSet.choose_eval_rows(data, eval_samples)[0] if eval_samples else ())]
     for row in rows:
         parts = data.part_locations(row)
-        names = (SAMPLE, *data.kinds, "text0", *(("null",) if data.meta["null_text"] is not None else ()))
+        null = ("null",) if data.meta["null_text"] is not None else ()
+        names = (*data.sample_parts(data.bucket(row)), "text0", *null)
         shards |= {parts[name].shard for name in names if name in parts}
     return sorted(shards)
 

@@ -35,11 +35,12 @@ def needed_shards(
     world: int = 1,
 ) -> Iterator[Ints]:
     """Yield for each step from `first` on, to below `last` or without end, the numbers of the shards that rank `rank`
-    of `world` reads, each once, in increasing order. They are those of latents and further kinds, of the captions
-    chosen, and of the null prompts in place of dropped ones. Computed as it is asked for; memory: nothing per sample.
+    of `world` reads, each once, in increasing order. They are those of latents, further kinds and references, of the
+    captions chosen, and of the null prompts in place of dropped ones. Computed as it is asked for; memory: nothing per
+    sample.
     """
     index, texts = data.tables["index"], data.tables["texts"]
-    prefixes = [""] + ([] if data.packed else [f"{kind}_" for kind in data.kinds])
+    prefixes = [""] + ([] if data.packed else [f"{part}_" for part in (*data.kinds, *data.references)])
     parts = [IntColumn(index[f"{prefix}shard"]) for prefix in prefixes]
     text_shards = IntColumn(texts["shard"])
     together = max(1, min(PLANNED_DRAWS // schedule.global_batch, int(schedule.steps_per_epoch)))

@@ -10,6 +10,7 @@ from pydantic import Field, PrivateAttr
 
 from schemas.config.section import Name, OneOrSeveral, Problem, Section, UnitFloat, listed
 from schemas.family import Family
+from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 
 SourceName = Literal["folder", "remote", "webdataset", "huggingface", "manifest"]
 CaptionStrategy = Literal[
@@ -115,8 +116,19 @@ class Dataset(Section):
     tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
     caption_filter: Texts = Field((), description="removed from captions: plain text, or /regular expression/")
 
-    conditioning_data: str | None = Field(None, description="folder or URL of i2i source images, named as the targets")
-    conditioning_column: str | None = Field(None, description="column (webdataset: extension) of the i2i source image")
+    conditioning_data: OneOrSeveral[str] | None = Field(
+        None, description="folder or URL of i2i source images, named as the targets; several: of references, in order"
+    )
+    conditioning_column: OneOrSeveral[str] | None = Field(
+        None, description="column (webdataset: extension) of the i2i source image; several: of references, in order"
+    )
+    conditioning_count: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_REFERENCES,
+        description="references of an item in conditioning_data, at most, named NAME_1, NAME_2 and so on; default: "
+        "one, named as the target",
+    )
     mask_data: str | None = Field(None, description="folder or URL of masks, named as the media; white is trained on")
     mask_column: str | None = Field(None, description="column (webdataset: extension) of the mask")
 
@@ -186,6 +198,17 @@ class Dataset(Section):
         return self._portable_paths.get(key, getattr(self, key))
 
     @property
+    def source_roles(self) -> tuple[str, ...]:
+        """The roles of the source images that an item may have, in order."""
+        places = listed(self.conditioning_data) or listed(self.conditioning_column)
+        return SOURCE_ROLES[: self.conditioning_count or len(places)]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of companions in a media table: at least the first source image, and the mask."""
+        return (*(self.source_roles or SOURCE_ROLES[:1]), "mask")
+
+    @property
     def root(self) -> str:
         return self.media_root or self.instance_data_dir
 
@@ -227,6 +250,11 @@ class Dataset(Section):
                 yield ("where",), str(error)
         if self.conditioning_data and self.conditioning_column:
             yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
+        for key in ("conditioning_data", "conditioning_column"):
+            if len(listed(getattr(self, key))) > MOST_REFERENCES:
+                yield (key,), f"has {len(listed(getattr(self, key)))} places; at most {MOST_REFERENCES}"
+        if self.conditioning_count and not isinstance(self.conditioning_data, str):
+            yield ("conditioning_count",), "goes with one folder or URL in conditioning_data; a list counts its own"
         if self.mask_data and self.mask_column:
             yield ("mask_column",), "and mask_data name the same thing; keep one"
         if self.animations == "video" and self.dataset_type != "video":
@@ -234,9 +262,10 @@ class Dataset(Section):
         if self.eval and self.eval_fraction:
             yield ("eval_fraction",), "has no effect where eval: true holds out everything"
         for key in ("instance_data_dir", "media_root", "caption_file", "conditioning_data", "mask_data"):
-            _, scheme, rest = (getattr(self, key) or "").rpartition("://")
-            if scheme and "@" in rest.partition("/")[0]:
-                yield (key,), "holds a user name or password; take it out and give it by the environment"
+            for place in listed(getattr(self, key)):
+                _, scheme, rest = place.rpartition("://")
+                if scheme and "@" in rest.partition("/")[0]:
+                    yield (key,), "holds a user name or password; take it out and give it by the environment"
 
         strategy, source = self.resolved_caption_strategy, self.resolved_source
         if strategy == "instanceprompt" and not self.instance_prompt:

@@ -300,7 +300,12 @@ def _list_items(section: Any, key: str) -> list[Any]:
 
 
 def _map_texts(section: Any, keys: Sequence[str], change: Callable[[str], str]) -> None:
-    """Change the texts at `keys`; validation reports other values."""
+    """Change the texts at `keys`, and those in lists; validation reports other values."""
+
+    def change_text(value: Any) -> Any:
+        return change(value) if isinstance(value, str) and value else value
+
     for key in keys if isinstance(section, dict) else ():
-        if isinstance(section.get(key), str) and section[key]:
-            section[key] = change(section[key])
+        value = section.get(key)
+        if isinstance(value, str | list):
+            section[key] = [*map(change_text, value)] if isinstance(value, list) else change_text(value)

@@ -233,9 +233,14 @@ class Config(Section):
             if condition and condition.kind == "first-frame" and not video:
                 yield (*here, "dataset_type"), f"{task} starts from a clip's first frame; valid: video"
             has_sources = dataset.conditioning_data or dataset.conditioning_column
-            if condition and condition.kind == "source" and not has_sources:
+            if condition and condition.kind != "first-frame" and not has_sources:
                 needed = f"{task} needs the source images: a folder, or conditioning_column"
                 yield (*here, "conditioning_data"), needed
+            if condition and condition.kind != "first-frame" and len(dataset.source_roles) > condition.most:
+                names = ("conditioning_count", "conditioning_column", "conditioning_data")
+                option = next(name for name in names if getattr(dataset, name))
+                what = f"up to {len(dataset.source_roles)} source images of an item, and {self.model.family} takes "
+                yield (*here, option), f"{what}{condition.most}; name fewer"
         if not self.datasets and "/" not in self.train.set:
             yield ("datasets",), "needs at least one item"
         if self.datasets and all(dataset.disabled for dataset in self.datasets):
@@ -250,6 +255,10 @@ class Config(Section):
                 yield (*here, "name"), f"{prompt.name!r} is the name of an earlier prompt; names must differ"
             if self.model.condition is None and prompt.image is not None:
                 yield (*here, "image"), f"{task} takes no image; remove it from prompt {prompt.name!r}"
+            most = 0 if self.model.condition is None else self.model.condition.most
+            if most and len(listed(prompt.image)) > most:
+                what = f"{len(listed(prompt.image))} images in prompt {prompt.name!r}"
+                yield (*here, "image"), f"{what}; {self.model.family} takes at most {most}"
 
         if self.validation.preview_autoencoder and self.model.family_spec.preview_autoencoder is None:
             have = [family.name for family in FAMILIES.values() if family.preview_autoencoder]

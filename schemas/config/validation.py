@@ -62,8 +62,9 @@ class Prompt(GridSection):
     name: Name = Field(description="names its samples")
     prompt: str = Field(description="what is shown in them")
     negative_prompt: str | None = Field(None, description="default: the pipeline's own")
-    image: str | None = Field(
-        None, description="source image (i2i), first frame or clip (i2v); default: one of the data"
+    image: OneOrSeveral[str] | None = Field(
+        None,
+        description="source image (i2i; a list: references in order), first frame or clip (i2v); default: of the data",
     )
     size: OneOrSeveral[Size] | None = Field(None, description="one or several; default: validation.size")
     steps: OneOrSeveral[SamplingSteps] | None = Field(None, description="one or several; default: validation.steps")

@@ -8,7 +8,8 @@ thinking off, with which the encoder compares it. The shift of training is diffu
 import math
 
 from schemas.families.z_image import QWEN3_4B
-from schemas.family import VERBATIM, ComfyUINames, Family, Flavour, Normalization, Template
+from schemas.family import VERBATIM, ComfyUINames, Condition, Family, Flavour, Normalization, Task, Template
+from schemas.references import ReferenceSize
 
 _TEMPLATE = Template(
     name="flux2-klein",
@@ -24,13 +25,15 @@ _QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddin
 _9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
 
 
-def _flavour(size: str, shape: dict[str, int], encoder: dict[str, int | bool], distilled: bool = False) -> Flavour:
+def _flavour(
+    size: str, shape: dict[str, int], encoder: dict[str, int | bool], distilled: bool = False, task: Task = "t2i"
+) -> Flavour:
     base = f"klein-base-{size.lower()}"
     name, repo = (base.replace("-base", ""), f"klein-{size}") if distilled else (base, f"klein-base-{size}")
     return Flavour(
-        name,
+        name if task == "t2i" else f"{name}-{task}",
         f"black-forest-labs/FLUX.2-{repo}",
-        "t2i",
+        task,
         3.0,
         shape=shape,
         encoder_shape=encoder,
@@ -38,11 +41,13 @@ def _flavour(size: str, shape: dict[str, int], encoder: dict[str, int | bool], d
     )
 
 
+_SIZES: tuple[tuple[str, dict[str, int], dict[str, int | bool]], ...] = (("4B", {}, {}), ("9B", _9B, _QWEN3_8B))
 _FLAVOURS = [
-    _flavour(size, shape, encoder, distilled)
-    for distilled in (False, True)
-    for size, shape, encoder in (("4B", {}, {}), ("9B", _9B, _QWEN3_8B))
+    *(_flavour(*size, distilled) for distilled in (False, True) for size in _SIZES),
+    *(_flavour(*size, task="i2i") for size in _SIZES),
 ]
+#: As the pipeline makes and checks references. It takes any number of them; the limit of four is this project's.
+_REFERENCES = ReferenceSize(area=1024 * 1024, multiple=16, least_side=64, most_aspect=8)
 
 #: mu at few and at many steps, each on a line over visual tokens: steps, slope, beginning. With more tokens than
 #: _MOST_TOKENS it is that of many steps, however many there are.
@@ -85,19 +90,21 @@ FAMILIES = {
             "text_encoder": "qwen3",
             "vae": "AutoencoderKLFlux2",
         },
-        transformer_config={"t2i": {"in_channels": 128, "guidance_embeds": False}},
+        transformer_config={task: {"in_channels": 128, "guidance_embeds": False} for task in ("t2i", "i2i")},
         autoencoder_config={"latent_channels": 32, "block_out_channels": 4},
         text_widths={"embeds": "joint_attention_dim"},
         layers=("num_layers", "num_single_layers"),
         normalization=Normalization(scale=None),  # by buffers of the autoencoder
-        pipelines={"t2i": "Flux2KleinPipeline"},
+        pipelines=dict.fromkeys(("t2i", "i2i"), "Flux2KleinPipeline"),
+        one_checkpoint=True,
         comfyui_names=ComfyUINames(prefix="transformer."),  # with the other one it knows the original names only
         latent_settings={"tiling": False},
         shift_by_tokens=shift_by_tokens,
         video=False,
         guidance=4.0,
         steps=STEPS,
-        templates={"t2i": _TEMPLATE},
+        templates={"t2i": _TEMPLATE, "i2i": _TEMPLATE},
+        conditions={"i2i": Condition("references", posterior="mode", most=4, size=_REFERENCES)},
         shapes={
             "transformer": {
                 "num_layers": 5,

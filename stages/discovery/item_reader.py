@@ -5,6 +5,7 @@ packets if the header does not suffice; only `scenes` decodes a file, with PySce
 readers, so that the times agree with theirs.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +79,14 @@ def find_scenes(path: MediaPath) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """The parts of an item that are to be read. captions_at, source, mask: paths, None if there is nothing to read."""
+    """The parts of an item that are to be read. captions_at: path, None if there is nothing to read. companions: role
+    -> path and kind, of those that are to be read."""
 
     path: str
     kind: str
     media: bool
     captions_at: str | None
-    source: str | None
-    mask: str | None
-    mask_kind: str | None
+    companions: Mapping[str, tuple[str, str | None]]
 
 
 class ItemReader:
@@ -106,12 +106,11 @@ class ItemReader:
                 columns["size"] = media_size(media)
                 scenes = self._dataset.video.scenes
                 columns |= probe_media(media, task.kind, animations=self._dataset.animations, scenes=scenes)
-            for role, path, kind in (("source", task.source, "image"), ("mask", task.mask, task.mask_kind)):
-                if path is not None:
-                    companion = self._source.open_companion(role, path)
-                    media_size(companion)
-                    probed = probe_companion(companion, kind or "image")
-                    columns |= {f"{role}_{name}": probed[name] for name in ("id", "kind", "width", "height")}
+            for role, (path, kind) in task.companions.items():
+                companion = self._source.open_companion(role, path)
+                media_size(companion)
+                probed = probe_companion(companion, kind or "image")
+                columns |= {f"{role}_{name}": probed[name] for name in ("id", "kind", "width", "height")}
         except OSError as error:
             raise unreadable_error(task.path, error) from error
         return columns

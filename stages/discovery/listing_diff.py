@@ -4,7 +4,7 @@ All operations are on columns, without a loop over items. Of a known row, the co
 kept; the others are replaced by what was read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
-from schemas.tables import EXTRA_PREFIX, MEDIA_SCHEMA, REJECTS_SCHEMA
+from schemas.references import MOST_REFERENCES, SOURCE_ROLES
+from schemas.tables import EXTRA_PREFIX, REJECTS_SCHEMA, media_schema
 from stages.discovery.sources.columns import hash_texts, to_mask
 
 #: Columns of MEDIA_SCHEMA by what must be read for them.
 COLUMN_GROUPS = {
     "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "constant_rate", "scenes"),
     "captions": ("captions",),
-    "source": ("source_id", "source_width", "source_height"),
+    **{role: (f"{role}_id", f"{role}_width", f"{role}_height") for role in SOURCE_ROLES},
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),
 }
-_LISTED_COLUMNS = ("path", "version", "captions_version", "source", "source_version", "mask", "mask_version")
-_COMPARED_COLUMNS = [*_LISTED_COLUMNS, "size", "kind", "scenes", "source_id", "mask_id"]
-_READ_COLUMNS = ["size", *(name for names in COLUMN_GROUPS.values() for name in names)]
 SLICE_ROWS = 65536  # rows that are copied at a time
 _KNOWN_ROW = "row in the known table"
 
@@ -102,16 +100,18 @@ def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> Listi
     usable = pc.is_null(listing["problem"])
     rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
     listing = listing if not len(rejects) else listing.filter(usable)
-    rows, before = known.find(listing["path"], _COMPARED_COLUMNS)
+    schema, roles = media_schema(len(dataset.roles) - 1), dataset.roles
+    compared = [*_listed_columns(roles), "size", "kind", "scenes", *(f"{role}_id" for role in roles)]
+    rows, before = known.find(listing["path"], compared)
     needs = _required_reads(listing, before, dataset)
-    todo = needs["media"] | needs["captions"] | needs["source"] | needs["mask"]
+    todo = np.logical_or.reduce([*needs.values()])
     # Whose known rows have everything that the listing has:
     same = ~todo & _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
-    same &= known.table.schema.names == MEDIA_SCHEMA.names and not _extra_columns(listing)
-    for role in ("source", "mask"):
+    same &= known.table.schema.names == schema.names and not _extra_columns(listing)
+    for role in roles:
         same &= _valid_mask(listing[role]) == _valid_mask(before[role])
     if same.all():
-        return ListingDiff(rows, MEDIA_SCHEMA.empty_table(), listing.slice(0, 0), rejects)
+        return ListingDiff(rows, schema.empty_table(), listing.slice(0, 0), rejects)
     listing = listing.drop_columns(["problem", "advice"]).append_column(_KNOWN_ROW, pa.array(rows))
     for group, need in needs.items():
         listing = listing.append_column(f"read {group}", pa.array(need))
@@ -137,8 +137,14 @@ def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows) -> bool:
 
 
 def null_columns(count: int, names: list[str]) -> pa.Table:
-    """Columns of MEDIA_SCHEMA that are all null."""
-    return pa.table({name: pa.nulls(count, MEDIA_SCHEMA.field(name).type) for name in names})
+    """Columns of a media table that are all null."""
+    schema = media_schema(MOST_REFERENCES)
+    return pa.table({name: pa.nulls(count, schema.field(name).type) for name in names})
+
+
+def _listed_columns(roles: Sequence[str]) -> list[str]:
+    """Columns of a media table that a listing has, too."""
+    return ["path", "version", "captions_version", *(name for role in roles for name in (role, f"{role}_version"))]
 
 
 def equal_mask(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
@@ -165,7 +171,7 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
     captions = _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
     captions &= ~equal_mask(listing["captions_version"], before["captions_version"])
     needs = {"media": ~same, "captions": captions}
-    for role in ("source", "mask"):
+    for role in dataset.roles:
         same = equal_mask(listing[role], before[role]) & _valid_mask(before[f"{role}_id"])
         same &= equal_mask(listing[f"{role}_version"], before[f"{role}_version"])
         needs[role] = _valid_mask(listing[role]) & ~same
@@ -174,23 +180,24 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
 
 def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows) -> pa.Table:
     """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything."""
-    names = MEDIA_SCHEMA.names
-    before = known.take(known_row_numbers(listing), names)
-    read = null_columns(len(listing), _READ_COLUMNS)
+    schema = media_schema(sum(role in listing.schema.names for role in SOURCE_ROLES))
+    roles = [role for role in (*SOURCE_ROLES, "mask") if role in schema.names]
+    groups = {name: COLUMN_GROUPS[name] for name in ("media", "captions", *roles)}
+    before = known.take(known_row_numbers(listing), schema.names)
+    names = ["size", *(name for members in groups.values() for name in members)]
+    read = null_columns(len(listing), names)
     if results:
-        read = pa.table(
-            {name: pa.array([row.get(name) for row in results], read.field(name).type) for name in _READ_COLUMNS}
-        )
-    columns: dict[str, Any] = {name: listing[name] for name in _LISTED_COLUMNS}
-    for group, members in COLUMN_GROUPS.items():
+        read = pa.table({name: pa.array([row.get(name) for row in results], read.field(name).type) for name in names})
+    columns: dict[str, Any] = {name: listing[name] for name in _listed_columns(roles)}
+    for group, members in groups.items():
         columns |= {name: pc.if_else(listing[f"read {group}"], read[name], before[name]) for name in members}
     size = pc.if_else(listing["read media"], read["size"], before["size"])
     columns["size"] = pc.coalesce(listing["size"], size)
     columns["captions"] = pc.coalesce(listing["captions"], columns["captions"])
-    for role in ("source", "mask"):  # a companion that was removed leaves nothing behind
+    for role in roles:  # a companion that was removed leaves nothing behind
         for name in COLUMN_GROUPS[role]:
             columns[name] = pc.if_else(pc.is_valid(listing[role]), columns[name], None)
-    table = pa.table({name: columns[name] for name in names}, schema=MEDIA_SCHEMA)
+    table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
     for name in _extra_columns(listing):
         table = table.append_column(listing.schema.field(name), listing[name])
     return table

@@ -24,10 +24,18 @@ import pyarrow.compute as pc
 from cache.sets.plans import Plan, RowLookup
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.section import listed
 from schemas.errors import LatentpressError
+from schemas.references import SOURCE_ROLES
 from schemas.tables import MEDIA_SCHEMA
 from schemas.text_format import escape_unprintable
-from stages.discovery.sources.base import VIDEO_EXTENSIONS, Source, extensions_of_dataset, open_source
+from stages.discovery.sources.base import (
+    VIDEO_EXTENSIONS,
+    Source,
+    companion_name,
+    extensions_of_dataset,
+    open_source,
+)
 from stages.discovery.sources.urls import display_location
 from stages.media.files import Blob, MediaError, MediaPath, media_size, require_unchanged
 
@@ -35,7 +43,7 @@ MAX_PROBED_FILES = 16  # of each dataset
 
 
 class RequiredFile(NamedTuple):
-    """A file that a member is made from. role: "media", "source" or "mask"; content: its media id as planned."""
+    """A file that a member is made from. role: "media" or that of a companion; content: its media id as planned."""
 
     dataset: str
     role: str
@@ -67,7 +75,8 @@ class MediaLocations:
         sample = self._plan.samples[name]
         row = self._plan.active_rows.get(name, sample)
         dataset = row["dataset"]
-        files = [RequiredFile(dataset, "media", row["path"], sample["media_id"])]
+        role = row["role"] if row["role"] in SOURCE_ROLES else "media"  # a reference is a companion of other samples
+        files = [RequiredFile(dataset, role, row["path"], sample["media_id"])]
         if sample["condition"] == "source" and kind == "latents":
             files.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
         if sample["mask_id"] and kind == "latents":
@@ -112,12 +121,13 @@ class MediaLocations:
         """Return the path of a validation prompt's image, or the file of the data chosen for it; else `file`."""
         if file.dataset != VALIDATION:
             return file
-        name = file.path
+        name, _, number = file.path.partition("/")  # of one of several references, counted from 1
         prompt = next((prompt for prompt in self._config.validation.prompts if prompt.name == name), None)
         if prompt is not None and prompt.image is not None:
-            return prompt.image
+            return listed(prompt.image)[int(number or 1) - 1]
         for entry in self._plan.info["validation"]:
             if entry["name"] == name and (image := entry.get("image")):
+                image = image[int(number or 1) - 1] if isinstance(image, list) else image
                 return RequiredFile(image["dataset"], image["role"], image["path"], file.content)
         raise MediaError("missing", name, "is no validation prompt with an image", "run `latentpress bucket`")
 
@@ -147,10 +157,14 @@ class MediaLocations:
 
 def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
     """The option that gives the place of a dataset's files of a role on this machine, and its value."""
-    option = {"source": "conditioning_data", "mask": "mask_data"}.get(role, "")
+    option = {"mask": "mask_data", "media": ""}.get(role, "conditioning_data")
     if not option or not getattr(dataset, option):
         option = "media_root" if dataset.media_root else "instance_data_dir"
-    return f"datasets.{dataset.id}.{option}", getattr(dataset, option)
+    place, key = getattr(dataset, option), f"datasets.{dataset.id}.{option}"
+    if isinstance(place, tuple):
+        number = SOURCE_ROLES.index(role)
+        return f"{key}.{number}", place[number]
+    return key, place
 
 
 class MissingMediaError(LatentpressError):
@@ -252,7 +266,7 @@ class RemovalCheck:
     def count(self, chunk: pa.Table) -> None:
         """Count rows of a listing."""
         self.listed["media"] += len(chunk)
-        for role in ("source", "mask"):
+        for role in self.dataset.roles:
             self.listed[role] += len(chunk) - chunk[role].null_count
 
     def require_media(self, missing: int, fraction: float, accept_removed: bool, ignored: Counter[str]) -> None:
@@ -277,14 +291,12 @@ class RemovalCheck:
             if not video and any(ending in VIDEO_EXTENSIONS for ending in ignored):
                 step = f"set dataset_type: video for the videos; {step}"
             raise LatentpressError(f"{problem}; left alone: {describe_ignored(ignored)}", step)
-        for role, column, name, configured in (
-            ("media", "path", "items", True),
-            ("source", "source", "source images", dataset.conditioning_data or dataset.conditioning_column),
-            ("mask", "mask", "masks", dataset.mask_data or dataset.mask_column),
-        ):
-            was = len(before) - before[column].null_count
+        companions = [*dataset.source_roles, *(["mask"] if dataset.mask_data or dataset.mask_column else [])]
+        for role in ("media", *companions):
+            column, name = ("path", "items") if role == "media" else (role, f"{companion_name(role)}s")
+            was = len(before) - before[column].null_count if column in before.schema.names else 0
             now = self.listed[role] - (missing if role == "media" else 0)
-            if configured and 2 * now < was:
+            if 2 * now < was:
                 others = f"; other files: {describe_ignored(ignored)}" if ignored and not now else ""
                 problem = f"{now} {name} are there, and the last discovery found {was}{others}"
                 step = "if they were removed on purpose: `latentpress discover --accept-removed`"

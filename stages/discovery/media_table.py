@@ -7,7 +7,7 @@ known rows.
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
@@ -24,18 +24,19 @@ from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json, id_bytes
 from schemas.recipe import discovery_settings
-from schemas.tables import MEDIA_SCHEMA, TABLES_VERSION
+from schemas.references import MOST_REFERENCES, SOURCE_ROLES
+from schemas.tables import MEDIA_SCHEMA, TABLES_VERSION, count_sources, media_schema
 from schemas.text_format import escape_unprintable
 from stages.discovery.listing_diff import SLICE_ROWS, KnownRows, RandomAccessTable, equal_mask, iter_slices
 
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
 _LOCATION_OPTIONS = ("instance_data_dir", "source", "split", "media_column")
-_VERSIONS = ("version", "captions_version", "source_version", "mask_version")
+_VERSIONS = ("version", "captions_version", *(f"{role}_version" for role in (*SOURCE_ROLES, "mask")))
 #: Of two datasets: if one differs, companions of the same name may be other files.
 _COMPANION_OPTIONS = {
     "captions": ("caption_file",),
-    "source": ("conditioning_data", "conditioning_column"),
+    **dict.fromkeys(SOURCE_ROLES, ("conditioning_data", "conditioning_column", "conditioning_count")),
     "mask": ("mask_data", "mask_column"),
 }
 _VERSION_KEY, _SETTINGS_KEY = b"tables_version", b"discovered_with"
@@ -86,7 +87,7 @@ def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
     made = _settings_of(table).get("options", {})
     differ = [
         f"{name} was {made.get(name)!r} and is {value!r}"
-        for name, value in discovery_settings(dataset).items()
+        for name, value in (dict.fromkeys(made) | discovery_settings(dataset)).items()
         if made.get(name, ...) != value
     ]
     if differ:
@@ -146,13 +147,16 @@ def load_known_rows(
             continue
         if _is_current_version(table):
             tables[rel] = table
-    known = concat_media([_drop_stale_versions(table, settings) for table in tables.values()])  # newer rows come last
+    sources = len(dataset.roles) - 1
+    known = concat_media(
+        [_drop_stale_versions(table, settings) for table in tables.values()], sources
+    )  # newer come last
     known_rows = KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
     for other in discovered:
         rows = _rows_of_same_files(store, dataset, other, settings)
         _, known_versions = known_rows.find(rows["path"], ["version"])
         rows = rows.filter(pa.array(~equal_mask(rows["version"], known_versions["version"])))
-        known_rows = KnownRows(concat_media([known_rows.table, rows])) if len(rows) else known_rows
+        known_rows = KnownRows(concat_media([known_rows.table, rows], sources)) if len(rows) else known_rows
     return tables.get(media_table_path(dataset.id)), known_rows
 
 
@@ -201,9 +205,11 @@ def _drop_stale_versions(table: pa.Table, settings: DiscoverySettings) -> pa.Tab
     return table
 
 
-def _drop_versions(table: pa.Table, names: Iterable[str], keep: pa.ChunkedArray | None = None) -> pa.Table:
+def _drop_versions(table: pa.Table, names: Collection[str], keep: pa.ChunkedArray | None = None) -> pa.Table:
     """`table` with nulls in columns `names`, except in the rows to keep, (n,) bool."""
-    for name in names:
+    for name in table.schema.names:
+        if name not in names:
+            continue
         column = pa.nulls(len(table), pa.string()) if keep is None else pc.if_else(keep, table[name], None)
         table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
     return table
@@ -212,9 +218,14 @@ def _drop_versions(table: pa.Table, names: Iterable[str], keep: pa.ChunkedArray 
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def concat_media(tables: list[pa.Table]) -> pa.Table:
-    """All rows of media tables."""
-    return concat_permissive([MEDIA_SCHEMA.empty_table(), *tables])
+def concat_media(tables: list[pa.Table], sources: int | None = None) -> pa.Table:
+    """All rows of media tables. sources: with the columns of so many source images, and no more."""
+    if sources is None:
+        sources = max((count_sources(table.schema.names) for table in tables), default=1)
+    schema = media_schema(sources)
+    further = {*media_schema(MOST_REFERENCES).names} - {*schema.names}
+    kept = (table.select([name for name in table.schema.names if name not in further]) for table in tables)
+    return concat_permissive([schema.empty_table(), *kept])
 
 
 def concat_permissive(tables: list[pa.Table]) -> pa.Table:

@@ -185,7 +185,9 @@ def _call(config: Config, facts: Facts) -> list[str]:
     """Lines that make the first prompt's picture or clip."""
     about, family = facts.pictures[0].about if facts.pictures else {}, config.model.family_spec
     video, before = family.video, list[str]()
-    words = ['image=load_image("source.png")'] if config.model.condition is not None else []
+    condition = config.model.condition
+    name = "reference" if condition is not None and condition.kind == "references" else "source"
+    words = [f'image=load_image("{name}.png")'] if condition is not None else []
     words.append(f"prompt={str(about.get('prompt') or 'a prompt')!r}")
     words += [f"negative_prompt={about['negative_prompt']!r}"] if about.get("negative_prompt") else []
     if about.get("bucket"):

@@ -13,7 +13,7 @@ from cache.shards.shard import ShardRow
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop, aspect_distortion, cropped_share
 from stages.discovery.media_locations import MediaLocations
@@ -42,7 +42,7 @@ class PlanTable:
     def __init__(self, store: Store, config: Config, plan: Plan) -> None:
         self.store, self.config, self.plan = store, config, plan
         self.locations = MediaLocations(config, plan)
-        active = plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION)).combine_chunks()
+        active = summary.only_trained(plan.active).combine_chunks()
         samples = plan.sample_table.select(["sample_id", "media_id", "geometry", "condition", "mask_id"])
         row = pc.index_in(active.column("sample_id"), value_set=samples.column("sample_id").combine_chunks())
         if row.null_count:

@@ -31,7 +31,9 @@ def compare_samples(
     config, results = encoded.table.config, list[SampleResult]()
     pictures = 0
     for bucket, indices in chosen.items():
-        frames = len(frame_indices(Bucket.parse(bucket).frames)) + (config.model.condition is not None)
+        shape = Bucket.parse(bucket)
+        given = len(shape.references) or config.model.condition is not None
+        frames = len(frame_indices(shape.frames)) + given
         pictures += 3 * frames * len(indices)
     max_bytes = MAX_PAGE_BYTES // max(1, pictures)
     autoencoder = base.load_autoencoder(config, model_loading.select_device(resources))
@@ -73,8 +75,16 @@ def _compare_sample(
             bucket = Bucket(size.width, size.height, size.frames if padded else given)
             decoded = base.decode_tensor(model.family_spec, autoencoder, path, row, "condition", bucket)[:given]
             times = item.times[:given]
-            condition = compare_clips(pixels.condition if pixels else None, decoded, times, max_bytes)
-            comparison = replace(comparison, condition=condition.frames[0])
+            condition = compare_clips(pixels.conditions[0] if pixels else None, decoded, times, max_bytes)
+            comparison = replace(comparison, conditions=condition.frames[:1])
+        for number, reference in enumerate(item.references):
+            [stored] = encoded.latents.read([reference["sample_id"]]).values()
+            if isinstance(stored, LatentpressError):
+                return replace(result, damage=stored)
+            bucket = Bucket.parse(reference["geometry"]["bucket"])
+            decoded = base.decode_tensor(model.family_spec, autoencoder, *stored, "latent", bucket)
+            shown = compare_clips(pixels.conditions[number] if pixels else None, decoded, [], max_bytes)
+            comparison = replace(comparison, conditions=comparison.conditions + shown.frames)
     except DamageError as damage:
         return replace(result, damage=damage)
     return replace(result, comparison=comparison)
@@ -87,11 +97,12 @@ def add_to_report(results: list[SampleResult], report: Report, *, with_samples: 
     if with_samples:
         rows = report.details["samples"] = list[TableRow]()
         for result in results:
-            condition = result.comparison.condition if result.comparison else None
+            conditions = result.comparison.conditions if result.comparison else ()
+            errors = [condition.mse for condition in conditions if condition.mse is not None]
             numbers = {
                 "sample_id": result.sample_id,
                 "mse": result.mse,
-                "condition_mse": condition.mse if condition else None,
+                "condition_mse": sum(errors) / len(errors) if errors else None,
                 "captions": [asdict(caption) for caption in result.captions],
                 "unread": str(result.unreadable) if result.unreadable else "",
                 "damage": result.damage.message if result.damage else "",

@@ -45,12 +45,12 @@ class ComparedFrame:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A sample's original and reconstruction. mse: over all frames. condition: the i2i source or the i2v first frame,
-    which have latents of their own."""
+    """A sample's original and reconstruction. mse: over all frames. conditions: the i2i source, the references or the
+    i2v first frame, which have latents of their own."""
 
     frames: tuple[ComparedFrame, ...]
     mse: float | None
-    condition: ComparedFrame | None = None
+    conditions: tuple[ComparedFrame, ...] = ()
 
 
 def psnr(mse: float) -> float:
@@ -203,10 +203,11 @@ def _galleries(comparison: Comparison, path: str) -> Iterator[Gallery]:
         yield Gallery([_stack(frame, path) for frame in frames], "frames", f"From top to bottom: {order}.")
     else:
         yield Gallery(list(_side_by_side(frames[0], path)))
-    if comparison.condition:
-        note = "The first frame, which is also encoded alone:" if is_clip else "The i2i source:"
-        about = f"{'first frame' if is_clip else 'source'} of {path}"
-        yield Gallery(list(_side_by_side(comparison.condition, about)), note=note)
+    for number, condition in enumerate(comparison.conditions, 1):
+        several = f" {number}" if len(comparison.conditions) > 1 else ""
+        note = "The first frame, which is also encoded alone:" if is_clip else f"The i2i source{several}:"
+        about = f"{'first frame' if is_clip else f'source{several}'} of {path}"
+        yield Gallery(list(_side_by_side(condition, about)), note=note)
 
 
 def _name_pictures(frame: ComparedFrame) -> dict[str, Picture]:

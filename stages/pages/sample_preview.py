@@ -10,6 +10,7 @@ import numpy as np
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from schemas.references import SOURCE_ROLES
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
 from stages.pages.pictures import FRAME_BOX, Picture, encode_picture
@@ -29,13 +30,13 @@ class PreviewPictures:
     """Small pictures of an item.
 
     crops: frames as the encoder gets them. times: their seconds, none for an image. whole: the whole image or first
-    frame. source: the cropped i2i source. masked: `crops` under the mask.
+    frame. sources: the cropped i2i source, or the references. masked: `crops` under the mask.
     """
 
     crops: tuple[Picture, ...]
     times: tuple[float, ...]
     whole: Picture
-    source: Picture | None = None
+    sources: tuple[Picture, ...] = ()
     masked: tuple[Picture, ...] = ()
 
 
@@ -44,7 +45,7 @@ class PageItem:
     """One sample on a page.
 
     active_row, sample: its rows of ACTIVE_SCHEMA and SAMPLES_SCHEMA. size: of the item as displayed, in pixels; None if
-    not known. cropped_share, stretched: shares.
+    not known. cropped_share, stretched: shares. references: rows of SAMPLES_SCHEMA of its references.
     """
 
     active_row: TableRow
@@ -52,6 +53,7 @@ class PageItem:
     size: tuple[int, int] | None
     cropped_share: float
     stretched: float
+    references: tuple[TableRow, ...] = ()
 
     @property
     def path(self) -> str:
@@ -86,6 +88,8 @@ class PageItem:
             facts.append(f"{self.bucket.frames} frames at {self.sample['rate']:g} per second, {span}")
         if self.sample["condition"] == "source":
             facts.append(f"source: {row['source_path']}")
+        for number, reference in enumerate(self.references, 1):
+            facts.append(f"reference {number}: {reference['path']} → {reference['geometry']['bucket']}")
         if self.sample["mask_id"]:
             facts.append(f"mask: {row['mask_path']}")
         return tuple(facts)
@@ -110,8 +114,8 @@ class PreviewTask:
     """A sample to read.
 
     sample: its row of SAMPLES_SCHEMA. full_size: (width, height) of the picture of the whole item. files: by role
-    ("media", "source", "mask"), each with the media id it was planned with. given: how many frames of a clip the task
-    starts from.
+    ("media", "source", "mask"; of references the source roles in their order), each with the media id it was planned
+    with. given: how many frames of a clip the task starts from. crops: geometries of the source image or references.
     """
 
     sample: TableRow
@@ -119,6 +123,7 @@ class PreviewTask:
     files: dict[str, tuple[MediaPath, str]]
     decoder: str
     given: int = 1
+    crops: tuple[TableRow, ...] = ()
 
     @property
     def path(self) -> MediaPath:
@@ -127,11 +132,11 @@ class PreviewTask:
 
 @dataclass(frozen=True)
 class SamplePixels:
-    """Pixels as the encoder gets them, uint8: frames (T, H, W, 3); condition (F, H, W, 3), the source image or the
-    first frames, if there is a condition."""
+    """Pixels as the encoder gets them, uint8: frames (T, H, W, 3); conditions (F, H, W, 3) each, the source image, the
+    references or the first frames, if there are any."""
 
     frames: np.ndarray
-    condition: np.ndarray | None
+    conditions: tuple[np.ndarray, ...]
 
 
 def frame_indices(count: int) -> list[int]:
@@ -147,7 +152,7 @@ def _reading(task: PreviewTask) -> Iterator[None]:
         raise unreadable_error(task.path, error) from error
 
 
-def read_original(task: PreviewTask, roles: Iterable[str] = ("media", "source")) -> SamplePixels:
+def read_original(task: PreviewTask, roles: Iterable[str] = ("media", *SOURCE_ROLES)) -> SamplePixels:
     """All pixels that were encoded of a sample. roles: of the files that may not have changed since they were planned.
     Raises MediaError."""
     from stages.media.sample_reader import read_cropped_image, read_sample_frames
@@ -157,10 +162,10 @@ def read_original(task: PreviewTask, roles: Iterable[str] = ("media", "source"))
         for path, media_id in (task.files[role] for role in roles if role in task.files):
             require_unchanged(path, media_id)
         frames = read_sample_frames(task.path, sample, task.decoder)
-        condition = frames[: task.given] if sample["condition"] == "first-frame" else None
-        if "source" in task.files:
-            condition = read_cropped_image(task.files["source"][0], sample["source_geometry"])[None]
-        return SamplePixels(frames, condition)
+        if sample["condition"] == "first-frame":
+            return SamplePixels(frames, (frames[: task.given],))
+        crops = zip(SOURCE_ROLES, task.crops, strict=False)
+        return SamplePixels(frames, tuple(read_cropped_image(task.files[role][0], crop)[None] for role, crop in crops))
 
 
 def render_preview(task: PreviewTask) -> PreviewPictures:
@@ -188,7 +193,7 @@ def render_preview(task: PreviewTask) -> PreviewPictures:
         crops=tuple(map(encode, frames)),
         times=tuple(times),
         whole=encode(whole, FULL_BOX),
-        source=encode(pixels.condition[0]) if "source" in task.files and pixels.condition is not None else None,
+        sources=tuple(encode(condition[0]) for condition in pixels.conditions) if task.crops else (),
         masked=tuple(map(encode, masked)),
     )
 
@@ -230,10 +235,14 @@ def _open_sample(table: PlanTable, row: int) -> tuple[PageItem, PreviewTask | Me
         size=(int(table.width[row]), int(table.height[row])) if table.width[row] else None,
         cropped_share=float(table.cropped_share[row]),
         stretched=float(table.stretched[row]),
+        references=tuple(table.plan.samples[id] for id in active_row.get("references") or ()),
     )
     try:
         required = table.locations.required_files("latents", active_row["sample_id"])
         files = {file.role: (table.locations.open(file), file.content) for file in required}
+        for role, reference in zip(SOURCE_ROLES, item.references, strict=False):
+            (file,) = table.locations.required_files("latents", reference["sample_id"])
+            files[role] = table.locations.open(file), file.content
     except MediaError as error:
         return item, error
     except OSError as error:
@@ -244,4 +253,6 @@ def _open_sample(table: PlanTable, row: int) -> tuple[PageItem, PreviewTask | Me
     scale = min(1.0, FULL_BOX[0] / width, FULL_BOX[1] / height)
     full_size = max(1, round(width * scale)), max(1, round(height * scale))
     given = 1 if config.model.condition is None else config.model.condition.frames
-    return item, PreviewTask(sample, full_size, files, config.latents.decoder, given)
+    crops = tuple(reference["geometry"] for reference in item.references)
+    crops = (sample["source_geometry"],) if sample["condition"] == "source" else crops
+    return item, PreviewTask(sample, full_size, files, config.latents.decoder, given, crops)

@@ -123,8 +123,7 @@ def _result_block(result: SampleResult) -> SheetBlock:
         block.show([frame.original for frame in frames], FRAME_SIDE)
         block.show([frame.reconstruction for frame in frames], FRAME_SIDE)
     else:
-        condition = result.comparison.condition if result.comparison else None
-        for frame in (*frames, *filter(None, [condition])):
+        for frame in (*frames, *(result.comparison.conditions if result.comparison else ())):
             block.show([frame.original, frame.reconstruction], PICTURE_SIDE)
     block.write(f"{result.item.name}   {format_psnr(result.mse)}".rstrip())
     if result.unreadable:

@@ -100,7 +100,8 @@ def select_crops(model: Model, dataset: Dataset, items: CandidateItems, side_mul
     )
     moving = np.asarray(pc.fill_null(pc.equal(items.column("mask_kind"), "video"), False))
     items.drop(moving & ~items.videos, "mask-moves", "is a still image and its mask a video; make the mask an image")
-    crops = _choose_crops(dataset, items, bucket_sizes(model, dataset, side_multiple))
+    references = model.condition is not None and model.condition.kind == "references"
+    crops = _choose_crops(dataset, items, bucket_sizes(model, dataset, side_multiple), sources=not references)
     if not dataset.allow_upscale:
         advice = UPSCALE_ADVICE[dataset.buckets]
         small = geometry.is_upscaled(items.numbers("width"), items.numbers("height"), crops.crop)
@@ -165,7 +166,8 @@ def _differs_in_aspect(items: CandidateItems, prefix: str) -> np.ndarray:
     return (difference > MAX_ASPECT_DIFFERENCE * down * width) & (difference > np.maximum.reduce(sides))
 
 
-def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -> SelectedCrops:
+def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, sources: bool) -> SelectedCrops:
+    """sources: whether source images, where items have them, are cropped as their targets."""
     width, height = items.numbers("width"), items.numbers("height")
     if dataset.crop_aspect == "preserve":
         size = geometry.choose_buckets(width, height, sizes)
@@ -199,7 +201,7 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes) -
 
     crop = crop_of(width, height)
     source, differs = None, np.zeros(len(items), bool)
-    if items.table.column("source_id").null_count < len(items):
+    if sources and items.table.column("source_id").null_count < len(items):
         # Items without their source were dropped before, so every row has one. The target's crop, in numbers, shows
         # the same part of the source whatever its size, unless the source has another aspect.
         differs = _differs_in_aspect(items, "source_")

@@ -17,9 +17,10 @@ from cache.sets.plans import Plan
 from cache.shards.shard import RejectedMember, TruncatedText
 from cache.shards.shard_io import ReaderPool
 from schemas.errors import LatentpressError
-from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, index_schema
+from schemas.references import REFERENCE_PARTS
+from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TRAINED_ROLES, index_schema
 
-INDEXED_ROLES = ("train", "eval")  # in the order of the index
+INDEXED_ROLES = TRAINED_ROLES  # in the order of the index
 GROUP_COLUMNS = ("bucket", "dataset", "repeats", "weight")  # the index is sorted by role, these, and sample id
 HASH_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], "u8")
 
@@ -175,12 +176,17 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     sample_shards = {kind: first[kind] + samples[kind].shard[at] for kind, at in members.items()}
     further = [sample_shards[kind] for kind in samples if kind != "latents"]
     image_shards = latents.shard[images[images >= 0]]
-    shards = _Renumbering(len(files), [sample_shards["latents"], image_shards, text_shards, *further])
+    references = {part: _to_int64(rows.column(part)) for part in REFERENCE_PARTS if part in rows.column_names}
+    reference_shards = [first["latents"] + latents.shard[at[at >= 0]] for at in references.values()]
+    listed = [latents.find(pa.array(prompt.get("references", []), pa.string())) for prompt in prompts]
+    prompt_shards = [first["latents"] + latents.shard[at] for at in listed]
+    used = [image_shards, text_shards, *further, *reference_shards, *prompt_shards]
+    shards = _Renumbering(len(files), [sample_shards["latents"], *used])
     text_ids = texts.wanted_ids.ids.take(pa.array(text_numbers.used))
     text_columns = [text_ids, shards.of(text_shards), texts.row[text_numbers.used]]
     locations = {kind: (shards.of(sample_shards[kind]), samples[kind].row[at]) for kind, at in members.items()}
     tables = {
-        "index": _index_table(rows, text_numbers, locations),
+        "index": _add_references(_index_table(rows, text_numbers, locations), references, latents, shards),
         "texts": pa.table(text_columns, names=SET_TEXTS_SCHEMA.names).cast(SET_TEXTS_SCHEMA),
         "shards": pa.Table.from_pylist([files[i] for i in shards.used.tolist()], SET_SHARDS_SCHEMA),
     }
@@ -193,6 +199,9 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
             entry["image"] = prompt["image"]
         if image >= 0:
             entry["condition"] = {"shard": int(shards.of(latents.shard[image])), "row": int(latents.row[image])}
+        if "references" in prompt:
+            places = zip(prompt["references"], shards.of(prompt_shards[i]), latents.row[listed[i]], strict=True)
+            entry["references"] = [{"id": id, "shard": int(shard), "row": int(row)} for id, shard, row in places]
         entries.append(entry)
     return TrainingSetTables(tables, left_out, entries, numbers[-1] if null else None)
 
@@ -229,20 +238,51 @@ def _select_encoded(
     kept = ((null_texts < 0) | texts.is_encoded(null_texts)) & (np.diff(offsets) > 0)
     for kind, ids in members.items():
         kept &= samples[kind].is_encoded(ids)
+    references = _find_references(active, samples["latents"])
+    for ids in references.values():
+        kept &= (ids < 0) | samples["latents"].is_encoded(ids)
     names = ("role", *GROUP_COLUMNS)
     columns = {name: active.column(name).combine_chunks().dictionary_encode() for name in names}
     columns |= {name: active.column(name).combine_chunks() for name in ("sample_id", "regularisation")}
     columns["texts"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(captions[encoded]))
-    columns |= {name: pa.array(ids) for name, ids in {"null_text": null_texts, **members}.items()}
+    columns |= {name: pa.array(ids) for name, ids in {"null_text": null_texts, **members, **references}.items()}
     left_out = []
     for row in active.filter(pa.array(~kept)).to_pylist():
         causes = [encoded.set_aside.get(row["sample_id"]) for encoded in samples.values()]
+        causes += [samples["latents"].set_aside.get(id) for id in row.get("references") or ()]
         causes.append(texts.set_aside.get(row["null_text"]))
         cause = next(filter(None, causes), None) or texts.set_aside[row["texts"][0]]
         left_out.append(
             {"item": row["sample_id"], "path": row["path"], "reason": cause.reason, "message": cause.message}
         )
     return pa.table(columns).filter(pa.array(kept)), left_out
+
+
+def _find_references(active: pa.Table, latents: EncodedMembers) -> dict[str, IntArray]:
+    """Part -> (n,) indices in the wanted ids of the references of active samples, -1 where one has fewer."""
+    if "references" not in active.column_names:
+        return {}
+    lists = active.column("references").combine_chunks()
+    members, offsets = latents.find(pc.list_flatten(lists)), _list_offsets(lists)
+    found = {}
+    for number, part in zip(range(int(np.diff(offsets).max(initial=0))), REFERENCE_PARTS, strict=False):
+        at = offsets[:-1] + number
+        found[part] = np.where(at < offsets[1:], np.append(members, -1)[np.minimum(at, len(members))], -1)
+    return found
+
+
+def _add_references(
+    index: pa.Table, references: Mapping[str, IntArray], latents: EncodedMembers, shards: "_Renumbering"
+) -> pa.Table:
+    """The index with the columns of its samples' references. references: part -> (n,) indices in the wanted ids."""
+    for part, at in references.items():
+        absent = at < 0
+        ids = latents.wanted_ids.ids.take(pa.array(at, mask=absent))
+        index = index.append_column(f"{part}_id", pa.chunked_array([ids]))
+        shard = np.where(absent, -1, shards.of(latents.shard[at]))
+        for name, numbers in (("shard", shard), ("row", latents.row[at])):
+            index = index.append_column(f"{part}_{name}", pa.array(numbers, pa.int32(), mask=absent))
+    return index
 
 
 def _sort_order(rows: pa.Table) -> pa.Array:
@@ -259,11 +299,13 @@ def _sort_order(rows: pa.Table) -> pa.Array:
 
 def _require_prompts(prompts: list[TableRow], null: str | None, texts: EncodedMembers, latents: EncodedMembers) -> None:
     """Every run needs the null prompt and the validation prompts: LatentpressError if one was set aside."""
-    needed: list[tuple[str, list[str], str | None]] = [("the null prompt", [null], None)] if null else []
-    needed += [(f"validation prompt {p['name']}", [p["text"], p["negative"]], p["condition"]) for p in prompts]
-    for prompt, names, condition in needed:
+    needed: list[tuple[str, list[str], list[str]]] = [("the null prompt", [null], [])] if null else []
+    for p in prompts:
+        images = [p["condition"]] if p["condition"] else p.get("references", [])
+        needed.append((f"validation prompt {p['name']}", [p["text"], p["negative"]], images))
+    for prompt, names, images in needed:
         aside = [texts.set_aside[name] for name in names if name in texts.set_aside]
-        aside += [latents.set_aside[condition]] if condition and condition in latents.set_aside else []
+        aside += [latents.set_aside[name] for name in images if name in latents.set_aside]
         if aside:
             raise LatentpressError(
                 f"{prompt} could not be encoded: {aside[0].message}",
@@ -287,6 +329,6 @@ def _index_table(
     return pa.table([columns[name] for name in schema.names], names=schema.names).cast(schema)
 
 
-def _list_offsets(lists: pa.ChunkedArray) -> IntArray:
+def _list_offsets(lists: pa.ChunkedArray | pa.Array) -> IntArray:
     """(n + 1,) offsets of the lists in their flattened values."""
     return np.concatenate([[0], np.cumsum(_to_int64(pc.list_value_length(lists)))])

@@ -18,9 +18,10 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.filters import Filter
-from schemas.tables import ACTIVE_SCHEMA, REJECTS_SCHEMA, TEXTS_SCHEMA
+from schemas.tables import REJECTS_SCHEMA, TEXTS_SCHEMA, TRAINED_ROLES, active_schema
 from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, message_column
+from stages.planning.references import drop_refused, list_ids, plan_references
 
 TableRow = dict[str, Any]
 
@@ -74,7 +75,10 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
     active = [part.active for part in parts]
     if any(dataset.eval or dataset.eval_fraction for dataset in used):
         roles = ("eval", "train")
+        is_trained = pc.is_in(pa.concat_tables(active).column("role"), value_set=pa.array(roles))
+        others = pa.concat_tables(active).filter(pc.invert(is_trained))
         active = [table.filter(pc.equal(table.column("role"), role)) for role in roles for table in active]
+        active.append(others)
     null_text, null_rows = None, TEXTS_SCHEMA.empty_table()
     if not config.model.template.with_image:
         null_rows = plan_text(config, "", negative=True)
@@ -139,12 +143,18 @@ def _plan_dataset(
     captions = captions.of_items(items.drop(without, "empty-caption", advice))
     captioned = items.numbers("row")
     samples.drop_unusable_videos(family, dataset, config.model.task, items)
+    condition, references = config.model.condition, None
+    if condition is not None and condition.kind == "references":
+        drop_refused(condition, items)
     candidates = CandidateItems(dataset.id, items.table)
     crops = crop_selection.select_crops(config.model, dataset, items, side_multiple)
     step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
     clips = samples.select_clips_and_images(family, dataset, items)
     held_out = samples.held_out_mask(dataset, items.column("media_id"))
-    planned = samples.plan_samples(dataset, config.model.condition, items, crops, clips, held_out)
+    if condition is not None and condition.kind == "references":
+        references = plan_references(condition, items)
+    hashes = None if references is None else list_ids(references.ids)
+    planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes)
     captions = captions.of_items(np.isin(captioned, items.numbers("row"), assume_unique=True))
     text_rows, text_lists, null_text = _plan_texts(template, items, planned, clips.item, captions)
     count = planned.num_rows
@@ -158,6 +168,10 @@ def _plan_dataset(
         "texts": text_lists,
         "null_text": pa.nulls(count, pa.string()) if null_text is None else null_text,
     }
+    if references is not None:
+        owners = pa.array(clips.item)
+        active["bucket"] = pc.binary_join_element_wise(active["bucket"], references.buckets.take(owners), "")
+        active["references"] = references.ids.take(owners)
     differing = CandidateItems(dataset.id, items.table.filter(pa.array(crops.aspect_differs)))
     sizes = (" (", differing.sizes(), ", its source ", differing.sizes("source_"), ")")
     notes = DatasetNotes(
@@ -174,7 +188,10 @@ def _plan_dataset(
         ),
     )
     rejects = pa.concat_tables([REJECTS_SCHEMA.empty_table(), *items.rejects])
-    active_rows = pa.table(active, schema=ACTIVE_SCHEMA)
+    active_rows = pa.table(active, schema=active_schema(references is not None))
+    if references is not None:
+        planned = pa.concat_tables([planned, references.samples])
+        active_rows = pa.concat_tables([active_rows, references.active])
     return DraftPlan(planned, text_rows, active_rows, rejects, {dataset.id: notes}, null_text=None)
 
 
@@ -191,10 +208,11 @@ def _join_resolutions(dataset: str, parts: list[DraftPlan]) -> DraftPlan:
 
     notes = [part.notes[dataset] for part in parts]
     active = join((part.active for part in parts), "sample_id", "path")
+    trained = active.filter(pc.is_in(active.column("role"), value_set=pa.array(TRAINED_ROLES)))
     held_out = active.filter(pc.equal(active.column("role"), "eval"))
     joined = replace(
         max(notes, key=cost),
-        planned=pc.count_distinct(active.column("path")).as_py(),
+        planned=pc.count_distinct(trained.column("path")).as_py(),
         held_out=pc.count_distinct(held_out.column("path")).as_py(),
         rounded=sum(part.rounded for part in notes),
         repeating=sum(part.repeating for part in notes),

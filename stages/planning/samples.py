@@ -19,7 +19,7 @@ from schemas.tables import SAMPLES_SCHEMA
 from stages.planning.candidates import CandidateItems, message_column
 from stages.planning.crop_selection import SelectedCrops, geometry_columns
 
-_CONDITION_CODES = {"none": 0, "first-frame": 1, "source": 2}
+_CONDITION_CODES = {"none": 0, "first-frame": 1, "source": 2, "references": 3}
 
 
 # -- frames ----------------------------------------------------------------------------------------------------------
@@ -191,8 +191,10 @@ def plan_samples(
     crops: SelectedCrops,
     clips: SelectedClips,
     held_out: np.ndarray,
+    references: np.ndarray | None = None,
 ) -> pa.Table:
-    """Rows of schemas.tables.SAMPLES_SCHEMA, one for each image or clip. held_out: (n,) which items are."""
+    """Rows of schemas.tables.SAMPLES_SCHEMA, one for each image or clip. held_out: (n,) which items are. references:
+    (n,) V16 as of `references.list_ids`, if the task has them."""
     rows, kind = clips.item, "none" if condition is None else condition.kind
     one_frame = np.ones_like(clips.frames)
 
@@ -219,6 +221,8 @@ def plan_samples(
         record["source_geometry"] = _geometry_numbers(crops, crops.source, rows, one_frame)
         columns |= {"source_path": take("source"), "source_id": take("source_id")}
         columns["source_geometry"] = geometry_columns(crops.source, _bucket_names(crops, rows, one_frame), rows)
+    if references is not None:
+        record["source"] = references[rows]
     if items.table.column("mask_id").null_count < len(items):
         # A mask is laid over the media, whatever its own size, and so gets the sample's crop.
         record["mask"] = identity.id_bytes(items.column("mask_id"))[rows]

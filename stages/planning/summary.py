@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import pyarrow.compute as pc
 
 from cache.order.schedule import BatchSchedule, Span
 from schemas.config.datasets import Dataset
-from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.pipeline import Config
 from schemas.family import ScaleWindow
 from schemas.geometry import Bucket, choose_buckets, resolution_buckets
-from schemas.tables import ACTIVE_SCHEMA
+from schemas.tables import ACTIVE_SCHEMA, TRAINED_ROLES
 from stages.planning.crop_selection import LARGE_LOSS, StepReport
 from stages.planning.plan_builder import DraftPlan
 from stages.planning.units import sample_tensor_bytes
@@ -29,7 +30,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, crops: Ite
     buckets = pc.struct_field(samples.column("geometry"), "bucket")
     sizes = pa.table({"bucket": buckets, "bytes": sample_tensor_bytes(config, samples)})
     means = sizes.group_by("bucket").aggregate([("bytes", "mean")]).to_pylist()
-    mean_bytes = {row["bucket"]: row["bytes_mean"] for row in means}
+    mean_bytes = {Bucket.parse(row["bucket"]): row["bytes_mean"] for row in means}
     unknown = {"samples": 1, "distortion": math.nan, "lost": math.nan, "mean": math.nan}
     crops_of: dict[str, list[TableRow]] = {}
     for crop in crops:
@@ -43,7 +44,7 @@ def bucket_table(config: Config, active: pa.Table, samples: pa.Table, crops: Ite
             row["frames"] = draws.samples * bucket.frames
         if family.scale_window is not None:
             row[SCALE_CLASS] = scale_name(family.scale_window.factors(bucket.width, bucket.height))
-        row["latents_mib"] = round(draws.samples * mean_bytes[draws.name] / 2**20, 2)
+        row["latents_mib"] = round(draws.samples * mean_bytes[replace(bucket, references=())] / 2**20, 2)
         mean_lost = sum(crop["mean"] * crop["samples"] for crop in cropped) / sum(crop["samples"] for crop in cropped)
         shares = {
             "stretched_percent": max(crop["distortion"] for crop in cropped),
@@ -66,6 +67,11 @@ def epoch_schedule(active: pa.Table, batch_size: int) -> BatchSchedule:
         for row, start in zip(rows, starts, strict=False)
     ]
     return BatchSchedule(spans, 0, batch_size, batch_size)
+
+
+def only_trained(table: pa.Table) -> pa.Table:
+    """Rows with a role of samples that are trained on or held out: not of references, and not of validation prompts."""
+    return table.filter(pc.is_in(table.column("role"), value_set=pa.array(TRAINED_ROLES)))
 
 
 def count_excluded(excluded: pa.Table) -> list[TableRow]:
@@ -96,8 +102,8 @@ def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
     if before.equals(now):
         return {}
     if not before.num_rows:
-        items = now.group_by(["dataset", "path"]).aggregate([])
-        return {"new": {"items": items.num_rows - (pc.sum(pc.equal(items["dataset"], VALIDATION)).as_py() or 0)}}
+        items = only_trained(now).group_by(["dataset", "path"]).aggregate([])
+        return {"new": {"items": items.num_rows}}
     old, new = _signatures(before), _signatures(now)
     added = _difference(new["item"], old["item"])
     removed = _difference(old["item"], new["item"])
@@ -115,7 +121,7 @@ def diff_active(before: pa.Table, now: pa.Table) -> dict[str, TableRow]:
 
 def _signatures(active: pa.Table) -> dict[str, pa.Array]:
     """item: "dataset/path". row: the same with everything that affects training."""
-    active = active.filter(pc.not_equal(active.column("role"), VALIDATION))
+    active = only_trained(active)
     column = {name: active.column(name).combine_chunks() for name in ACTIVE_SCHEMA.names}
     item = pc.binary_join_element_wise(column["dataset"], column["path"], "/")
     rest = [pc.binary_join(column["texts"], ","), pc.fill_null(column["null_text"], "")]
@@ -132,7 +138,7 @@ def dataset_table(config: Config, plan: DraftPlan) -> list[TableRow]:
     """One row for each dataset: how many items it has, and how they are used."""
     table, crops = [], {dataset.id: dataset.crop for dataset in config.datasets}
     for name, notes in plan.notes.items():
-        roles = plan.active.column("role").filter(pc.equal(plan.active.column("dataset"), name))
+        roles = only_trained(plan.active.filter(pc.equal(plan.active.column("dataset"), name))).column("role")
         row: TableRow = {"dataset": name, "items": notes.items, "used": notes.planned, "samples": len(roles)}
         row["held_out"] = pc.sum(pc.equal(roles, "eval")).as_py() or 0
         row["duplicates"] = notes.duplicates

@@ -21,6 +21,7 @@ from schemas import identity
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.geometry import Bucket
 from schemas.randomness import mix_bits
+from schemas.references import SOURCE_ROLES
 from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA
 from stages.planning.plan_builder import drop_duplicate_ids
 
@@ -41,7 +42,7 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
     ]
     frames, height, width = np.array(shapes, np.int64).reshape(-1, 3)[np.asarray(buckets.indices)].T
     frame_bytes = height * width * _DTYPE_BYTES[config.latents.precision or config.model.precision]
-    conditioned = np.asarray(pc.not_equal(samples.column("condition"), "none"))
+    conditioned = np.asarray(pc.is_in(samples.column("condition"), value_set=pa.array(["source", "first-frame"])))
     given = family.condition_frames(config.model.task)
     condition_frames = conditioned * (frames if given is None else max(1, given))
     mask_frames = np.asarray(pc.is_valid(samples.column("mask_id"))) * frames
@@ -85,10 +86,13 @@ def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int
 
 
 def sample_units(config: Config, samples: pa.Table) -> pa.Table:
-    """Divide samples into units of one bucket each, in the order of their ids; validation samples get their own."""
+    """Divide samples into units of one bucket each, in the order of their ids; those of references, and of validation
+    prompts, get their own."""
     bucket = pc.struct_field(samples.column("geometry"), "bucket")
     validation = pc.cast(pc.equal(samples.column("role"), VALIDATION), pa.string())
-    group = pc.binary_join_element_wise(bucket, validation, samples.column("condition"), "|")
+    references = pc.is_in(samples.column("role"), value_set=pa.array(SOURCE_ROLES))
+    kind = pc.if_else(references, "reference", validation)
+    group = pc.binary_join_element_wise(bucket, kind, samples.column("condition"), "|")
     group = group.combine_chunks().dictionary_encode()
     ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
     order = np.lexsort((identity.id_prefixes(ids), codes))

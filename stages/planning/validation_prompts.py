@@ -15,12 +15,15 @@ import pyarrow.compute as pc
 from schemas import identity
 from schemas.clips import frames_available
 from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.section import listed
 from schemas.config.validation import Prompt, sized_prompts
 from schemas.errors import LatentpressError
 from schemas.family import Condition
 from schemas.geometry import Bucket, cover_crop
 from schemas.identity import derive_seeds
-from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA
+from schemas.references import SOURCE_ROLES
+from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TRAINED_ROLES
+from stages.planning import references
 from stages.planning.plan_builder import DraftPlan, drop_duplicate_ids, plan_text, prompt_image_columns
 
 TableRow = dict[str, Any]
@@ -34,19 +37,22 @@ class DataImage(NamedTuple):
     media: TableRow
 
 
-def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Condition, name: str) -> DataImage:
-    """The image of prompt `name`: of a held-out sample where there are any, which are not trained on.
-
-    media: as of `build_plan`.
-    """
+def choose_sample(plan: DraftPlan, name: str) -> TableRow:
+    """The active row of the sample from whose image prompt `name` starts: a held-out one where there are any, which are
+    not trained on."""
     active = plan.active
-    for role in ("train", "eval"):
+    for role in TRAINED_ROLES:
         if pc.any(pc.equal(plan.active.column("role"), role)).as_py():
             active = plan.active.filter(pc.equal(plan.active.column("role"), role))
     if pc.any(pc.invert(active.column("regularisation"))).as_py():
         active = active.filter(pc.invert(active.column("regularisation")))
     ids = active.column("sample_id").combine_chunks()
-    row = active.slice(int(np.argmin(derive_seeds(ids, f"validation image of {name}"))), 1).to_pylist()[0]
+    return active.slice(int(np.argmin(derive_seeds(ids, f"validation image of {name}"))), 1).to_pylist()[0]
+
+
+def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Condition, name: str) -> DataImage:
+    """The image of prompt `name`, of the sample of `choose_sample`. media: as of `build_plan`."""
+    row = choose_sample(plan, name)
     sample = plan.samples.filter(pc.equal(plan.samples.column("sample_id"), row["sample_id"])).to_pylist()[0]
     item = media[row["dataset"]]
     (item,) = item.slice(pc.index(item.column("path"), row["path"]).as_py(), 1).to_pylist()
@@ -59,8 +65,46 @@ def choose_image(plan: DraftPlan, media: Mapping[str, pa.Table], condition: Cond
     return DataImage(described, clip | {"width": item["width"], "height": item["height"]})
 
 
-def describe_image(image: Mapping[str, Any]) -> str:
-    """In words: "clips: a.mp4 at 1.5 s"."""
+def choose_references(plan: DraftPlan, name: str) -> tuple[list[str], list[TableRow]]:
+    """The ids of the references of prompt `name`, those of the sample of `choose_sample`, and what the plan says of
+    each, as `DataImage.described`."""
+    ids = choose_sample(plan, name)["references"]
+    active = plan.active.filter(pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES)))
+    active = active.filter(pc.is_in(active.column("sample_id"), value_set=pa.array(ids)))
+    rows = {row["sample_id"]: row for row in active.to_pylist()}
+    return ids, [{key: rows[id][key] for key in ("dataset", "role", "path")} for id in ids]
+
+
+def plan_references(
+    plan: DraftPlan, config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow]
+) -> list[str]:
+    """Plan the references that a prompt names, and return their ids in order."""
+    condition = config.model.condition
+    assert condition is not None and condition.size is not None
+    images = [probe(Path(image), "image") for image in listed(prompt.image)]
+    for image, path in zip(images, listed(prompt.image), strict=True):
+        if condition.size.refused(np.array([image["width"]]), np.array([image["height"]]))[0]:
+            raise LatentpressError(
+                f"validation prompt {prompt.name}: {path} has {image['width']}x{image['height']} pixels; "
+                f"{config.model.family} takes references with {condition.size.limits}",
+                "give another image",
+            )
+    columns = {name: [image[name] for image in images] for name in ("media_id", "width", "height")}
+    columns |= {
+        "role": [VALIDATION] * len(images),
+        "dataset": [VALIDATION] * len(images),
+        "path": [f"{prompt.name}/{number}" for number in range(1, len(images) + 1)],
+    }
+    rows = references.reference_rows(condition, pa.table(columns))
+    plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, rows]), "sample_id")
+    plan.active = pa.concat_tables([plan.active, references.active_rows(rows)])
+    return rows.column("sample_id").to_pylist()
+
+
+def describe_image(image: Mapping[str, Any] | list[TableRow]) -> str:
+    """In words: "clips: a.mp4 at 1.5 s"; of several references all of them."""
+    if isinstance(image, list):
+        return ", ".join(map(describe_image, image))
     words = f"{image['dataset']}: {image['path']}"
     return words if image.get("start") is None else f"{words} at {image['start']:g} s"
 
@@ -81,8 +125,14 @@ def add_validation_prompts(
     prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     for name, size in sized_prompts(config.validation):
         prompt, bucket = prompts[name], validation_bucket(config, multiple, size)
+        references_of: TableRow = {}
         condition, image, chosen = None, None, None
-        if config.model.condition is not None:
+        if config.model.condition is not None and config.model.condition.kind == "references":
+            if prompt.image is None:
+                references_of["references"], references_of["image"] = choose_references(plan, name)
+            else:
+                references_of["references"] = plan_references(plan, config, prompt, probe)
+        elif config.model.condition is not None:
             given = Bucket(bucket.width, bucket.height, config.model.condition.frames)
             if prompt.image is None:
                 chosen = choose_image(plan, media, config.model.condition, name)
@@ -112,6 +162,7 @@ def add_validation_prompts(
                 "negative": negative_text,
                 "bucket": str(bucket),
                 "condition": condition,
+                **references_of,
             }
         )
         if chosen is not None:
@@ -134,16 +185,16 @@ def validation_bucket(config: Config, multiple: int, size: str | None) -> Bucket
 
 def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], TableRow], bucket: Bucket) -> TableRow:
     """A prompt's image, or a clip's first frames at the rate of the first video dataset."""
-    assert prompt.image is not None
+    (path,) = listed(prompt.image)
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
         rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
         clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
-    image = probe(Path(prompt.image), clip["kind"])
+    image = probe(Path(path), clip["kind"])
     if clip["kind"] == "video" and frames_available(image["duration"], clip["rate"]) < bucket.frames:
         raise LatentpressError(
             f"validation prompt {prompt.name}: {config.model.task} of {config.model.family} starts from "
-            f"{bucket.frames} frames, and {prompt.image} has fewer at {clip['rate']:g} per second",
+            f"{bucket.frames} frames, and {path} has fewer at {clip['rate']:g} per second",
             "give a longer clip",
         )
     return {key: image[key] for key in ("media_id", "width", "height")} | clip

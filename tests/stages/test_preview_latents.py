@@ -271,7 +271,7 @@ def latents_page(word: str) -> Any:
         (EncodedCaption(word, 3, 3), EncodedCaption(word, problem=word)),
     )
     frames = [result_page.ComparedFrame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
-    results = [SampleResult(item, captions, result_page.Comparison((frame,), frame.mse, frame)) for frame in frames]
+    results = [SampleResult(item, captions, result_page.Comparison((frame,), frame.mse, (frame,))) for frame in frames]
     results += [
         SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))
     ]

@@ -26,7 +26,7 @@ def plan_page(word: str) -> Page:
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
     item = PageItem(place, sample, (60, 48), 0.2, 0.0)
     results = [MediaError("missing", word, word, word)]
-    results += [PreviewPictures((DOT,), times, DOT, source=DOT, masked=(DOT,)) for times in ((), (0.5,))]
+    results += [PreviewPictures((DOT,), times, DOT, sources=(DOT,), masked=(DOT,)) for times in ((), (0.5,))]
     line = {"bucket": "64x64@1", word: word, "unknown": math.nan, "lines": [word], "latents_mib": 1.5}
     cards = [plan_card(item, [word, "", word, word], result) for result in results]
     sections = [Section(word, word, line, word, cards), Section(word, table=[line])]

@@ -13,6 +13,7 @@ from examples.tiny_sets import Item, Prompt, Tensors, latent, write_set
 from schemas.catalog import FAMILIES
 from schemas.cli.console import Options, run_program
 from schemas.config.pipeline import Config
+from schemas.geometry import Bucket
 
 
 def caption(rng: np.random.Generator, length: int, pooled: bool = True, width: int = 64) -> Tensors:
@@ -34,6 +35,7 @@ KINDS = {
     "flux2-klein": ("flux2-klein", None, "flux2-klein"),
     "wan-a14b": ("wan2.2-a14b", "t2v-a14b", "wan2.2-a14b-t2v"),
     "wan-a14b-i2v": ("wan2.2-a14b", "i2v-a14b", "wan2.2-a14b-i2v"),
+    "klein-i2i": ("flux2-klein", "klein-base-4b-i2i", "flux2-klein"),
 }
 WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
 
@@ -42,15 +44,24 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
     """Samples of two buckets, captions of unequal lengths (one or two each), null prompt, one validation prompt."""
     rng, task, pooled = np.random.default_rng(seed), config.model.task, "pooled" in config.model.family_spec.text_widths
     width, given = WIDTHS.get(config.model.family, 64), config.model.family_spec.condition_frames(task)
+    kind = config.model.condition.kind if config.model.condition else ""
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
+    if kind == "references":
+        buckets = ("64x64+48x32+64x48", "96x64+32x64")
     items = []
     for number in range(count):
         x0 = latent(rng, config, buckets[number % 3 == 2])
         texts = [caption(rng, int(rng.integers(2, 9)), pooled, width) for _ in range(1 + number % 2)]
-        condition = {"i2v": x0[:, :given], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(task)
-        items.append(Item(buckets[number % 3 == 2], x0, texts, condition))
-    shown = {"i2v": items[0].latent[:, :given], "i2i": items[0].latent}.get(task)
-    prompt = Prompt("one", buckets[0], caption(rng, 5, pooled, width), shown)
+        bucket = buckets[number % 3 == 2]
+        conditions = {"first-frame": x0[:, :given]}
+        if kind == "source":
+            conditions["source"] = rng.normal(size=x0.shape).astype(np.float32)
+        sizes = Bucket.parse(bucket).references
+        references = [latent(rng, config, f"{width}x{height}") for width, height in sizes]
+        items.append(Item(bucket, x0, texts, conditions.get(kind), references=references))
+    shown = {"first-frame": items[0].latent[:, :given], "source": items[0].latent}.get(kind)
+    text = caption(rng, 5, pooled, width)
+    prompt = Prompt("one", buckets[0].partition("+")[0], text, shown, items[0].references)
     return items, caption(rng, 2, pooled, width), [prompt]
 
 
@@ -85,7 +96,7 @@ def make_config(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Callable[
         train = {**fixed, **train}
         video = {"dataset_type": "video"} if FAMILIES[family].video else {}
         dataset = {"id": "made", "instance_data_dir": "none", **video}
-        if kind == "i2i":
+        if kind.endswith("i2i"):
             dataset["conditioning_data"] = "none"
         return Config.model_validate(
             {

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
 from schemas.geometry import Bucket
+from schemas.references import REFERENCE_PARTS
 from tests.forms import in_turn
 from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
@@ -28,7 +29,7 @@ from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "flux2-klein"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "flux2-klein", "klein-i2i"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
@@ -84,7 +85,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     elif family is qwen_image:
         velocity = unpacked(velocity, x0)
     elif family is flux2:
-        velocity = velocity.transpose(1, 2).reshape(x0.shape)
+        velocity = velocity[:, -x0[0, 0].numel() :].transpose(1, 2).reshape(x0.shape)
     else:
         velocity = velocity[:, :, None] if family is sana else -velocity[0][None]
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
@@ -128,7 +129,7 @@ def pipeline(config, transformer):
     pipe.resolutions = [(64, 64), (96, 64)]  # the image pipelines' list of sizes, each too large here
     if config.model.family == "flux2-klein":  # ends with what is the autoencoder's part
         none = SimpleNamespace(running_mean=torch.zeros(128), running_var=torch.ones(128))
-        pipe.vae = SimpleNamespace(bn=none, config=SimpleNamespace(batch_norm_eps=0.0))
+        pipe.vae = SimpleNamespace(bn=none, config=SimpleNamespace(batch_norm_eps=0.0), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -156,6 +157,12 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
     elif config.model.family in ("z-image", "flux2-klein"):
         options |= {"latents": noise[:, :, 0]}
+        if batch.references:
+            options["image"] = [Image.new("RGB", (64, 64))] * len(batch.references)
+            found = [reference[:, :, 0] for reference in batch.references]
+            places = pipe._prepare_image_ids(found)
+            tokens = torch.cat([*map(pipe._pack_latents, found)], 1)
+            pipe.prepare_image_latents = lambda **_: (tokens, places)
     elif config.model.family == "qwen-image":
         options |= {"latents": pipe._pack_latents(noise.transpose(1, 2), 1, *noise.shape[1::2], noise.shape[4])}
     else:
@@ -192,6 +199,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
     items, null, (shown,) = made.mixed_items(config)
     frames = "@17" if config.model.family_spec.video else "@1"  # of fewer frames the i2v pipeline makes no numbers
     wide = {"i2v": items[2].latent[:, :1], "i2i": items[2].latent}.get(config.model.task)
+    wide = None if shown.condition is None else wide
     prompts = [replace(shown, bucket=f"64x64{frames}"), replace(shown, bucket=f"96x64{frames}", condition=wide)]
     make_set(config, items, null, prompts)
     data, _ = trained(config)
@@ -209,6 +217,7 @@ def test_validation_latents_are_the_pipelines_with_what_was_saved(
         noise = seeded_noise(["7/one"], "validation", latent.shape)
         sample = data.sample(0)
         given = sample.tensors | ({} if prompt.condition is None else {"condition": prompt.condition})
+        given |= dict(zip(REFERENCE_PARTS, prompt.references, strict=False))
         batch, negative = (
             plain_batch([type(sample)("one", given, text)], prompt.bucket) for text in (prompt.text, prompt.negative)
         )

@@ -1,7 +1,9 @@
 """FLUX.2 klein: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See FamilyModule.
 
 Its double blocks have image and text apart, its single blocks the text before the image in one tensor. It takes no mask
-of the text: stored texts are of one length, padding included. Texts of unequal lengths are masked.
+of the text: stored texts are of one length, padding included. Texts of unequal lengths are masked. Reference images
+are tokens before those of the noisy image, and what it says of them is left out. The pipeline has them after
+these, which is the same to the transformer: a token's place is its position's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +32,10 @@ LORA_TARGETS = (
 )
 QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
-DOUBLE, SINGLE = BlockTokens(output=1), BlockTokens(last=True)
+DOUBLE, SINGLE = BlockTokens(output=1, last=True), BlockTokens(last=True)
 # The place of image_rotary_emb among the arguments of a block that is checkpointed; joint_attention_kwargs follows.
 DOUBLE_ROTARY, SINGLE_ROTARY = 4, 3
+REFERENCE_DISTANCE = 10  # of the first reference's frame from the image's, and of each from the one before
 guide = base.guide
 without_gradient = base.all_have_gradient
 clean_frames = base.no_clean_frames
@@ -204,11 +207,18 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tokens_BND.transpose(1, 2).reshape(shape)
 
 
-def positions(grid: TokenGrid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, 4) of the image and (L, 4) of the text: frame, row, column, place in the text."""
-    sides = (grid.frames, grid.rows, grid.columns, 1)
-    image = torch.stack(torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij"), -1)
-    return image.reshape(-1, 4), F.pad(torch.arange(grid.text_length, device=device)[:, None], (3, 0))
+def positions(
+    grid: TokenGrid, device: torch.device, references: Sequence[tuple[int, int]] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, 4) of the references and the image, and (L, 4) of the text: frame, row, column, place in the text.
+    references: rows and columns of each."""
+    first = REFERENCE_DISTANCE * torch.arange(1, len(references) + 1, device=device)
+    tables = [(first[number : number + 1], *sides) for number, sides in enumerate(references)]
+    images = []
+    for frames, rows, columns in (*tables, (torch.arange(grid.frames, device=device), grid.rows, grid.columns)):
+        places = (frames, *(torch.arange(side, device=device) for side in (rows, columns, 1)))
+        images.append(torch.stack(torch.meshgrid(*places, indexing="ij"), -1).reshape(-1, 4))
+    return torch.cat(images), F.pad(torch.arange(grid.text_length, device=device)[:, None], (3, 0))
 
 
 def model_inputs(
@@ -220,23 +230,28 @@ def model_inputs(
         raise ValueError(f"FLUX.2 klein has no task {task!r}; valid: {', '.join(FAMILY.pipelines)}")
     assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
     grid, dtype = token_grid(model, batch), compute_dtype(model)
-    image_ids, text_ids = positions(grid, noisy_BCTHW.device)
+    references = batch.references
+    if bool(references) != (task == "i2i"):
+        raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
+    sides = [(reference.shape[-2], reference.shape[-1]) for reference in references]
+    image_ids, text_ids = positions(grid, noisy_BCTHW.device, sides)
     arguments: dict[str, Any] = {
-        "hidden_states": pack(noisy_BCTHW.to(dtype)),
+        "hidden_states": torch.cat([pack(latents.to(dtype)) for latents in (*references, noisy_BCTHW)], 1),
         "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
         "encoder_hidden_states": batch.text_BLD.to(dtype),
         "img_ids": image_ids,
         "txt_ids": text_ids,
     }
     if batch.padded:
-        mask_B11L = F.pad(batch.text_mask_BL, (0, grid.tokens), value=True)[:, None, None]
+        mask_B11L = F.pad(batch.text_mask_BL, (0, len(image_ids)), value=True)[:, None, None]
         arguments["joint_attention_kwargs"] = {"attention_mask": mask_B11L}
     return arguments
 
 
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
-    return unpack(model(**arguments, return_dict=False)[0], noisy_BCTHW.shape)
+    tokens = noisy_BCTHW[0, 0].numel()
+    return unpack(model(**arguments, return_dict=False)[0][:, -tokens:], noisy_BCTHW.shape)
 
 
 if TYPE_CHECKING:

@@ -5,11 +5,13 @@ For the latter nothing is downloaded: shapes of a published repository are the c
 buckets are the plan's, and where there is none those that the datasets' sizes allow; texts have their greatest length.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
 
@@ -20,12 +22,14 @@ from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.cli.report import Report
 from schemas.clips import largest_valid_frames
+from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.training import Train
 from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
 from schemas.geometry import Bucket, resolution_buckets
 from schemas.recipe import plan_key
+from schemas.references import SOURCE_ROLES
 from trainer.memory import encoders as encoder_memory
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 
@@ -80,7 +84,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
 
 def _numbers(config: Config, bucket: str) -> int:
     size = Bucket.parse(bucket)
-    return size.width * size.height * size.frames
+    return size.width * size.height * size.frames + sum(width * height for width, height in size.references)
 
 
 def read_shapes(config: Config) -> tuple[Shapes, list[str]]:
@@ -112,8 +116,10 @@ def list_buckets(config: Config) -> tuple[list[str], str]:
         multiple = published
     if "://" in config.root or Path(config.root).is_dir():
         plan = plans.newest_plan(Store(config.root), plan_key(config, multiple))
-        if plan is not None and (buckets := pc.unique(plan.active.column("bucket")).to_pylist()):
-            return buckets, "the plan"
+        if plan is not None:
+            alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # which are not trained on
+            if buckets := pc.unique(plan.active.filter(pc.invert(alone)).column("bucket")).to_pylist():
+                return buckets, "the plan"
     return sorted(set(_possible_buckets(config, multiple))), "the datasets' sizes, as there is no plan yet"
 
 
@@ -130,7 +136,16 @@ def _possible_buckets(config: Config, multiple: int) -> Iterator[str]:
             make = partial(resolution_buckets, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
             edges = dataset.resolutions(spec.resolution)
             sizes = [size for edge in edges for size in make(edge, dataset.resolution_type, multiple)]
-        yield from (str(Bucket(width, height, frames)) for width, height in sizes)
+        yield from (str(Bucket(width, height, frames, _references(config, dataset))) for width, height in sizes)
+
+
+def _references(config: Config, dataset: Dataset) -> tuple[tuple[int, int], ...]:
+    """Sizes of as many references as the dataset's items may have: squares of the largest area."""
+    condition = config.model.condition
+    if condition is None or condition.size is None:
+        return ()
+    side = math.isqrt(condition.size.area) // condition.size.multiple * condition.size.multiple
+    return ((side, side),) * len(dataset.source_roles)
 
 
 def find_card(device: str) -> tuple[str, int] | None:

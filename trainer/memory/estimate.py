@@ -19,6 +19,7 @@ from cache.models.weights import config_errors
 from schemas.config.pipeline import Config
 from schemas.config.training import Offload, Parallel, Train
 from schemas.geometry import Bucket
+from schemas.references import REFERENCE_PARTS
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
 from trainer.batch import Batch
@@ -127,7 +128,7 @@ def estimate_memory(
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     trained = find_trained([*trainable, *added], settings)
     hosted, copies = hosted_weights(family.blocks(model), settings)
-    bucket = max(buckets, key=lambda name: prod(latent_shape(config, name)))
+    bucket = max(buckets, key=lambda name: count_latents(config, name))
     if settings.gradient_checkpointing:
         checkpoint_blocks(model, family.blocks(model)[:: settings.gradient_checkpointing_interval])
     moved, peak = step_memory(model, family, config, bucket, text_length, kernels)
@@ -214,6 +215,13 @@ def exported_bytes(model: Any, config: Config, trained: int) -> int:
     return trained * files * (2 if adapter.init_weights in MUTATING_INITS else 1)
 
 
+def count_latents(config: Config, bucket: str) -> int:
+    """Those of a sample and of its references."""
+    stride = config.model.family_spec.spatial_stride
+    references = Bucket.parse(bucket).references
+    return prod(latent_shape(config, bucket)) + sum(w // stride * (h // stride) for w, h in references)
+
+
 def latent_shape(config: Config, bucket: str) -> tuple[int, ...]:
     """(T, h, w) of a bucket's latents."""
     spec = config.model.family_spec
@@ -256,8 +264,9 @@ def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Bat
     spec, size, task = config.model.family_spec, config.train.batch_size, config.model.task
     widths = {name: model.config[key] for name, key in spec.text_widths.items()}
     latents_BCTHW = torch.empty(size, spec.latent_channels, *latent_shape(config, bucket), device=META)
-    given = spec.condition_frames(task)
+    given, references, stride = spec.condition_frames(task), Bucket.parse(bucket).references, spec.spatial_stride
     condition_BCTHW = latents_BCTHW[:, :, :given].clone() if given != 0 else None
+    shapes = [(size, spec.latent_channels, 1, height // stride, width // stride) for width, height in references]
     return Batch(
         latents_BCTHW,
         condition_BCTHW,
@@ -266,4 +275,5 @@ def make_batch(config: Config, model: Any, bucket: str, text_length: int) -> Bat
         torch.empty(size, widths["pooled"], device=META) if "pooled" in widths else None,
         ["sample"] * size,
         bucket,
+        {part: torch.empty(shape, device=META) for part, shape in zip(REFERENCE_PARTS, shapes, strict=False)},
     )

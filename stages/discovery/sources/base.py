@@ -28,7 +28,8 @@ _str, _long = pa.string(), pa.int64()
 #: they are unknown until the item is opened. captions: the alternatives, where they are part of the listing (a table's
 #: column, the file's name, a member of the archive); else null. captions_at, captions_version: path and version of the
 #: caption file that must be read; null if there is none. source, mask: paths of the companions within their own place,
-#: with their versions; null if none is configured or none was found. problem, advice: why this item is set aside
+#: with their versions; null if none is configured or none was found. Further source images follow as source_2, ... with
+#: their versions. problem, advice: why this item is set aside
 #: without being opened ("no-caption: has no caption", the reason before ": "), else null. Extra columns follow as
 #: "extra.<name>" (schemas.tables.EXTRA_PREFIX).
 LISTING_SCHEMA = pa.schema(
@@ -58,7 +59,7 @@ class Source(Protocol):
         ...
 
     def open_companion(self, role: str, path: str) -> MediaPath:
-        """The companion at `path`; role: "source" or "mask"."""
+        """The companion at `path`; role: one of `Dataset.roles`."""
         ...
 
     def backing_file(self, role: str, path: str) -> MediaPath:
@@ -97,6 +98,12 @@ def extensions_of_kinds(kinds: Sequence[MediaKind]) -> dict[str, MediaKind]:
 def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
     """The same for the media of a dataset: a video dataset may hold images too, which come second."""
     return extensions_of_kinds(("video", "image") if dataset.dataset_type == "video" else ("image",))
+
+
+def companion_name(role: str) -> str:
+    """What a companion is called in messages."""
+    _, _, number = role.partition("_")
+    return "mask" if role == "mask" else f"source image {number}".strip()
 
 
 def add_problems(columns: dict[str, pa.Array], problems: pa.Array, advices: pa.Array | str) -> None:

@@ -1,17 +1,17 @@
-"""Companions of an item, beside its media: captions, the i2i source image, the mask.
+"""Companions of an item, beside its media: captions, i2i source images, the mask.
 
 Captions come from text files, from file names, from one prompt for all items, or from a table that names the files.
 They are never invented: an item without one is set aside, and so is one whose name holds no word.
 
 Source images and masks have the same relative path in a place of their own: "a/b.png" belongs to "a/b" with any image
-extension (a mask also with a video extension). The place is listed once, however many items ask, and nothing in it is
-opened.
+extension (a mask also with a video extension). Of several references the k-th is in the k-th place, or all are in one,
+as "a/b_1.png", "a/b_2.png". A place is listed once, however many items ask, and nothing in it is opened.
 """
 
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -22,9 +22,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset
+from schemas.config.section import listed
 from schemas.errors import LatentpressError
+from schemas.references import SOURCE_ROLES
 from stages.discovery.sources import table_reader
-from stages.discovery.sources.base import CHUNK_ROWS, Source, add_problems, extensions_of_kinds, listing_table
+from stages.discovery.sources.base import (
+    CHUNK_ROWS,
+    Source,
+    add_problems,
+    companion_name,
+    extensions_of_kinds,
+    listing_table,
+)
 from stages.discovery.sources.columns import (
     TextLookup,
     caption_lists,
@@ -219,8 +228,6 @@ def _add_captions(columns: dict[str, pa.Array], captions: pa.Array, problem: str
     add_problems(columns, pc.if_else(empty, problem, None), advice)
 
 
-COMPANION_NAMES = {"source": "source image", "mask": "mask"}
-
 #: Paths and URLs in a table outside its base, which have no name relative to it.
 _ABSOLUTE = r"^/|^[A-Za-z][A-Za-z0-9+.-]*://"
 _NO_RELATIVE_NAME_ADVICE = (
@@ -231,31 +238,49 @@ _NO_RELATIVE_NAME_ADVICE = (
 class CompanionFinder:
     """The companions of one role in a folder or below a URL.
 
-    role: "source" or "mask", which may be a video. key: the option that named the place, for messages.
+    role: that of a source image, or "mask", which may be a video. key: the option that named the place, for messages.
+    number, most: of several source images in one place, what its name has after the item's, and the largest number.
+    listed_by: a finder in the same place, which lists it for both.
     """
 
-    def __init__(self, location: str, role: str, key: str = "", follow_links: bool = False) -> None:
+    def __init__(
+        self,
+        location: str,
+        role: str,
+        key: str = "",
+        follow_links: bool = False,
+        number: int = 0,
+        most: int = 0,
+        listed_by: "CompanionFinder | None" = None,
+    ) -> None:
         self.location, self.role, self._key, self._follow_links = location, role, key, follow_links
         self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
+        self._number, self._most, self._listed_by = number, most, listed_by or self
 
     def add(self, columns: dict[str, pa.Array]) -> None:
         """Add the companion of each item to the columns of a listing, given its "path". A row keeps the problem that it
         has. Raises LatentpressError if the place can't be listed."""
-        table, lookup = self._listed
-        stems = strip_extensions(columns["path"])
+        table, lookup = self._listed_by._listed
+        items = strip_extensions(columns["path"])
+        stems = pc.binary_join_element_wise(items, f"_{self._number}", "") if self._number else items
         rows, counts = lookup.count(stems)
         row = pa.array(rows, mask=counts != 1)
         columns[self.role] = take_rows(table.column("path"), row)
         columns[f"{self.role}_version"] = take_rows(table.column("version"), row)
         if self.role == "mask":
             columns["mask_kind"] = take_rows(table.column("kind"), row)
-        name, folder = COMPANION_NAMES[self.role], display_location(self.location).rstrip("/")
+        name, folder = companion_name(self.role), display_location(self.location).rstrip("/")
         step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
         step = pc.if_else(pc.match_substring_regex(stems, _ABSOLUTE), _NO_RELATIVE_NAME_ADVICE, step)
         several = pa.array(counts > 1)
-        problems = pc.if_else(pa.array(counts == 0), f"no-{self.role}: has no {name}", None)
+        problems = pc.if_else(pa.array((counts == 0) & is_needed(self.role)), f"no-{self.role}: has no {name}", None)
         problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
         add_problems(columns, problems, pc.if_else(several, f"keep one {name}", step))
+        if self._number and self._number == self._most:
+            _, further = lookup.count(pc.binary_join_element_wise(items, f"_{self._most + 1}", ""))
+            problem = f"many-sources: has more than conditioning_count ({self._most}) source images"
+            step = "raise conditioning_count, or remove what is too many"
+            add_problems(columns, pc.if_else(pa.array(further > 0), problem, None), step)
 
     def open(self, path: str) -> MediaPath:
         """The companion at a path that `add` found."""
@@ -289,12 +314,41 @@ class CompanionFinder:
 
 
 def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
-    """The roles of a dataset whose companions are found by name: {"source": ..., "mask": ...}, or fewer."""
-    return {
-        role: CompanionFinder(location, role, f"datasets.{dataset.id}.{option}", dataset.follow_links)
-        for role, option in (("source", "conditioning_data"), ("mask", "mask_data"))
-        if (location := getattr(dataset, option))
-    }
+    """The roles of a dataset whose companions are found by name -> their finders."""
+    links, key, finders = dataset.follow_links, f"datasets.{dataset.id}", dict[str, CompanionFinder]()
+    places = listed(dataset.conditioning_data)
+    for number, role in enumerate(dataset.source_roles if places else ()):
+        option = f"{key}.conditioning_data"
+        if dataset.conditioning_count:
+            most = dataset.conditioning_count
+            finders[role] = CompanionFinder(
+                places[0], role, option, links, number + 1, most, listed_by=finders.get("source")
+            )
+        else:
+            finders[role] = CompanionFinder(places[number], role, option, links)
+    if dataset.mask_data:
+        finders["mask"] = CompanionFinder(dataset.mask_data, "mask", f"{key}.mask_data", links)
+    return finders
+
+
+def is_needed(role: str) -> bool:
+    """Whether an item without this companion is set aside: any but the further references."""
+    return role in ("source", "mask")
+
+
+def refuse_gaps(columns: dict[str, pa.Array], roles: Sequence[str]) -> None:
+    """Give a problem to each row of a listing without its first source image, or without one before another that it
+    has. roles: of source images, in order."""
+    for number, role in enumerate(roles):
+        lacking = pc.is_null(columns[role])
+        name = companion_name(role)
+        if number == 0:
+            add_problems(columns, pc.if_else(lacking, f"no-{role}: has no {name}", None), "add one, or remove it")
+        if number + 1 < len(roles):
+            after = roles[number + 1]
+            problem = f"no-{role}: has no {name}, and a {companion_name(after)}"
+            gap = pc.and_(lacking, pc.is_valid(columns[after]))
+            add_problems(columns, pc.if_else(gap, problem, None), "add it, or move those after it forward")
 
 
 class CommonSource(Source):
@@ -307,14 +361,18 @@ class CommonSource(Source):
         self._dataset, self.ignored = dataset, Counter[str]()
         self._captions = make_caption_lookup(dataset, root or dataset.root)
         self._companions = companion_finders(dataset)
-        columns = {"source": dataset.conditioning_column, "mask": dataset.mask_column}
-        self._columns_by_role = {role: column for role, column in columns.items() if column}
+        columns = dict(zip(SOURCE_ROLES, listed(dataset.conditioning_column), strict=False))
+        self._columns_by_role = columns | ({"mask": dataset.mask_column} if dataset.mask_column else {})
 
     def _complete(self, columns: dict[str, pa.Array]) -> pa.Table:
         """A chunk of the listing from its columns, with captions and companions by path added."""
         for lookup in (self._captions, *self._companions.values()):
             if lookup is not None:
                 lookup.add(columns)
+        for role in self._dataset.roles:
+            for name in (role, f"{role}_version"):
+                columns.setdefault(name, pa.nulls(len(columns["path"]), _text))
+        refuse_gaps(columns, self._dataset.source_roles)
         return listing_table(columns)
 
     def _refuse_columns(self, what: str) -> None:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
+from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
 from stages.discovery.sources.columns import (
@@ -83,7 +84,7 @@ class HuggingFaceSource(CommonSource):
         if column:
             require_columns(list(kinds), [column], "media_column", dataset.root)
         else:
-            free = [name for name in kinds if name not in (dataset.conditioning_column, dataset.mask_column)]
+            free = [name for name in kinds if name not in (*listed(dataset.conditioning_column), dataset.mask_column)]
             media = [name for name in free if kinds[name] in ("Image", "Video")]
             binary = [name for name in free if getattr(features[name], "dtype", "") in ("binary", "large_binary")]
             usual = [name for name in USUAL_MEDIA_COLUMNS if name in free]

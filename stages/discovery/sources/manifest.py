@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset, MediaKind
 from schemas.regular_files import NOT_REGULAR
 from stages.discovery.sources import companions, table_reader
-from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
+from stages.discovery.sources.base import CHUNK_ROWS, add_problems, companion_name, extensions_of_kinds
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
-from stages.discovery.sources.companions import COMPANION_NAMES, CommonSource
+from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import (
     RemoteFile,
     UnknownLocation,
@@ -102,7 +102,7 @@ class ManifestSource(CommonSource):
         if columns is None and dataset.resolved_caption_strategy in TABLE_STRATEGIES and self._captions is None:
             table_reader.refuse_binary_columns(location, dataset.caption_column)
         for role, column in roles.items():
-            option = "conditioning_column" if role == "source" else "mask_column"
+            option = "mask_column" if role == "mask" else "conditioning_column"
             require_columns(table.column_names, [column], option, location)
         return table, media
 
@@ -149,7 +149,8 @@ class ManifestSource(CommonSource):
         texts = take_rows(cells, None).cast(_text)
         paths = companions.normalize_paths(texts, self._base)
         stats = self._stats(paths, texts, pool)
-        versions, name, missing = _versions(stats), COMPANION_NAMES[role], pc.is_null(paths)
+        versions, name, absent = _versions(stats), companion_name(role), pc.is_null(paths)
+        missing = pc.and_(absent, companions.is_needed(role))
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
         columns[f"{role}_version"] = versions
         if role == "mask":
@@ -158,7 +159,7 @@ class ManifestSource(CommonSource):
         location = display_location(self._dataset.instance_data_dir)
         add_problems(
             columns,
-            pc.if_else(missing, f"no-{role}: has no {name}", problems),
+            pc.if_else(missing, f"no-{role}: has no {name}", pc.if_else(absent, None, problems)),
             pc.if_else(missing, f"fill in column {column!r} of {location}", stats["advice"]),
         )
 

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
+from schemas.references import SOURCE_ROLES
 from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources import base, tars
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
@@ -233,7 +234,8 @@ def _known_rows(known: pa.Table, tar: str, version: str, settings: str) -> pa.Ta
     expected = {"version": version, "captions_version": f"{len(rows)}:{settings}"}
     if not len(rows) or any(rows.column(name).unique().to_pylist() != [value] for name, value in expected.items()):
         return None
-    names = [name for name in rows.column_names if name in base.LISTING_SCHEMA.names or name.startswith(EXTRA_PREFIX)]
+    listed = {*base.LISTING_SCHEMA.names, *(f"{role}{end}" for role in SOURCE_ROLES for end in ("", "_version"))}
+    names = [name for name in rows.column_names if name in listed or name.startswith(EXTRA_PREFIX)]
     return base.listing_table({name: rows.column(name).combine_chunks() for name in names})
 
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
-from schemas.config.pipeline import VALIDATION
 from schemas.devices import HostCopy, to_device_together
 from schemas.geometry import Bucket
 from schemas.identity import derive_seed
+from schemas.tables import TRAINED_ROLES
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.vae import base
@@ -61,7 +61,7 @@ class LatentsWorker(UnitWorker):
         condition, sample, media_THWC = self.config.model.condition, self.plan.samples[name], read.frames
         if sample["condition"] == "first-frame" and condition is not None:
             condition_THWC = media_THWC[: condition.frames]
-        if sample["role"] == VALIDATION and condition is not None and condition.padded:
+        if sample["role"] not in TRAINED_ROLES and condition is not None and condition.padded:
             media_THWC = media_THWC[: condition.frames]
         return SamplePixels(media_THWC, condition_THWC, read.mask)
 
@@ -83,9 +83,9 @@ class LatentsWorker(UnitWorker):
         """latents_BCTHW; the posterior's seed depends on the sample and on the purpose, "latent" or "condition"."""
         seeds = [derive_seed(name, purpose) for name in names]
         posterior, condition = self.config.latents.posterior, self.config.model.condition
-        # What a validation prompt starts from is a sample of its own; a unit has no others beside it.
+        # A reference, and what a validation prompt starts from, is a row of its own; a unit has no others beside it.
         sample, pixels_BCTHW = self.plan.samples[names[0]], normalize_pixels(bytes_BTHWC)
-        is_given = purpose == "condition" or sample["role"] == VALIDATION
+        is_given = purpose == "condition" or sample["role"] not in TRAINED_ROLES
         if is_given and condition is not None and condition.posterior is not None:
             posterior = condition.posterior
         if is_given and condition is not None and condition.padded:

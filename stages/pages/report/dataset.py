@@ -19,7 +19,7 @@ from cache.sets.set_lookup import current_plan
 from cache.shards.shard_io import ReaderPool
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.config.pipeline import VALIDATION, Config
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten
 from stages.discovery.media_locations import spread_evenly
@@ -30,6 +30,7 @@ from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
 from stages.pages.report.plots import Plot, draw_bars
+from stages.planning.summary import only_trained
 
 MAX_BUCKETS = 30  # bars
 MAX_LISTED = 100  # rows of what was set aside
@@ -136,7 +137,7 @@ def _find_plan(store: Store, config: Config, planned: Config) -> Plan:
 
 
 def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
-    active = plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION))
+    active = only_trained(plan.active)
     counts = Counter(zip(active.column("bucket").to_pylist(), active.column("role").to_pylist(), strict=True))
     totals = Counter[str]()
     for (bucket, _), count in counts.items():
@@ -157,7 +158,7 @@ def _count_buckets(glance: DataGlance, store: Store, config: Config, plan: Plan,
 
 
 def _measure_captions(glance: DataGlance, store: Store, config: Config, plan: Plan, key: str) -> None:
-    ids = pc.list_flatten(plan.active.filter(pc.not_equal(plan.active.column("role"), VALIDATION)).column("texts"))
+    ids = pc.list_flatten(only_trained(plan.active).column("texts"))
     uses = pc.value_counts(ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids)
     distinct = uses.field("values")
     if not len(distinct):

@@ -19,6 +19,7 @@ from cache.runs.training_run import read_description, spread
 from cache.runs.validations import SUFFIXES, list_validations
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
+from schemas.config.section import listed
 from schemas.config.validation import ValidationSample
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
@@ -118,7 +119,8 @@ def _share(listings: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tupl
     rows: dict[str, list[tuple[int, int]]] = {}  # name -> of each run that has it: its steps, the cells beside them
     for listing in listings:
         beside = 2 if (listing.folder / training_samples.FOLDER).is_dir() else 0
-        beside += listing.config.model.condition is not None  # source images
+        condition = listing.config.model.condition
+        beside += 0 if condition is None else condition.most  # source images
         for name, steps in Counter(name for name, _ in listing.files).items():
             rows.setdefault(name, []).append((steps, beside))
 
@@ -160,19 +162,24 @@ def _read_row(
     known |= read_description(files.folder / "validation" / f"step-{steps[-1]:06d}" / f"{name}.safetensors")
     values = {"seed": known.get("seed"), "size": known.get("bucket")}
     values |= {key: known.get(key) for key in ("steps", "guidance")}
-    source, problem = None, ""
+    sources, problem = list[Picture](), ""
     try:
         if prompt is not None and prompt.image:
-            source = _shrink_source(Path(prompt.image), limit)
+            sources += [_shrink_source(Path(image), limit) for image in listed(prompt.image)]
         elif "image" in known:
             check_prompt_image(known)
             values["source from"] = describe_image(known["image"])
-            source = _read_data_image(files.config, known["image"], limit)
+            images = known["image"] if isinstance(known["image"], list) else [known["image"]]
+            sources += [_read_data_image(files.config, image, limit) for image in images]
     except (MediaError, LatentpressError, OSError, ValueError, KeyError) as error:
         problem = f"the source image can't be shown: {error}"
     except _TooLarge as error:
         problem = f"the source image is {error}"
-    figures = [] if source is None else [Figure((source,), (f"source of {name}",), "source", apart=True)]
+    titles = [f"source {number}" if len(sources) > 1 else "source" for number in range(1, len(sources) + 1)]
+    figures = [
+        Figure((source,), (f"{title} of {name}",), title, apart=source is sources[-1])
+        for source, title in zip(sources, titles, strict=True)
+    ]
     training = list(_read_training(files, name, prompt_name, limit, beside))
     figures += [replace(figure, apart=figure is training[-1]) for figure in training]
     figures += [_read_step(files, name, step, limit, beside) for step in steps]

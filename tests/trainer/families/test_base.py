@@ -75,7 +75,7 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
     assert text.endswith(asked)
 
 
-JOINT = ("z-image", "flux2-klein")  # whose last block has the text beside the visual tokens
+JOINT = ("z-image", "flux2-klein", "klein-i2i")  # whose last block has the text beside the visual tokens
 REPEATED = re.compile(r"(^|_)(blocks|refiner|layers)\.\d+\.")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from PIL import Image
 
 from tests.forms import long
 from tests.trainer.families.batches import check_batch_mates, sample_losses
@@ -23,10 +24,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KIND = "flux2-klein"
 
 
-def make_batch(lengths, height=3, width=5, seed=0) -> Batch:
+def make_batch(lengths, height=3, width=5, seed=0, references=()) -> Batch:
+    """references: (height, width) of each, as latents."""
     text, mask = pad_text([random(length, 96, seed=seed + 100 + i) for i, length in enumerate(lengths)])
     latents = random(len(lengths), 128, 1, height, width, seed=seed)
-    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1")
+    given = {
+        f"reference{number}": random(len(lengths), 128, 1, *sides, seed=seed + 200 + number)
+        for number, sides in enumerate(references, 1)
+    }
+    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "80x48@1", given)
+
+
+TWO, THREE = ((4, 4), (6, 4)), ((4, 4), (6, 4), (5, 7))  # references; the pipeline takes none of less than 64 pixels
 
 
 def make_pipeline(folder, dtype=torch.float32):
@@ -54,18 +63,29 @@ def last_latents(pipe, **arguments) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("guidance", "shift", "dtype"),
+    ("guidance", "shift", "dtype", "references"),
     [
-        (4.0, None, torch.float32),
-        (1.0, None, torch.float32),
-        long(4.0, 3.0, torch.float32),
-        long(4.0, None, torch.bfloat16),
+        (4.0, None, torch.float32, ()),
+        (1.0, None, torch.float32, ()),
+        (4.0, None, torch.float32, TWO),
+        long(4.0, None, torch.float32, THREE),
+        long(4.0, None, torch.float32, TWO[:1]),
+        long(4.0, 3.0, torch.float32, ()),
+        long(4.0, None, torch.bfloat16, ()),
     ],
 )
-def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype):
-    """Texts of the whole length, padding included, from the noise to the last step."""
+def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, shift, dtype, references):
+    """Texts of the whole length, padding included, from the noise to the last step; with images, which the pipeline
+    encodes itself."""
     folder = tiny(KIND)
     pipe, batch, negative = make_pipeline(folder, dtype), make_batch([512], seed=1), make_batch([512], seed=2)
+    images = []
+    for number, (rows, columns) in enumerate(references):
+        noise = 255 * random(rows * 16, columns * 16, 3, seed=300 + number).sigmoid()
+        images.append(Image.fromarray(noise.to(torch.uint8).numpy()))
+        with torch.no_grad():
+            encoded = pipe._encode_vae_image(pipe.image_processor.preprocess(images[-1]), None)[:, :, None]
+        batch.extras[f"reference{number + 1}"] = negative.extras[f"reference{number + 1}"] = encoded
     if shift:
         fixed = {"shift": shift, "use_dynamic_shifting": False}
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, **fixed)
@@ -79,9 +99,11 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         num_inference_steps=5,
         height=48,
         width=80,
+        **({"image": images} if images else {}),
     )
     model, scheduler = flux2.load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
-    made = denoise(model, flux2, "t2i", batch, negative, noise, scheduler, 5, guidance)
+    task = "i2i" if references else "t2i"
+    made = denoise(model, flux2, task, batch, negative, noise, scheduler, 5, guidance)
     assert made.shape == noise.shape and made.dtype == dtype and not made.requires_grad
     assert wanted.std() > 0.1 and (wanted.float() - noise[:, :, 0]).std() > 0.1
     difference = (made[:, :, 0] - wanted).abs().max().item()
@@ -113,26 +135,30 @@ def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
     assert torch.equal(schedulers[0].sigmas, schedulers[1].sigmas)
 
 
-def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property):
+@pytest.mark.parametrize("references", [(), TWO, long(THREE)])
+def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, references):
     """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths each by
     itself, as the pipeline has no mask."""
-    folder = tiny(KIND)
+    folder, task = tiny(KIND), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), flux2.load(str(folder))
-    batch, sigma = make_batch([9, 5]), torch.tensor([0.1234, 0.777])
+    batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
     wanted = []
     with torch.no_grad():
         for row, length in enumerate(batch.lengths):
             latents, text = batch.latents_BCTHW[[row], :, 0], batch.text_BLD[[row], :length]
+            images = [latents, *(reference[[row], :, 0] for reference in batch.references)]
+            places = [pipe._prepare_latent_ids(latents)]
+            places += [pipe._prepare_image_ids(images[1:])] if references else []
             tokens = pipe.transformer(
-                hidden_states=pipe._pack_latents(latents),
+                hidden_states=torch.cat([*map(pipe._pack_latents, images)], 1),
                 timestep=1000 * sigma[[row]] / 1000,
                 encoder_hidden_states=text,
-                img_ids=pipe._prepare_latent_ids(latents),
+                img_ids=torch.cat(places, 1),
                 txt_ids=pipe._prepare_text_ids(text),
                 return_dict=False,
-            )[0]
+            )[0][:, : latents[0, 0].numel()]
             wanted.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
-        made = flux2.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")[:, :, 0]
+        made = flux2.predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
     difference = (made - torch.cat(wanted)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
@@ -146,6 +172,7 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
         model.enable_gradient_checkpointing()
     for lengths in ([16, 16, 16], [3, 17, 8]):
         check_batch_mates(flux2, model, make_batch(lengths), record_property)
+    check_batch_mates(flux2, model, make_batch([3, 8], references=TWO), record_property, task="i2i")
 
 
 def test_padding_that_is_stored_counts(tiny):
@@ -231,5 +258,7 @@ def test_packed_latents_come_back():
 
 def test_another_task_is_refused(tiny):
     model, batch = flux2.load(str(tiny(KIND))), make_batch([3])
-    with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
+    with pytest.raises(ValueError, match="no task 't2v'; valid: t2i, i2i"):
         flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
+    with pytest.raises(ValueError, match="i2i with 0 references: a batch of i2i has some"):
+        flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")
