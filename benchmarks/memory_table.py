@@ -48,7 +48,7 @@ def video(flavour: str, shape: dict[str, Any], bucket: str) -> Case:
     return Case("kandinsky5-video", flavour, shape["video"] | sparse, bucket)
 
 
-def wan(family: str, flavour: str, bucket: str) -> Case:
+def published(family: str, flavour: str, bucket: str) -> Case:
     shape = FAMILIES[family].published_shape("transformer", FAMILIES[family].flavours[flavour])
     return Case(family, flavour, shape, bucket)
 
@@ -81,12 +81,14 @@ CASES = {
     "Z-Image, 1024x1024": Case("z-image", "z-image", TRUE["z_image"], "1024x1024"),
     "Qwen-Image, 1024x1024": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1024x1024"),
     "Qwen-Image, 1328x1328": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1328x1328"),
-    "Wan 2.1 1.3B, 832x480, 33 frames": wan("wan2.1", "t2v-1.3b", "832x480@33"),
-    "Wan 2.1 1.3B, 832x480, 81 frames": wan("wan2.1", "t2v-1.3b", "832x480@81"),
-    "Wan 2.1 14B, 832x480, 33 frames": wan("wan2.1", "t2v-14b", "832x480@33"),
-    "Wan 2.1 14B, 832x480, 81 frames": wan("wan2.1", "t2v-14b", "832x480@81"),
-    "Wan 2.2 5B t2v, 1280x704, 121 frames": wan("wan2.2-5b", "t2v-5b", "1280x704@121"),
-    "Wan 2.2 5B i2v, 1280x704, 121 frames": wan("wan2.2-5b", "i2v-5b", "1280x704@121"),
+    "FLUX.2 klein 4B, 1024x1024": published("flux2-klein", "klein-base-4b", "1024x1024"),
+    "FLUX.2 klein 9B, 1024x1024": published("flux2-klein", "klein-base-9b", "1024x1024"),
+    "Wan 2.1 1.3B, 832x480, 33 frames": published("wan2.1", "t2v-1.3b", "832x480@33"),
+    "Wan 2.1 1.3B, 832x480, 81 frames": published("wan2.1", "t2v-1.3b", "832x480@81"),
+    "Wan 2.1 14B, 832x480, 33 frames": published("wan2.1", "t2v-14b", "832x480@33"),
+    "Wan 2.1 14B, 832x480, 81 frames": published("wan2.1", "t2v-14b", "832x480@81"),
+    "Wan 2.2 5B t2v, 1280x704, 121 frames": published("wan2.2-5b", "t2v-5b", "1280x704@121"),
+    "Wan 2.2 5B i2v, 1280x704, 121 frames": published("wan2.2-5b", "i2v-5b", "1280x704@121"),
 }
 LORA = {"adapter": {"type": "lora", "rank": 32}}
 FULL = {"adapter": {"type": "full"}}

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One flavour's tiny checkpoint (`kind`), its autoencoder, media, size and training settings."""
+    """One flavour's tiny checkpoint (`kind`), its autoencoder, media, size and training settings. tokens: of a text,
+    for a family that pads all texts to as many."""
 
     kind: str
     family: str
@@ -45,6 +46,7 @@ class DemoRun:
     steps: int = 480
     batch: int = 8
     frames: int = 1
+    tokens: int | None = None
 
 
 _IMAGE, _CLIP = ("flux_vae", "images", (96, 96)), ("hunyuan_vae", "videos", (96, 64))
@@ -55,6 +57,7 @@ FLAVOURS = {
     "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5, steps=800),
     "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5),
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
+    "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
     "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=120),
 }
 QUICKEST = "sana"  # in a minute or so on two cores
@@ -235,6 +238,7 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
             "precision": "float32",
         },
         "datasets": [dataset],
+        "text": {"max_length": flavour.tokens},
         "stages": {stage: {"threads": 1} for stage in ("encode-text", "encode-latents")}
         | {"decode": {"threads": 1, "while_training": False}},  # two flavours take the processor already
         "train": {

@@ -53,12 +53,22 @@ RECIPES = {
         ("images",), (128, 128, 1), (128, 128, 1), 2, 240,
         {"encoder_block_out_channels": _DC_CHANNELS, "decoder_block_out_channels": _DC_CHANNELS},
     ),
+    "flux2_vae": Recipe(
+        ("images",), (96, 96, 1), (64, 64, 1), 4, 500, {"block_out_channels": (8, 16, 32, 32)}
+    ),
+    "qwen_image_vae": Recipe(("images",), (96, 96, 1), (64, 64, 1), 4, 400),
+    "wan_vae": Recipe(("videos",), (96, 64, 5), (96, 64, 5), 2, 250),
 }  # fmt: skip
+#: Autoencoders of clips, of which a picture is one of one frame.
+OF_CLIPS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "image": {"model_dim": 128, "ff_dim": 384},
     "video": {"model_dim": 128, "ff_dim": 384},
     "sana": {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
     "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
+    "qwen_image": {"num_attention_heads": 4},
+    "flux2": {"num_attention_heads": 4},
+    "wan": {"num_attention_heads": 4, "ffn_dim": 384},
 }
 
 
@@ -88,14 +98,14 @@ def read_media(media: Path, recipe: Recipe) -> torch.Tensor:
 
 def encode(vae: Any, pixels_NCTHW: torch.Tensor) -> torch.Tensor:
     """The means of the latents."""
-    if "Hunyuan" in type(vae).__name__:
+    if type(vae).__name__ in OF_CLIPS:
         return vae.encode(pixels_NCTHW).latent_dist.mean
     encoded = vae.encode(pixels_NCTHW[:, :, 0])
     return (encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mean)[:, :, None]
 
 
 def decode(vae: Any, z_NCTHW: torch.Tensor) -> torch.Tensor:
-    if "Hunyuan" in type(vae).__name__:
+    if type(vae).__name__ in OF_CLIPS:
         return vae.decode(z_NCTHW).sample
     return vae.decode(z_NCTHW[:, :, 0]).sample[:, :, None]
 
@@ -115,8 +125,8 @@ class Trainer:
     """Muon for matrices and filters, Adam for the rest and for the layers at pixels and latents."""
 
     def __init__(self, model: torch.nn.Module, muon_lr: float = 0.02, adam_lr: float = 5e-3) -> None:
-        named = [(name, weight) for name, weight in model.named_parameters()]
-        self.matrices = [w for name, w in named if w.ndim > 1 and "conv_in" not in name and "conv_out" not in name]
+        named, apart = [*model.named_parameters()], ("conv_in", "conv_out", "gamma")
+        self.matrices = [w for name, w in named if w.ndim > 1 and not any(part in name for part in apart)]
         chosen = {id(weight) for weight in self.matrices}
         others = [weight for _, weight in named if id(weight) not in chosen]
         self.momenta = [torch.zeros_like(weight) for weight in self.matrices]
@@ -241,14 +251,23 @@ def take_step(vae: Any, trainer: Trainer, pixels: torch.Tensor, factor: float) -
 
 
 def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
-    """Set the scaling factor, by which the latents get deviation 1, and a constant deviation of the posterior."""
-    deviation = z_NCTHW.std().item()
-    vae.register_to_config(scaling_factor=round(1 / deviation, 4))
+    """Set the scaling factor, or the means and deviations, by which the latents get deviation 1, and a constant
+    deviation of the posterior."""
+    deviation, channels = z_NCTHW.std(), z_NCTHW.shape[1]
+    if part in ("wan_vae", "qwen_image_vae"):
+        mean, deviation = (find(z_NCTHW.transpose(0, 1).flatten(1), 1) for find in (torch.mean, torch.std))
+        vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
+    elif part == "flux2_vae":
+        squares_CN = torch.nn.functional.pixel_unshuffle(z_NCTHW[:, :, 0], 2).transpose(0, 1).flatten(1)
+        vae.bn.running_mean.copy_(squares_CN.mean(1))
+        vae.bn.running_var.copy_(squares_CN.var(1))
+    else:
+        vae.register_to_config(scaling_factor=round(1 / deviation.item(), 4))
     if part == "dc_ae":
         return
-    last, channels = vae.quant_conv if part == "hunyuan_vae" else vae.encoder.conv_out, vae.config.latent_channels
+    last = vae.encoder.conv_out if part == "flux_vae" else vae.quant_conv
     last.weight[channels:] = 0
-    last.bias[channels:] = 2 * torch.log(torch.tensor(NOISE * deviation))
+    last.bias[channels:] = 2 * torch.log(NOISE * deviation)
 
 
 # --- transformers ---
@@ -271,6 +290,16 @@ def make_transformer(part: str, **overrides: Any) -> Any:
         if part == "z_image":  # the pipeline negates its output
             _carry_through(model.all_x_embedder["2-1"].weight, model.all_final_layer["2-1"].linear.weight, range(64))
             model.all_final_layer["2-1"].linear.weight.neg_()
+            return model
+        if part == "qwen_image":
+            _carry_through(model.img_in.weight, model.proj_out.weight, range(64))
+            return model
+        if part == "flux2":
+            _carry_through(model.x_embedder.weight, model.proj_out.weight, range(128))
+            return model
+        if part == "wan":  # whose output has a patch's channels last
+            order = [channel * 4 + place for place in range(4) for channel in range(16)]
+            _carry_through(model.patch_embedding.weight.flatten(1), model.proj_out.weight, order)
             return model
         channels, inputs = 16, model.visual_embeddings.in_layer.in_features // 4
         # The input has a patch's channels last, the output has them first.

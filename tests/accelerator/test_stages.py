@@ -94,6 +94,8 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
         "sana",
         long("kandinsky5-video-t2v"),
         long("kandinsky5-video-i2v"),
+        long("qwen-image"),
+        long("flux2-klein"),
     ],
 )
 def test_texts(planned, kind) -> None:
@@ -111,6 +113,8 @@ def test_texts(planned, kind) -> None:
         long("kandinsky5-image-i2i", "moments"),
         long("kandinsky5-video-t2v", "sample"),
         long("kandinsky5-video-i2v", "mode"),
+        long("qwen-image", "sample"),
+        long("flux2-klein", "moments"),
     ],
 )
 def test_latents(planned, kind, posterior) -> None:

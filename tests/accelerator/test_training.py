@@ -54,7 +54,10 @@ def make(make_config, make_set) -> Callable[..., Config]:
     return get
 
 
-@pytest.mark.parametrize(("kind", "adapter", "way"), in_turn(KINDS, ADAPTERS, WAYS))
+@pytest.mark.parametrize(
+    ("kind", "adapter", "way"),
+    [*in_turn(KINDS, ADAPTERS, WAYS), *(long("flux2-klein", "lora", way) for way in WAYS)],
+)
 def test_a_run_on_the_device_is_that_of_the_cpu(make, kind, adapter, way) -> None:
     if (adapter, way) == ("full", "blocks"):
         pytest.skip("no weight is frozen")

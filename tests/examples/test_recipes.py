@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 
 from cache.models.compatibility import bucket_side_multiple
 from examples.tiny_shapes import SHAPES
+from schemas.catalog import FAMILIES
 from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
@@ -26,6 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 SHORT = ("kandinsky-image-lora-16gb",)
+
+
+def published(family: str, flavour: str) -> dict[str, Any]:
+    return FAMILIES[family].published_shape("transformer", FAMILIES[family].flavours[flavour])
+
+
 #: recipe -> the card's GB, its published transformer, and the checkpoint that examples/tiny_models.py makes of it
 RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "sana-lora-12gb": (12, SHAPES["true"]["sana"], "sana"),
@@ -36,8 +43,16 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "kandinsky-video-lite-lora-24gb": (24, SHAPES["true"]["video"], "kandinsky5-video-t2v"),
     "kandinsky-video-pro-lora-24gb": (24, SHAPES["pro"]["video"], "kandinsky5-video-t2v"),
     "sana-full-24gb": (24, SHAPES["true"]["sana"], "sana"),
+    "wan-1.3b-lora-12gb": (12, published("wan2.1", "t2v-1.3b"), "wan2.1-t2v"),
+    "wan-14b-lora-16gb": (16, published("wan2.1", "t2v-14b"), "wan2.1-t2v"),
+    "wan-14b-lora-24gb": (24, published("wan2.1", "t2v-14b"), "wan2.1-t2v"),
+    "wan-5b-lora-16gb": (16, published("wan2.2-5b", "t2v-5b"), "wan2.2-5b-t2v"),
+    "qwen-image-lora-12gb": (12, published("qwen-image", "qwen-image"), "qwen-image"),
+    "qwen-image-lora-24gb": (24, published("qwen-image", "qwen-image"), "qwen-image"),
+    "klein-4b-lora-12gb": (12, published("flux2-klein", "klein-base-4b"), "flux2-klein"),
+    "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
-LAYERS = {"num_layers": 20, "n_layers": 30}  # the defaults of the classes
+LAYERS = {"sana": 20, "z-image": 30, "qwen-image": 60}  # the defaults of the classes
 RESERVED_GIB = 1.0  # of a card, for the CUDA context, kernels' own memory and fragments
 
 
@@ -88,8 +103,10 @@ def predict(config: Config, shape: dict[str, Any]) -> int:
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:
     """The same from two transformers of fewer blocks: each further one takes as much as the one before. With 3 blocks
     the peak of Sana's LoRA lies elsewhere."""
+    if len(config.model.family_spec.layers) > 1:  # blocks of two kinds
+        return predict(config, shape)
     (key,) = config.model.family_spec.layers
-    depth = shape.get(key) or LAYERS[key]
+    depth = shape.get(key) or LAYERS[config.model.family]
     few, more = (predict(config, shape | {key: blocks}) for blocks in (4, 8))
     return few + (more - few) / 4 * (depth - 4)
 

@@ -118,7 +118,7 @@ def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
             key = key.replace("diffusion_model.", "transformer.")
         if f"{key}.lora_B.weight" not in held:
             continue
-        up, down = held[f"{key}.lora_B.weight"], held[f"{key}.lora_A.weight"]
+        up, down = (held[f"{key}.lora_{part}.weight"].to(weights[name].dtype) for part in "BA")
         strength = held[f"{key}.alpha"].item() / down.shape[0] if f"{key}.alpha" in held else 1.0
         change = torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1)).reshape(weights[name].shape)
         weights[name].data += strength * change

@@ -4,7 +4,7 @@ Each module ends with an assignment of itself to a name of type `FamilyModule`, 
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -241,14 +241,17 @@ def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device)
     scheduler.set_timesteps(steps, device=device)
 
 
-def set_linear_sigmas(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+def set_linear_sigmas(
+    scheduler: Any, steps: int, tokens: int, device: torch.device, linspace: Callable[..., Any] = np.linspace
+) -> None:
     """`FamilyModule.set_timesteps` of pipelines that give sigmas from 1 to 1 / steps, and mu by the scheduler's config:
-    that of a line through two numbers of tokens (`calculate_shift`), which a scheduler with a fixed shift ignores."""
+    that of a line through two numbers of tokens (`calculate_shift`), which a scheduler with a fixed shift ignores.
+    linspace: that of the pipeline, in float64 or float32."""
     config = scheduler.config
     fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high - low) / (most - fewest)
-    sigmas = np.linspace(1.0, 1 / steps, steps).tolist()
+    sigmas = linspace(1.0, 1 / steps, steps).tolist()
     scheduler.set_timesteps(sigmas=sigmas, mu=tokens * slope + low - slope * fewest, device=device)
 
 

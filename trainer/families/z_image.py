@@ -5,6 +5,7 @@ token, then the text, padded likewise. Both lengths are the sample's own, and wh
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ LORA_TARGETS = (
 QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 0.0
 PATCH = 2
-set_timesteps = base.set_linear_sigmas
+set_timesteps = partial(base.set_linear_sigmas, linspace=torch.linspace)
 clean_frames = base.no_clean_frames
 initial_latents = base.noise_alone
 postprocess_latents = base.as_denoised

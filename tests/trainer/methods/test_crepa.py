@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from schemas.config.methods import CREPA
 from schemas.errors import USAGE
+from tests.forms import long
 from tests.trainer.methods.crepa_by_hand import loss_by_hand
 from tests.trainer.runs import (
     LOADS,
@@ -52,6 +53,7 @@ CASES = {
     "joint": ("z-image", {}, 2),
     "tuples": ("qwen-image", {}, 1),
     "both": ("flux2-klein", {}, 2),
+    "cross-attention": ("wan", {}, 2),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
     "tread of joint tokens": ("z-image", {}, 1),
@@ -64,7 +66,7 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [long(case) if case == "cross-attention" else case for case in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made, monkeypatch, case) -> None:
     kind, options, coarse = CASES[case]
     index = 1 if kind == "sana" else 0
@@ -78,7 +80,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     if case == "regularisation":
         methods["regularisation"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
-    if kind in ("t2v", "i2v"):  # four latent frames
+    if kind in ("t2v", "i2v", "wan"):  # four latent frames
         mixed = made.mixed_items
         monkeypatch.setattr(made, "mixed_items", lambda *given: longer(made, config, mixed(*given)))
     make_set(config, *with_features(made, config, coarse, case == "masked"))

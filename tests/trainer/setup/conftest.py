@@ -13,6 +13,7 @@ WIDE = {
     "sana": ("sana", {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128}),
     "qwen-image": ("qwen_image", {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}),
     "wan2.1-t2v": ("wan", {}),
+    "flux2-klein": ("flux2", {"attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}),
     "z-image": ("z_image", {"dim": 192, "axes_dims": (32, 32, 32)}),
 }
 

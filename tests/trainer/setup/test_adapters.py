@@ -8,8 +8,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from schemas.config.adapter import Adapter
-from tests.forms import in_turn
-from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, pipeline_class, random, trained
+from tests.forms import in_turn, long
+from tests.project import SETTINGS
+from tests.trainer.pipelines import (
+    KINDS,
+    apply_as_comfyui,
+    exact_output,
+    output,
+    pipeline,
+    pipeline_class,
+    random,
+    trained,
+)
 from trainer.adapters.header import COMFYUI_PREFIX
 from trainer.families import kandinsky5, sana
 from trainer.setup import adapters, export
@@ -64,6 +74,21 @@ def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny
             rank = file[f"{prefix}{name}.lora_A.weight"].shape[0]
             scale = float(file[f"{prefix}{name}.alpha"]) / rank
             assert scale == pytest.approx(model.get_submodule(name).scaling["default"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind if kind == "wan2.1-t2v" else long(kind) for kind in KINDS])
+def test_a_comfyui_file_is_the_trained_model(tiny, tmp_path, record_property, kind):
+    """By its rule, which adds the product to the weights. In float32 that rounds (by 4e-7 to 1.4e-6 here), so in
+    float64, but for Kandinsky 5, which has parts that are float32 always."""
+    dtype = torch.float32 if KINDS[kind][0] is kandinsky5 else torch.float64
+    model, plain = trained(kind, tiny(kind), alpha=2.5).to(dtype), pipeline(kind, tiny(kind)).transformer.to(dtype)
+    wanted, before = exact_output(kind, model), exact_output(kind, plain)
+    family = SETTINGS[kind]["family"]
+    apply_as_comfyui(plain, export.save_lora(model.float(), tmp_path, family, formats=["comfyui"]))
+    largest = (exact_output(kind, plain) - wanted).abs().max().item()
+    record_property("largest difference", largest)
+    assert largest <= 1e-6 and (wanted - before).abs().max() > 1e-2
 
 
 def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):

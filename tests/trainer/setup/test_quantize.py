@@ -83,7 +83,7 @@ def unquantized(wide):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), in_turn(WIDE, NAMES))
+@pytest.mark.parametrize(("kind", "name"), [*in_turn(WIDE, NAMES), *(long("flux2-klein", name) for name in NAMES)])
 def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantized, is_long, kind, name):
     """Under each adapter in float32; LoRA also in bfloat16, whose own error comes on top, and with gradient
     checkpointing. In the long form so do the others."""

@@ -100,6 +100,8 @@ class Case:
     [
         ("t2i", {"rank": 4, "dropout": 0.0}, {"base_precision": "nf4-bnb"}),
         long("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
+        long("wan", {"rank": 4, "dropout": 0.0}, {}),
+        long("flux2-klein", {"rank": 4, "dropout": 0.0}, {}),
     ],
 )
 def test_two_processes_share_a_model(
