@@ -57,6 +57,7 @@ FLAVOURS = {
     "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5, steps=800),
     "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5),
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
+    "qwen-image": DemoRun("qwen-image", "qwen-image", "qwen-image", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
     "sana": DemoRun("sana", "sana", "sana-1.6b-1024px", "dc_ae", "images", (128, 128), "webdataset", steps=120),
 }
@@ -118,7 +119,7 @@ def main() -> None:
         print(f"  {f'{name}: model':20}{folder}/output/demo/model/")
         print(f"  {f'{name}: samples':20}{folder}/output/demo/samples/contact-sheet.png")
     if others := [name for name in FLAVOURS if name not in names]:
-        print(f"  the others          make demo FLAVOUR=all, in several minutes, or one: {', '.join(others)}")
+        print(f"  the others          make demo FLAVOUR=all, in a quarter of an hour, or one: {', '.join(others)}")
 
 
 def write_report(out: Path, names: list[str]) -> Path:
