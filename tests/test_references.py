@@ -12,8 +12,9 @@ from cache.sets.set_lookup import find_configured_id, open_set
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, export, import_, index
+from stages import bucket, discover, encode_latents, encode_text, export, import_, index, preview
 from stages.discovery.media_table import read_media_table
+from tests.forms import long
 from tests.project import Project
 from trainer.batch import Batch
 from trainer.reading import BatchReader, to_tensor
@@ -91,9 +92,12 @@ def wanted_latents(home: Project) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_references_are_encoded_once_and_are_read_in_their_order(referenced, built, tmp_path, record_property) -> None:
+@pytest.mark.parametrize("form", ["arrow", long("webdataset")])
+def test_references_are_encoded_once_and_are_read_in_their_order(referenced, form, tmp_path, record_property) -> None:
     """By batches, by samples, by prompts, and from an export and what was imported of it."""
-    home, latents = built(referenced, encode), wanted_latents(referenced)
+    referenced.settings["cache"]["format"] = form
+    encode(referenced)
+    home, latents = referenced, wanted_latents(referenced)
     data = opened(home)
     read = batches(data)
     assert read.keys() == BUCKETS
@@ -115,6 +119,8 @@ def test_references_are_encoded_once_and_are_read_in_their_order(referenced, bui
     assert {bucket.run: 0, encode_latents.run: 0} == {
         run: home.run(run).done for run in (bucket.run, encode_latents.run)
     }
+    page = Path(home.run(preview.run, plan=True).details["page"]).read_text()
+    assert "reference 2: " in page and page.count("reference 1: ") == 3
     home.run(export.run, to=str(tmp_path / "out"))
     home.run(import_.run, f"root={tmp_path / 'in'}", source=str(tmp_path / "out"))
     for copy in (str(tmp_path / "out"), str(tmp_path / "in")):
@@ -184,6 +190,7 @@ def test_what_a_family_does_not_take_is_refused_by_name(referenced) -> None:
 
 @pytest.mark.slow
 def test_a_reference_that_is_damaged_sets_aside_the_samples_that_have_it(referenced) -> None:
+    """Also where the set is made of the plan, and what is set aside is found when its turn comes."""
     referenced.settings["validation"]["prompts"] = []
     referenced.run(discover.run)
     referenced.run(bucket.run)
@@ -193,3 +200,10 @@ def test_a_reference_that_is_damaged_sets_aside_the_samples_that_have_it(referen
     assert len(referenced.run(encode_latents.run).set_aside) == 1
     report = referenced.run(index.run)
     assert sorted(referenced.rejects(report)) == ["a.png", "b.png"] and len(opened(referenced)) == 1
+    assert referenced.run(index.run, "cache.rolling.max_gb=1").exit_code == 0
+    data = opened(referenced, "cache.rolling.max_gb=1")
+    rows = np.arange(len(data))
+    absent = data.find_set_aside(rows, data.row_texts.first(rows))
+    assert {data.bucket(row): not absent[row] for row in rows.tolist()} == {
+        name: name.count("+") == 1 for name in BUCKETS
+    }

@@ -37,7 +37,19 @@ from trainer.reading import BatchReader
 from trainer.run import metrics
 from trainer.setup.optimizers import DivergedError
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "wan", long("wan-i2v"), "flux2-klein"]
+KINDS = [
+    "t2i",
+    "i2i",
+    "t2v",
+    "i2v",
+    "sana",
+    "z-image",
+    "qwen-image",
+    "wan",
+    long("wan-i2v"),
+    "flux2-klein",
+    long("klein-i2i"),
+]
 
 
 @pytest.mark.slow

@@ -54,6 +54,8 @@ CASES = {
     "tuples": ("qwen-image", {}, 1),
     "both": ("flux2-klein", {}, 2),
     "cross-attention": ("wan", {}, 2),
+    "references": ("klein-i2i", {}, 2),
+    "tread of references": ("klein-i2i", {}, 1),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
     "tread of joint tokens": ("z-image", {}, 1),
@@ -62,11 +64,12 @@ CASES = {
     "rollout": ("t2v", {}, 1),
     "regularisation": ("t2i", {}, 1),
 }
+LONG_CASES = ("cross-attention", "references", "tread of references")
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [long(case) if case == "cross-attention" else case for case in CASES])
+@pytest.mark.parametrize("case", [long(case) if case in LONG_CASES else case for case in CASES])
 def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made, monkeypatch, case) -> None:
     kind, options, coarse = CASES[case]
     index = 1 if kind == "sana" else 0
@@ -108,7 +111,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
         everywhere = torch.arange(grid.tokens).expand(len(step.batch), -1)
         places = step.kept_tokens.get(index, everywhere)
         assert (places.shape == everywhere.shape) == (not case.startswith("tread"))
-        hidden = hidden[:, : places.shape[1]]  # without the text that follows
+        hidden, _ = tokens.divide(hidden, places.shape[1])  # without a text or references beside them
         wanted, similar = loss_by_hand(hidden, places, grid, step.batch, method.modules(), config.train.methods.crepa)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(step.logged["crepa_similarity"], similar.detach(), rtol=1e-5, atol=1e-6)

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 DROPOUT = {"rank": 4, "dropout": 0.3}
 
 
-def killable(ready, name: str, **settings):
+def killable(ready, name: str, kind: str = "t2i", **settings):
     common = {"steps": 9, "batch_size": 2, "checkpoint_every": 3, "caption_dropout": 0.3, "adapter": DROPOUT}
-    return ready("t2i", name=name, **common, **settings)
+    return ready(kind, name=name, **common, **settings)
 
 
 def kill_at(config, step: int) -> None:
@@ -45,12 +45,13 @@ def kill_at(config, step: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_and_resumed_gives_the_same_losses(ready) -> None:
+@pytest.mark.parametrize("kind", ["t2i", long("klein-i2i")])
+def test_killed_and_resumed_gives_the_same_losses(ready, kind) -> None:
     """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
     torch.set_num_threads(1)
-    whole = killable(ready, "whole", shuffle_shards=2)
+    whole = killable(ready, "whole", kind, shuffle_shards=2)
     train(whole)
-    cut = killable(ready, "cut", shuffle_shards=2)
+    cut = killable(ready, "cut", kind, shuffle_shards=2)
     for step in (4, 7):
         kill_at(cut, step)
         assert max(lines(cut)) < 9, "work was really cut off"
