@@ -87,6 +87,7 @@ CASES = {
     "Wan 2.1 1.3B, 832x480, 81 frames": published("wan2.1", "t2v-1.3b", "832x480@81"),
     "Wan 2.1 14B, 832x480, 33 frames": published("wan2.1", "t2v-14b", "832x480@33"),
     "Wan 2.1 14B, 832x480, 81 frames": published("wan2.1", "t2v-14b", "832x480@81"),
+    "Wan 2.2 A14B t2v, 832x480, 81 frames, one expert": published("wan2.2-a14b", "t2v-a14b", "832x480@81"),
     "Wan 2.2 5B t2v, 1280x704, 121 frames": published("wan2.2-5b", "t2v-5b", "1280x704@121"),
     "Wan 2.2 5B i2v, 1280x704, 121 frames": published("wan2.2-5b", "i2v-5b", "1280x704@121"),
 }
@@ -125,6 +126,8 @@ def make_config(case: Case, train: dict[str, Any]) -> Config:
     if case.flavour.startswith("i2i"):
         dataset["conditioning_data"] = "none"
     model = {"family": case.family, "flavour": case.flavour, "precision": "bfloat16"}
+    if FAMILIES[case.family].flavours[case.flavour].experts:
+        train = {"experts": "high", **train}
     sections = {"root": "none", "output": "none", "model": model, "datasets": [dataset]}
     return Config.model_validate({**sections, "train": {"device": "cuda", **train}})
 

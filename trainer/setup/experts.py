@@ -52,11 +52,15 @@ def other_expert(run: TrainState) -> Iterator[Any]:
     rank enters it."""
     device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
     moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
-    if moves:
-        torch.nn.Module.to(run.model, torch.device("cpu"))
+    config = config_of_other(run.config)
+    result = run.files.from_main(find_result(config) if run.is_main and run.files.shared else None)
+    which = "that of the checkpoint" if result is None else f"with {shown_path(result)}"
+    run.log(f"samples: the expert {config.train.experts} is {which}")
     try:
+        if moves:
+            torch.nn.Module.to(run.model, torch.device("cpu"))
         with by_turns(run.accelerator, sharded, run.watch.note):
-            model = load_other(run, sharded)
+            model = load_other(run, config, result, sharded)
         yield model
         del model
     finally:
@@ -65,13 +69,10 @@ def other_expert(run: TrainState) -> Iterator[Any]:
             torch.nn.Module.to(run.model, device)
 
 
-def load_other(run: TrainState, sharded: bool) -> Any:
-    config, family, device = config_of_other(run.config), run.family, run.accelerator.device
-    settings = config.train
-    home = loading_device(settings.offload, sharded, device)
-    result = run.files.from_main(find_result(config) if run.is_main and run.files.shared else None)
-    name = f"the expert {settings.experts}"
-    run.log(f"samples: {name} is {'that of the checkpoint' if result is None else f'with {shown_path(result)}'}")
+def load_other(run: TrainState, config: Config, result: Path | None, sharded: bool) -> Any:
+    """The expert that `config` trains. result: what its run has saved."""
+    family, device, settings = run.family, run.accelerator.device, config.train
+    home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
     run.watch.note(f"loading {name}", alone=True)
     full = result is not None and settings.adapter.type == "full"
     source = config
