@@ -12,17 +12,19 @@ from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
 
-def save_changed_weights(checkpoint: Path, family: str, run_folder: Path, **adapter: Any) -> None:
-    """The adapter, or the model in full rank, that a run on this checkpoint has saved; it changes the output.
-    adapter: settings of train.adapter."""
+def save_changed_weights(
+    checkpoint: Path, family: str, run_folder: Path, part: str = "transformer", **adapter: Any
+) -> None:
+    """The adapter, or the model in full rank, that a run on this checkpoint has saved; it changes the output. part: the
+    transformer's sub-folder. adapter: settings of train.adapter."""
     module = module_of(FAMILIES[family])
-    model = module.load(str(checkpoint))
+    model = module.load(str(checkpoint), part=part)
     torch.manual_seed(0)
     full = adapter["type"] == "full"
     make_trainable(model, module, Adapter(**adapter, **({} if full else {"rank": 2})))
     for parameter in adapters.trainable_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.05)
     if full:
-        export.save_full(model, run_folder / "model/transformer")
+        export.save_full(model, run_folder / "model" / part)
     else:
         export.save_lora(model, run_folder / "adapter", family)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from examples import load_adapter
-from schemas.catalog import FAMILIES
+from schemas.catalog import FAMILIES, get_flavour
 from tests.forms import long
 from tests.trained_weights import save_changed_weights
 
@@ -28,8 +28,10 @@ RUNS = {
     "qwen-image": ("qwen-image", "qwen-image", "full", "64x64"),
     "wan2.1-t2v": ("wan2.1", "t2v-1.3b", "lora", "64x64@5"),
     "wan2.2-5b-i2v": ("wan2.2-5b", "i2v-5b", "lora", "64x64@5"),
+    "wan2.2-a14b-t2v": ("wan2.2-a14b", "t2v-a14b", "lora", "64x64@5"),
+    "wan2.2-a14b-i2v": ("wan2.2-a14b", "i2v-a14b", "full", "64x64@5"),
 }
-KINDS = [*list(RUNS)[:-1], long("wan2.2-5b-i2v")]
+KINDS = [*list(RUNS)[:-3], *map(long, list(RUNS)[-3:])]
 
 
 @pytest.fixture
@@ -48,8 +50,11 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
             "train": {"run": "one", "adapter": {"type": adapter}},
             "validation": {"size": size, "steps": 2, "fps": 10.0},
         }
+        expert = get_flavour(name, flavour).experts.get("low")
+        settings["train"] |= {"experts": "low"} if expert else {}
         (tmp_path / "pipeline.yaml").write_text(json.dumps(settings))
-        save_changed_weights(tiny(kind), name, tmp_path / "output/one", type=adapter)
+        folder, part = ("one-low", expert.part) if expert else ("one", "transformer")
+        save_changed_weights(tiny(kind), name, tmp_path / "output" / folder, part, type=adapter)
         return tmp_path / "pipeline.yaml"
 
     return make
@@ -65,6 +70,13 @@ def test_a_whole_checkpoint_makes_a_picture_or_clip_without_torchvision(finished
     load_adapter.main([str(config), "--prompt", "a grey cat", "--out", str(out), *more])
     with Image.open(out) as image:
         assert image.size == (64, 64) and getattr(image, "n_frames", 1) == int(RUNS[kind][3].partition("@")[2] or 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in RUNS if "a14b" in kind])
+def test_the_change_of_one_expert_is_seen(finished, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    load_adapter.main([str(finished(kind))])
+    assert ", low: loaded in Wan" in capsys.readouterr().out
 
 
 def test_as_a_script_it_compares_and_says_what_is_wrong(forked_programs, finished, tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ class FakeRun:
     """<output>/<name> of a project, written file by file."""
 
     def __init__(self, home: Project, name: str = "run", *overrides: str) -> None:
-        self.folder = home.folder / "output" / name
-        self.folder.mkdir(parents=True)
         self.config = home.config(f"train.run={name}", *overrides)
+        self.folder = home.folder / "output" / self.config.run_name
+        self.folder.mkdir(parents=True)
         (self.folder / "config.yaml").write_text(dump_yaml(self.config))
 
     def metrics(self, *lines: dict[str, Any]) -> None:

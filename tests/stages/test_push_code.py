@@ -22,12 +22,22 @@ from tests.trained_weights import save_changed_weights
 pytestmark = pytest.mark.slow
 REPO = "me/tabby"
 LORA, DORA, LOKR, FULL = {"type": "lora"}, {"type": "lora", "dora": True}, {"type": "lokr"}, {"type": "full"}
-T2I, SIZES = "kandinsky5-image-t2i", {"kandinsky5-video-t2v": "64x64@5", "kandinsky5-video-i2v": "64x64@17"}
+EXPERTS = "wan2.2-a14b-t2v"  # of which the second is trained
+T2I, SIZES = (
+    "kandinsky5-image-t2i",
+    {"kandinsky5-video-t2v": "64x64@5", "kandinsky5-video-i2v": "64x64@17", EXPERTS: "64x64@5"},
+)
 CASES = [
     # How weights are loaded depends on the adapter alone, what the pipeline is given on the task alone.
     *((T2I, adapter) if adapter in (LORA, LOKR) else long(T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(("sana", adapter) if adapter == FULL else long("sana", adapter) for adapter in (LORA, DORA, LOKR, FULL)),
-    *(long(kind, adapter) for kind in ("kandinsky5-image-i2i", *SIZES) for adapter in (LORA, LOKR, FULL)),
+    *(
+        long(kind, adapter)
+        for kind in ("kandinsky5-image-i2i", *SIZES)
+        if kind != EXPERTS
+        for adapter in (LORA, LOKR, FULL)
+    ),
+    *(long(EXPERTS, adapter) for adapter in (LORA, LOKR, FULL)),
 ]
 
 
@@ -48,19 +58,21 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     run, size = FakeRun(home), SIZES.get(kind, "64x64")
     run.metrics(step_line(4))
     about = {"prompt": "a grey cat", "negative_prompt": "blurry", "bucket": size, "steps": 2, "guidance": 2.0}
+    about |= {"guidance_low": 1.5} if kind == EXPERTS else {}
     run.latent(4, "one", **about)
-    run.clip(4, "one", size=(64, 64)) if "video" in kind else run.picture(4, "one", (200, 0, 0), (64, 64))
+    run.clip(4, "one", size=(64, 64)) if kind in SIZES else run.picture(4, "one", (200, 0, 0), (64, 64))
     checkpoint = Path(run.config.model.source)
-    save_changed_weights(checkpoint, run.config.model.family, run.folder, **adapter)
+    save_changed_weights(checkpoint, run.config.model.family, run.folder, run.config.part, **adapter)
     (run.folder / "result.json").write_text(json.dumps({"step": 4, "result": "", "weights": "trained"}))
     home.run(push.run)
-    for name, content in models.repositories[REPO].files.items():
-        (here / REPO / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / REPO / name).write_bytes(content)
+    repo = f"{REPO}-low" if kind == EXPERTS else REPO
+    for name, content in models.repositories[repo].files.items():
+        (here / repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / repo / name).write_bytes(content)
     base = here / run.config.model.flavour_spec.repo
     base.parent.mkdir(parents=True)
     base.symlink_to(checkpoint)
-    found = re.search(r"```python\n(.*?)```", (here / REPO / "README.md").read_text(), re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", (here / repo / "README.md").read_text(), re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -78,6 +90,7 @@ def test_the_code_of_the_card_runs(
 ) -> None:
     size = SIZES.get(kind, "64x64")
     home = project(kind, train={"run": "run", "steps": 4, "adapter": adapter, "trackers": []}, hub={"repo": REPO})
+    home.settings["train"] |= {"experts": "low"} if kind == EXPERTS else {}
     home.settings["validation"] = {"size": size, "fps": 10.0}
     home.settings["datasets"][0] |= {"conditioning_data": "sources"} if "i2i" in kind else {}
     code = push_run(home, kind, adapter, models, here)
@@ -96,20 +109,26 @@ def test_the_code_of_the_card_runs(
     monkeypatch.setattr(diffusers.utils, "export_to_video", keep_frames)  # needs imageio-ffmpeg, which it asks for
     names: dict[str, Any] = {}
     exec(compile(code, "card", "exec"), names)
-    if "video" in kind:
+    if kind in SIZES:
         assert len(frames) == int(size.partition("@")[2])
     else:
         with Image.open("out.png") as made:
             assert made.size == (64, 64)
-    check_weights(names["pipe"].transformer, adapter, here)
+    if kind == EXPERTS:
+        assert "guidance_scale_2=1.5" in code and not hasattr(names["pipe"].transformer, "peft_config")
+        check_weights(names["pipe"].transformer_2, adapter, here / f"{REPO}-low", "transformer_2")
+    else:
+        check_weights(names["pipe"].transformer, adapter, here / REPO)
 
 
-def check_weights(transformer: torch.nn.Module, adapter: dict[str, Any], here: Path) -> None:
+def check_weights(
+    transformer: torch.nn.Module, adapter: dict[str, Any], folder: Path, part: str = "transformer"
+) -> None:
     """Those that were uploaded are in the pipeline."""
     from safetensors.torch import load_file
 
-    name = "transformer/diffusion_pytorch_model" if adapter["type"] == "full" else "pytorch_lora_weights"
-    saved, own = load_file(here / REPO / f"{name}.safetensors"), transformer.state_dict()
+    name = f"{part}/diffusion_pytorch_model" if adapter["type"] == "full" else "pytorch_lora_weights"
+    saved, own = load_file(folder / f"{name}.safetensors"), transformer.state_dict()
     if adapter["type"] == "full":
         assert saved.keys() == own.keys()
         for name, value in saved.items():

@@ -74,16 +74,15 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
     family, device, settings = run.family, run.accelerator.device, config.train
     home, name = loading_device(settings.offload, sharded, device), f"the expert {settings.experts}"
     run.watch.note(f"loading {name}", alone=True)
-    full = result is not None and settings.adapter.type == "full"
     source = config
-    if full:
-        local = {"path": str(result.parent), "revision": None}
-        source = config.model_copy(update={"model": config.model.model_copy(update=local)})
+    if result is not None and settings.adapter.type == "full":
+        saved = config.model.model_copy(update={"path": str(result.parent), "revision": None})
+        source, result = config.model_copy(update={"model": saved}), None
     with activity(f"loading {name}"), explain_checkpoint_errors(config):
         model, autocast = load_transformer(source, family, home)
         if settings.quantized:
             quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
-        if result is not None and not full:
+        if result is not None:
             make_trainable(model, family, as_saved(settings.adapter, result))
         model.requires_grad_(False).eval()
         if settings.attention_backend != NATIVE:
