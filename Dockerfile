@@ -20,13 +20,13 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev &
 
 WORKDIR /opt/latentpress
 RUN python3 -m venv /opt/venv && if [ -n "${TORCH}" ]; then /opt/venv/bin/pip install --no-cache-dir ${TORCH}; fi
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY latentpress latentpress
 COPY schemas schemas
 COPY cache cache
 COPY stages stages
 COPY trainer trainer
-RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt --editable ".[${EXTRAS}]" \
-    && /opt/venv/bin/python -m compileall -q schemas cache stages trainer \
+RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" \
     && useradd --uid 1000 --create-home latentpress && chmod 777 /home/latentpress && install -d -o latentpress /work
 ENV PATH=/opt/venv/bin:$PATH
 

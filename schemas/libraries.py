@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
+from schemas.errors import install_command
 from schemas.optimizers import DISTRIBUTIONS, find_optimizer
 
 QUANTIZATION_LIBRARIES = {
@@ -39,7 +40,7 @@ class Library(NamedTuple):
 
     @property
     def command(self) -> str:
-        return f"pip install -e '.[{self.extra}]'" if self.extra else f"pip install {self.distribution}"
+        return install_command(self.extra) if self.extra else f"pip install {self.distribution}"
 
 
 LIBRARIES = (

@@ -18,7 +18,7 @@ from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, install_command
 from stages.encoding.stage import refuse_partition
 from stages.follow.bodies import make_body
 from stages.follow.run_events import Outbox, find_events, only_one
@@ -44,7 +44,7 @@ def run(
     if config.notify.pictures:
         import PIL  # noqa: F401  # where it is missing, this fails before anything is sent
     if any(hook.format == "apprise" for hook in hooks) and find_spec("apprise") is None:
-        step = "Install it: pip install -e '.[notify]'"
+        step = f"Install it: {install_command('notify')}"
         raise LatentpressError("notify.webhooks: format apprise needs the package apprise, which is missing", step)
     if options.dry_run:
         _show_bodies(config, folder, report, options, console)

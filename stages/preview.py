@@ -25,7 +25,7 @@ from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
+from schemas.errors import LatentpressError, install_command
 from schemas.geometry import Bucket
 from stages.discovery import media_locations
 from stages.encoding.stage import refuse_partition
@@ -119,7 +119,7 @@ def _show_latents(
     if missing:
         raise LatentpressError(
             f"decoding latents needs the library {missing[0]!r}: not found",
-            "Install it with: pip install -e '.[encode]'; `latentpress preview --plan` works without it",
+            f"Install it with: {install_command('encode')}; `latentpress preview --plan` works without it",
         )
     _require_media(table, chosen)
     with activity("loading torch and the autoencoder's code", at_once=True):

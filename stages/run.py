@@ -28,7 +28,7 @@ from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
 from schemas.config.encoding import CACHE_LIMIT, StageName
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
+from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError, install_command
 from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.stage import refuse_partition
@@ -225,7 +225,7 @@ def _find_report(
 
 def _make_report(options: Options, console: Console, processes: StageProcesses) -> str:
     if find_spec("bokeh") is None:
-        console.log("no report is made without bokeh: pip install -e '.[report]'")
+        console.log(f"no report is made without bokeh: {install_command('report')}")
         return ""
     console.log("--- report")
     _, document = processes.run("report", options)

@@ -55,7 +55,17 @@ from schemas.cli.progress import (
 )
 from schemas.cli.report import Report, fold_message, report_width
 from schemas.cli.starting import OUR_PACKAGES, hide_line, print_for_reader, show_starting
-from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
+from schemas.errors import (
+    DAMAGE,
+    EXIT_CODES,
+    INCOMPLETE,
+    OK,
+    RERUN_HINT,
+    USAGE,
+    Interrupted,
+    LatentpressError,
+    install_command,
+)
 from schemas.import_time import silence_libraries
 from schemas.text_format import escape_lines, to_json_values
 
@@ -341,7 +351,7 @@ def _run_program(
         missing = (error.name or "").partition(".")[0]
         if not extra or missing in OUR_PACKAGES:
             raise
-        step = f"Install what this program needs: pip install -e '.[{extra}]'"
+        step = f"Install what this program needs: {install_command(extra)}"
         return console.print_error(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
     except KeyboardInterrupt:
         return console.print_error(name, Interrupted(f"{name} was interrupted", RERUN_HINT))

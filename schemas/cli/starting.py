@@ -66,9 +66,9 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     import json
 
     from schemas.cli.starting import hide_line
-    from schemas.errors import LatentpressError
+    from schemas.errors import LatentpressError, install_command
 
-    step = "Install latentpress with its dependencies: pip install -e ."
+    step = f"Install latentpress with its dependencies: {install_command()}"
     shown = LatentpressError(f"latentpress needs libraries that are not installed: {', '.join(missing)}", step)
     hide_line()
     print(f"error: {shown}", file=sys.stderr)

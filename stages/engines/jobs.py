@@ -13,7 +13,7 @@ from cache.sets.plans import Unit
 from cache.shards.shard import TruncatedText
 from schemas.config.encoding import Encoding, EngineName
 from schemas.config.pipeline import Config
-from schemas.errors import USAGE, LatentpressError
+from schemas.errors import USAGE, LatentpressError, install_command
 
 
 @dataclass(frozen=True)
@@ -120,5 +120,5 @@ def load_engine(name: EngineName) -> Engine:
             raise
         raise EngineNotInstalled(
             f"stages.engine is {name}, and the library {library!r} was not found",
-            f"install it: pip install -e '.[{library}]', on every machine of the cluster; or choose --engine local",
+            f"install it: {install_command(library)}, on every machine of the cluster; or choose --engine local",
         ) from error

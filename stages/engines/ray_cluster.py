@@ -62,6 +62,7 @@ def connect(job: Job) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 job_config=JobConfig(metadata=about),
+                runtime_env={"worker_process_setup_hook": "latentpress.add_packages"},
             )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(

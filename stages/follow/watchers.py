@@ -28,7 +28,7 @@ from schemas.cli.progress import Progress, activity
 from schemas.config.encoding import StageName
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
-from schemas.errors import OK
+from schemas.errors import OK, install_command
 from schemas.text_format import shown_path
 from stages.follow.measures import check_measures
 
@@ -105,7 +105,7 @@ class Watchers:
             return
         for watcher in rows:
             if watcher.library and find_spec(watcher.library) is None:
-                advice = f"pip install -e '.[{watcher.extra}]'"
+                advice = install_command(watcher.extra)
                 self._console.log(f"{watcher.program} is not run beside training without {watcher.library}: {advice}")
                 continue
             try:

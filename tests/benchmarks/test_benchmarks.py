@@ -58,6 +58,7 @@ def test_every_benchmark_is_run_here() -> None:
     others = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")} - {
         "benchmarks",
         "results",
+        "gpu_findings",
     }
     parts = {"common", "tensor_formats", "worker_simulation"}  # of other ones
     programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - parts

@@ -18,6 +18,7 @@ from trainer.setup.adapters import choose_targets
 
 ALPHAS = {"above": {"rank": 3, "alpha": 7.5}, "below": {"rank": 4, "alpha": 1.5}}
 BOTH = ("diffusers", "comfyui")
+ROUNDING = 2e-6  # of numbers above 1: a layer adds an adapter's output, and a merged one has it in its weights
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_every_format_gives_the_output_of_training(tiny, tmp_path, kind, alpha, 
     base = output(kind, theirs.transformer)
     assert (trained_output - base).abs().max() > 1e-2
     theirs.load_lora_weights(tmp_path)
-    torch.testing.assert_close(output(kind, theirs.transformer), trained_output, rtol=0, atol=1e-6)
+    torch.testing.assert_close(output(kind, theirs.transformer), trained_output, rtol=0, atol=ROUNDING)
     plain = pipeline(kind, tiny(kind)).transformer
     apply_as_comfyui(plain, tmp_path / "comfyui_lora.safetensors")
     torch.testing.assert_close(exact_output(kind, plain), exact_output(kind, model), rtol=0, atol=1e-5)
@@ -50,7 +51,7 @@ def test_every_format_gives_the_output_of_training(tiny, tmp_path, kind, alpha, 
         record_property("comfyui", (output(kind, plain) - trained_output).abs().max().item())
         other = pipeline(kind, tiny(kind))
         other.load_lora_weights(tmp_path / "comfyui_lora.safetensors")
-        torch.testing.assert_close(output(kind, other.transformer), trained_output, rtol=0, atol=1e-6)
+        torch.testing.assert_close(output(kind, other.transformer), trained_output, rtol=0, atol=ROUNDING)
 
 
 def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_path) -> None:

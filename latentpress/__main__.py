@@ -1,0 +1,3 @@
+from latentpress import main
+
+main()
