@@ -116,7 +116,7 @@ def estimate_latents(config: Config, shapes: Shapes, bucket: str) -> EncoderMemo
     side = family.tile[0] if latents.tiling else max(size.width, size.height)
     height, width = min(size.height, side), min(size.width, side)
     passes = 1 if latents.slicing else count
-    frames = (size.frames,) if family.video or "z_dim" in vae.config else ()  # Qwen-Image's is one of clips, too
+    frames = (size.frames,) if family.video or "z_dim" in vae.config else ()  # an image family may have one of clips
     weights, meter = sum_bytes(vae.parameters()), MemoryMeter()
     with META, torch.no_grad(), ExitStack() as stack:
         stack.enter_context(meter)
