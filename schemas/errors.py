@@ -4,7 +4,6 @@ A LatentpressError is shown as its message and its next step, without a tracebac
 is our own bug and keeps its traceback.
 """
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 OK = 0  # everything is done
@@ -19,14 +18,6 @@ EXIT_CODES = (
 )
 #: True of every program: files appear whole or not at all.
 RERUN_HINT = "What was finished is kept, and nothing half-written counts: run the same command again for the rest."
-
-
-def install_command(extra: str = "") -> str:
-    """The command that installs latentpress with an extra, as it is installed here: from a clone, or as a package."""
-    clone = (Path(__file__).parents[1] / "pyproject.toml").exists()
-    if not extra:
-        return "pip install -e ." if clone else "pip install latentpress"
-    return f"pip install -e '.[{extra}]'" if clone else f"pip install 'latentpress[{extra}]'"
 
 
 class LatentpressError(Exception):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
-from schemas.errors import install_command
 from schemas.optimizers import DISTRIBUTIONS, find_optimizer
 
 QUANTIZATION_LIBRARIES = {

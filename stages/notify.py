@@ -16,9 +16,10 @@ from cache.runs.training_run import read_progress
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.progress import activity
+from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Webhook
-from schemas.errors import LatentpressError, install_command
+from schemas.errors import LatentpressError
 from stages.encoding.stage import refuse_partition
 from stages.follow.bodies import make_body
 from stages.follow.run_events import Outbox, find_events, only_one

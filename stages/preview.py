@@ -24,8 +24,9 @@ from cache.store.files import check_folder, explained, replacing
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.progress import activity
+from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError, install_command
+from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.discovery import media_locations
 from stages.encoding.stage import refuse_partition

@@ -26,9 +26,10 @@ from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
+from schemas.cli.starting import install_command
 from schemas.config.encoding import CACHE_LIMIT, StageName
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError, install_command
+from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.stage import refuse_partition

@@ -112,5 +112,5 @@ def test_programs_workers_and_launchers_start(run: Callable[..., str], tmp_path:
 
 
 def test_what_is_missing_is_installed_as_this_was(run: Callable[..., str], tmp_path: Path) -> None:
-    code = "import latentpress; latentpress.add_packages(); from schemas.errors import install_command as name"
+    code = "import latentpress; latentpress.add_packages(); from schemas.cli.starting import install_command as name"
     assert run("python", "-c", f"{code}; print(name('ui'))").strip() == "pip install 'latentpress[ui]'"

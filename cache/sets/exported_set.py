@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets.samples import Location
 from cache.sets.table_checks import check_row_numbers
-from cache.sets.trainset import Location, SetError, TrainSet, packed_row_id
+from cache.sets.trainset import SetError, TrainSet, packed_row_id
 from cache.shards import shard_io
 from cache.shards.arrow import ShardReader as ArrowReader
 from cache.shards.arrow import is_reserved_name

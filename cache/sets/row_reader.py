@@ -13,7 +13,8 @@ import xxhash
 from cache.order.schedule import Ints
 from cache.order.set_columns import BoolColumn, IntColumn, TextColumn
 from cache.sets.draws import NO_TEXT
-from cache.sets.trainset import Location, TrainSet, check_distinct_names, missing_null_prompt, packed_row_id
+from cache.sets.samples import Location
+from cache.sets.trainset import TrainSet, check_distinct_names, missing_null_prompt, packed_row_id
 from cache.shards.row_layouts import RowLayout, part_layout, view_layout
 from cache.shards.shard import ShardRow
 from cache.shards.shard_supply import MappedShard, MappedShards

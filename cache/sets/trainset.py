@@ -8,10 +8,9 @@ says what is wrong.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +22,7 @@ from cache.order.set_columns import IntColumn, find_runs
 from cache.order.shard_order import order_by_shards
 from cache.sets import plans
 from cache.sets.draws import RowTexts
+from cache.sets.samples import Location, Sample, ValidationPrompt
 from cache.sets.table_checks import SET_ROLES, check_set_json, check_set_references, read_set_table
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import ReaderPool
@@ -52,40 +52,6 @@ class SetNotFound(SetError):
     """The set does not exist yet."""
 
     exit_code = INCOMPLETE
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample. tensors: its own, such as "latent" and "condition" (C, T, h, w). text: those of one caption, "embeds"
-    (L, D) and "pooled" (D2,). Both have whatever tensors the encoding stages write, under the names used there."""
-
-    id: str
-    tensors: dict[str, Array]
-    text: dict[str, Array]
-    regularisation: bool = False  # preserves what the model knows instead of teaching it something new
-
-
-@dataclass(frozen=True)
-class ValidationPrompt:
-    """A prompt to sample while training. bucket: "WxH@F" of the result. condition: (C, T, h, w) or None. references:
-    (C, 1, h, w) each, of sizes of their own, in order."""
-
-    name: str
-    prompt: str
-    negative_prompt: str
-    bucket: str
-    text: dict[str, Array]
-    negative: dict[str, Array]
-    condition: Array | None
-    references: tuple[Array, ...] = ()
-
-
-class Location(NamedTuple):
-    """A row of a shard: number of the shard, number of the row, and the row's id where the set names it."""
-
-    shard: int
-    row: int
-    id: str | None
 
 
 class TrainSet:

@@ -54,18 +54,8 @@ from schemas.cli.progress import (
     show_activities,
 )
 from schemas.cli.report import Report, fold_message, report_width
-from schemas.cli.starting import OUR_PACKAGES, hide_line, print_for_reader, show_starting
-from schemas.errors import (
-    DAMAGE,
-    EXIT_CODES,
-    INCOMPLETE,
-    OK,
-    RERUN_HINT,
-    USAGE,
-    Interrupted,
-    LatentpressError,
-    install_command,
-)
+from schemas.cli.starting import OUR_PACKAGES, hide_line, install_command, print_for_reader, show_starting
+from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
 from schemas.import_time import silence_libraries
 from schemas.text_format import escape_lines, to_json_values
 

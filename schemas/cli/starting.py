@@ -66,7 +66,7 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     import json
 
     from schemas.cli.starting import hide_line
-    from schemas.errors import LatentpressError, install_command
+    from schemas.errors import LatentpressError
 
     step = f"Install latentpress with its dependencies: {install_command()}"
     shown = LatentpressError(f"latentpress needs libraries that are not installed: {', '.join(missing)}", step)
@@ -76,6 +76,16 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
         document = {"program": _program(), "error": shown.to_dict(), "exit_code": shown.exit_code}
         print(json.dumps(document, indent=2))
     sys.exit(shown.exit_code)
+
+
+def install_command(extra: str = "") -> str:
+    """The command that installs latentpress with an extra, as it is installed here: from a clone, or as a package."""
+    from pathlib import Path
+
+    clone = (Path(__file__).parents[2] / "pyproject.toml").exists()
+    if not extra:
+        return "pip install -e ." if clone else "pip install latentpress"
+    return f"pip install -e '.[{extra}]'" if clone else f"pip install 'latentpress[{extra}]'"
 
 
 def find_missing(error: ModuleNotFoundError) -> list[str]:

@@ -5,8 +5,9 @@ Sources: the model cards of Qwen/Qwen-Image and Qwen/Qwen-Image-2512 (sizes), th
 shift is about what that gives at 1328x1328 pixels, 2.3, rounded as other trainers do.
 """
 
+from schemas.cleaning import VERBATIM
 from schemas.families.kandinsky5 import QWEN_7B
-from schemas.family import VERBATIM, Family, Flavour, Normalization, ShiftByTokens, Template
+from schemas.family import Family, Flavour, Normalization, ShiftByTokens, Template
 
 _TEMPLATE = Template(
     name="qwen-image",

@@ -11,9 +11,10 @@ from typing import Protocol, cast
 
 from cache.sets.plans import Unit
 from cache.shards.shard import TruncatedText
+from schemas.cli.starting import install_command
 from schemas.config.encoding import Encoding, EngineName
 from schemas.config.pipeline import Config
-from schemas.errors import USAGE, LatentpressError, install_command
+from schemas.errors import USAGE, LatentpressError
 
 
 @dataclass(frozen=True)

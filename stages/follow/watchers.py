@@ -25,10 +25,11 @@ from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler, signals_blocked
 from schemas.cli.kept_log import LOG_VARIABLE, LOGS
 from schemas.cli.progress import Progress, activity
+from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
-from schemas.errors import OK, install_command
+from schemas.errors import OK
 from schemas.text_format import shown_path
 from stages.follow.measures import check_measures
 

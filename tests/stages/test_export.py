@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cache.sets.samples import Location
 from cache.sets.set_lookup import find_set
-from cache.sets.trainset import Location
 from cache.store.store import Store
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify

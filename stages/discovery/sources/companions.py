@@ -1,7 +1,4 @@
-"""Companions of an item, beside its media: captions, i2i source images, the mask.
-
-Captions come from text files, from file names, from one prompt for all items, or from a table that names the files.
-They are never invented: an item without one is set aside, and so is one whose name holds no word.
+"""Companions of an item, beside its media: i2i source images, the mask. And what sources have in common.
 
 Source images and masks have the same relative path in a place of their own: "a/b.png" belongs to "a/b" with any image
 extension (a mask also with a video extension). Of several references the k-th is in the k-th place, or all are in one,
@@ -9,23 +6,18 @@ as "a/b_1.png", "a/b_2.png". A place is listed once, however many items ask, and
 """
 
 import os
-import posixpath
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
-from numpy.typing import NDArray
 
-from schemas.config.datasets import TABLE_STRATEGIES, Dataset
+from schemas.config.datasets import Dataset
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from schemas.references import SOURCE_ROLES
-from stages.discovery.sources import table_reader
 from stages.discovery.sources.base import (
     CHUNK_ROWS,
     Source,
@@ -34,199 +26,17 @@ from stages.discovery.sources.base import (
     extensions_of_kinds,
     listing_table,
 )
+from stages.discovery.sources.captions import make_caption_lookup, read_caption_file, strip_extensions
 from stages.discovery.sources.columns import (
     TextLookup,
-    caption_lists,
-    extra_columns,
-    group_texts,
-    require_columns,
     take_rows,
-    to_mask,
 )
 from stages.discovery.sources.object_store import file_below, walk_objects
-from stages.discovery.sources.urls import display_location, join_url, strip_signature
+from stages.discovery.sources.urls import display_location
 from stages.discovery.sources.walk import require_folder, walk
-from stages.media.files import MediaError, MediaPath, media_size, open_media, unreadable_error
-
-#: The largest text file that is taken for a caption, in bytes.
-MAX_CAPTION_BYTES = 1 << 20
+from stages.media.files import MediaPath
 
 _text = pa.string()
-
-
-def read_caption_file(path: MediaPath) -> list[str]:
-    """The alternatives in a caption file: its lines, trimmed, without empty and repeated ones.
-
-    UTF-8, with or without a byte order mark. Raises MediaError: no-caption, empty-caption, caption-not-utf8,
-    caption-too-long, unreadable.
-    """
-    step = "write a caption, one alternative a line"
-    try:
-        size = media_size(path)
-        if size > MAX_CAPTION_BYTES:
-            problem = f"has {size} bytes, more than a caption's {MAX_CAPTION_BYTES}"
-            raise MediaError("caption-too-long", path, problem, "shorten it, or rename it")
-        with open_media(path) as file:
-            captions = split_caption_lines(file.read().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise MediaError("caption-not-utf8", path, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
-    except MediaError as error:
-        if error.reason == "missing":
-            raise MediaError("no-caption", path, "is not there", step) from error
-        if error.reason != "empty-file":
-            raise
-        captions = []
-    except OSError as error:
-        raise unreadable_error(path, error) from error
-    if not captions:
-        raise MediaError("empty-caption", path, "holds no text", step)
-    return captions
-
-
-def split_caption_lines(text: str) -> list[str]:
-    """The lines of a text, trimmed, without empty and repeated ones."""
-    return list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-
-
-def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: pa.Array) -> None:
-    """Add the caption file beside each item, null for none, and its version to the columns of a listing."""
-    columns |= {"captions_at": files, "captions_version": versions}
-    if files.null_count:
-        names = strip_extensions(pc.replace_substring_regex(columns["path"], r"(?s)^.*/", ""))
-        step = pc.binary_join_element_wise("write one into ", names, ".txt next to it", "")
-        add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), step)
-
-
-class CaptionLookup:
-    """Captions by path with the strategies filename, instanceprompt, csv, jsonl and parquet, for any source.
-
-    A table is matched by its column of file names (dataset.media_column, else the first usual one), which are relative
-    to the dataset's place or below it.
-    """
-
-    def __init__(self, dataset: Dataset, root: str) -> None:
-        self._dataset, self._root = dataset, root
-
-    def add(self, columns: dict[str, pa.Array]) -> None:
-        """Add captions, and the extra columns of their table, to the columns of a listing, given its "path". Raises
-        LatentpressError for a table that can't be used."""
-        paths, strategy = columns["path"], self._dataset.resolved_caption_strategy
-        if strategy == "filename":
-            _add_captions(columns, captions_from_names(paths), "no-caption: has a name without words", "rename it")
-        elif strategy == "instanceprompt":
-            prompt, offsets = (self._dataset.instance_prompt or "").strip(), np.arange(len(paths) + 1, dtype=np.int32)
-            columns["captions"] = pa.ListArray.from_arrays(pa.array(offsets), pa.repeat(prompt, len(paths)))
-        else:
-            self._add_from_table(columns)
-
-    @cached_property
-    def _table(self) -> tuple[pa.Table, str, TextLookup]:
-        """The table, its column of file names, and the rows by these."""
-        dataset, location = self._dataset, self._dataset.caption_file
-        assert location is not None, "make_caption_lookup returns None then"
-        named = [dataset.media_column] if dataset.media_column else []
-        texts = [*named, *dataset.caption_column, *table_reader.USUAL_MEDIA_COLUMNS]
-        table = table_reader.read_table(location, text=texts, kind=dataset.resolved_caption_strategy)
-        media = table_reader.find_media_column(table, dataset.media_column, location)
-        table_reader.refuse_binary_columns(location, dataset.caption_column)
-        require_columns(table.column_names, dataset.caption_column, "caption_column", location)
-        keys = [normalize_paths(chunk, self._root) for chunk in table.column(media).chunks]
-        return table, media, TextLookup(pa.chunked_array(keys, _text))
-
-    def _add_from_table(self, columns: dict[str, pa.Array]) -> None:
-        """All rows of a file are alternatives; the extra columns are those of its first row."""
-        table, media, lookup = self._table
-        names, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
-        first = pa.array(lookup.find(columns["path"]))
-        absent = pc.less(first, 0)
-        step = f"add a row for it to {location}"
-        add_problems(columns, pc.if_else(absent, "no-caption: has no caption", None), step)
-        owner, rows = lookup.pairs(columns["path"])
-        add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
-        first = pc.if_else(absent, None, first)
-        others = [name for name in table.column_names if name not in (media, *names)]
-        columns |= extra_columns(pa.table({name: take_rows(table[name], first) for name in others}), ())
-
-
-def make_caption_lookup(dataset: Dataset, root: str) -> CaptionLookup | None:
-    """None where captions are in text files or are the source's own (a member of a tar, a column of its table).
-
-    root: the folder or URL that the paths of the listing start at."""
-    strategy = dataset.resolved_caption_strategy
-    in_table = strategy in TABLE_STRATEGIES and not dataset.caption_file
-    return None if in_table or strategy in ("textfile", "webdataset", "huggingface") else CaptionLookup(dataset, root)
-
-
-def captions_from_names(paths: pa.Array) -> pa.Array:
-    """list<string>: the words of each file's name. "_" and "-" are spaces, the extension and counters at the end
-    ("_0001", "-2", " (3)") are left out; a name of nothing else has an empty list."""
-    words = strip_extensions(pc.replace_substring_regex(paths, r"(?s)^.*/", ""))
-    words = pc.replace_substring_regex(words, r"(?:[\s_-]*\(\d+\)|[_-]+\d+)+$|^\d+$", "")
-    words = pc.replace_substring_regex(words, r"[\s_-]+", " ")
-    return group_texts(np.arange(len(paths)), words, len(paths))
-
-
-def strip_extensions(paths: pa.Array) -> pa.Array:
-    """Paths without their extensions, as os.path.splitext splits them."""
-    return pc.replace_substring_regex(paths, r"(?s)([^/.][^/]*)\.[^/.]*$", r"\1")
-
-
-def normalize_paths(cells: pa.Array, root: str) -> pa.Array:
-    """File names in a table as paths of a listing; null for none.
-
-    Below `root` (a folder or URL): relative to it, without "./", "//" and "..". Elsewhere: absolute; URLs by
-    `public_path`.
-    """
-    below = root.rstrip("/") + "/"
-    cells = pc.replace_substring_regex(pc.if_else(pc.equal(cells, ""), None, cells), "^file://", "")
-    rest = pc.utf8_slice_codeunits(cells, len(below))
-    paths = pc.if_else(pc.starts_with(cells, below), rest, cells)
-    odd = to_mask(pc.match_substring_regex(paths, r"(^|/)\.{0,2}(/|$)|//"))
-    if not odd.any():
-        return paths
-    normal = []
-    for path in paths.filter(pa.array(odd)).to_pylist():
-        path = path if "://" in path else posixpath.normpath(path)
-        if path == ".." or path.startswith("../"):
-            path = resolve_path(root, path)
-        normal.append(public_path(path) if "://" in path else posixpath.normpath(path))
-    return pc.replace_with_mask(paths, pa.array(odd), pa.array(normal, _text))
-
-
-def resolve_path(root: str, path: str) -> str:
-    """The place of a file of a table: `path` itself if it is absolute or a URL, else below `root`."""
-    path = path.removeprefix("file://")
-    if "://" in path:
-        return path
-    if "://" in root and not path.startswith("/"):
-        return join_url(root, path)
-    return os.path.join(root, path)
-
-
-def public_path(url: str) -> str:
-    """A URL as the path of an item, without user information and query. If it had any, "#" and 12 hex digits of the
-    xxh3 of the URL without its signature are appended: two URLs that differ there stay two items, and one that is
-    signed again stays the same item."""
-    public = display_location(url)
-    return public if public == url else f"{public}#{xxhash.xxh3_64_hexdigest(strip_signature(url).encode())[:12]}"
-
-
-def add_row_captions(columns: dict[str, pa.Array], rows: pa.Table, owner: NDArray[np.int64], location: str) -> None:
-    """Add captions to the columns of a listing: `rows` are of the table at `location`, all their columns are captions;
-    owner: the item of each row."""
-    texts = caption_lists(rows, rows.column_names, location)
-    parents = pc.list_parent_indices(texts).to_numpy(zero_copy_only=False)
-    captions = group_texts(owner[parents], texts.flatten(), len(columns["path"]))
-    step = f"write a caption into {location}"
-    _add_captions(columns, captions, "empty-caption: has no text in its row", step)
-
-
-def _add_captions(columns: dict[str, pa.Array], captions: pa.Array, problem: str, advice: str) -> None:
-    """An empty list of captions becomes null, with this problem and advice."""
-    empty = pc.equal(pc.list_value_length(captions), 0)
-    columns["captions"] = pc.if_else(empty, None, captions)
-    add_problems(columns, pc.if_else(empty, problem, None), advice)
-
 
 #: Paths and URLs in a table outside its base, which have no name relative to it.
 _ABSOLUTE = r"^/|^[A-Za-z][A-Za-z0-9+.-]*://"

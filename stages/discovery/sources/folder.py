@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
 from stages.discovery.sources.base import CHUNK_ROWS, extensions_of_dataset
-from stages.discovery.sources.companions import CommonSource, add_caption_files
+from stages.discovery.sources.captions import add_caption_files
+from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import ListedObject, RemoteFile, file_below, object_version, walk_objects
 from stages.discovery.sources.urls import join_url
 from stages.discovery.sources.walk import FolderFiles, require_folder, walk

@@ -21,6 +21,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, extensions_of_kinds
+from stages.discovery.sources.captions import add_row_captions, normalize_paths
 from stages.discovery.sources.columns import (
     TextLookup,
     extra_columns,
@@ -29,7 +30,7 @@ from stages.discovery.sources.columns import (
     simplify_column,
     take_rows,
 )
-from stages.discovery.sources.companions import CommonSource, add_row_captions, normalize_paths
+from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.csv_checks import check_csv_files, list_files
 from stages.discovery.sources.object_store import RemoteFile
 from stages.discovery.sources.table_reader import USUAL_MEDIA_COLUMNS, check_jsonl, read_table, refuse_depth

@@ -18,10 +18,10 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset, MediaKind
 from schemas.regular_files import NOT_REGULAR
-from stages.discovery.sources import companions, table_reader
+from stages.discovery.sources import captions, table_reader
 from stages.discovery.sources.base import CHUNK_ROWS, add_problems, companion_name, extensions_of_kinds
 from stages.discovery.sources.columns import TextLookup, extra_columns, require_columns, take_rows
-from stages.discovery.sources.companions import CommonSource
+from stages.discovery.sources.companions import CommonSource, is_needed
 from stages.discovery.sources.object_store import (
     RemoteFile,
     UnknownLocation,
@@ -56,7 +56,7 @@ class ManifestSource(CommonSource):
             require_folder(self._base, f"datasets.{self._dataset.id}.media_root")
         table, media = self._read(None)
         paths = pa.chunked_array(
-            [companions.normalize_paths(chunk, self._base) for chunk in table.column(media).chunks], _text
+            [captions.normalize_paths(chunk, self._base) for chunk in table.column(media).chunks], _text
         )
         lookup = TextLookup(paths)
         with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
@@ -128,12 +128,12 @@ class ManifestSource(CommonSource):
         owner, numbers = lookup.pairs(columns["path"])
         several = len(numbers) > len(rows)
         texts = {name: take_rows(table[name], numbers) if several else rows[name] for name in names}
-        companions.add_row_captions(columns, pa.table(texts), owner, location)
+        captions.add_row_captions(columns, pa.table(texts), owner, location)
 
     def _add_caption_files(self, columns: dict[str, pa.Array], pool: ThreadPoolExecutor) -> None:
         """<name>.txt next to each item; none for a URL with a query, which is valid for that URL only."""
         paths = columns["path"]
-        files = pc.binary_join_element_wise(companions.strip_extensions(paths), ".txt", "")
+        files = pc.binary_join_element_wise(captions.strip_extensions(paths), ".txt", "")
         signed = pc.match_substring_regex(paths, _SECRET_HASH.pattern)
         files = pc.if_else(signed, None, files)
         versions = _versions(self._stats(files, files, pool), "text")
@@ -147,10 +147,10 @@ class ManifestSource(CommonSource):
         self, columns: dict[str, pa.Array], role: str, cells: pa.ChunkedArray, column: str, pool: ThreadPoolExecutor
     ) -> None:
         texts = take_rows(cells, None).cast(_text)
-        paths = companions.normalize_paths(texts, self._base)
+        paths = captions.normalize_paths(texts, self._base)
         stats = self._stats(paths, texts, pool)
         versions, name, absent = _versions(stats), companion_name(role), pc.is_null(paths)
-        missing = pc.and_(absent, companions.is_needed(role))
+        missing = pc.and_(absent, is_needed(role))
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
         columns[f"{role}_version"] = versions
         if role == "mask":
@@ -167,13 +167,13 @@ class ManifestSource(CommonSource):
 
     def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> pa.RecordBatch:
         """A row of _STAT_SCHEMA for each path of the listing; cells: the same as the table has them."""
-        places = [companions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
+        places = [captions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
         apply = pool.map if any("://" in location for location in places) else map
         return pa.RecordBatch.from_pylist(list(apply(_stat, places, paths.to_pylist())), _STAT_SCHEMA)
 
     def _resolve(self, path: str, role: str) -> MediaPath:
         """The file or object at a path of the listing. role: "" for media, else that of the companion."""
-        location = companions.resolve_path(self._base, path)
+        location = captions.resolve_path(self._base, path)
         if "://" not in location:
             return location
         if _SECRET_HASH.search(path):
@@ -191,7 +191,7 @@ class ManifestSource(CommonSource):
             table, media = self._read([*named, *self._columns_by_role.values()])
             column = table.column(self._columns_by_role.get(role, media)).cast(_text)
             urls = column.filter(pc.match_substring(column, "://"))
-            paths = [companions.normalize_paths(chunk, self._base) for chunk in urls.chunks]
+            paths = [captions.normalize_paths(chunk, self._base) for chunk in urls.chunks]
             self._secrets[role] = urls, TextLookup(pa.chunked_array(paths, _text))
         return self._secrets[role]
 

@@ -23,8 +23,9 @@ from schemas.identity import hash_json
 from schemas.references import SOURCE_ROLES
 from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources import base, tars
+from stages.discovery.sources.captions import MAX_CAPTION_BYTES, split_caption_lines
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
-from stages.discovery.sources.companions import MAX_CAPTION_BYTES, CommonSource, split_caption_lines
+from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import file_below
 from stages.discovery.sources.tars import file_version, find_tars, parse_patterns
 from stages.discovery.sources.urls import strip_secrets

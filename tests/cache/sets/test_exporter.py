@@ -13,7 +13,8 @@ from cache.sets import plans
 from cache.sets.exported_set import TargetError
 from cache.sets.exporter import Exporter, RowSize, divide_groups
 from cache.sets.importer import Importer
-from cache.sets.trainset import Location, SetError
+from cache.sets.samples import Location
+from cache.sets.trainset import SetError
 from cache.shards import shard_io
 from cache.store.store import Store
 from schemas.tables import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from stages.discovery.sources.companions import (
+from stages.discovery.sources.captions import (
     MAX_CAPTION_BYTES,
     CaptionLookup,
     captions_from_names,

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 from schemas.catalog import FAMILIES
-from schemas.family import folded
+from schemas.cleaning import folded
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.umt5 import Encoder
 from tests.forms import long
