@@ -131,7 +131,8 @@ def _write_page(
     labels = _label_runs([folder for folder, _ in runs])
     loaded = [read_run(label, *run, config) for label, run in zip(labels, runs, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
-    command = "latentpress report" + "".join(f" {shlex.quote(name)}" for name in names if name != config.run_name)
+    given = [] if names == _own_names(config) else names
+    command = shlex.join(["latentpress", "report", *given])
     with activity("gathering curves, samples and data"):
         content, pieces = make_page(loaded, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:

@@ -42,7 +42,7 @@ def parse_format(text: str) -> str:
     return text
 
 
-@for_each_expert()
+@for_each_expert(of_one={"source": "--from", "to": "--to"})
 def run(
     config: Config,
     options: Options,

@@ -202,10 +202,10 @@ class RunProgress:
         }
 
 
-def read_progress(config: Config) -> RunProgress:
-    """Read that of the configuration's run. Speed and time left of a running one are from the time since it was started
-    last, so there are none while it loads."""
-    folder, steps = config.run_folder, config.train.steps
+def read_progress(config: Config, folder: Path | None = None) -> RunProgress:
+    """Read that of the configuration's run, or of the one in `folder`. Speed and time left of a running one are from
+    the time since it was started last, so there are none while it loads."""
+    folder, steps = folder or config.run_folder, config.train.steps
     content = _read_tail(folder / METRICS_FILE)
     metrics = parse_metrics(content)
     lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))
@@ -228,7 +228,7 @@ def read_progress(config: Config) -> RunProgress:
     left = last.get("seconds_left") if running else None
     losses = [line["loss"] for line in lines]
     return RunProgress(
-        *(config.run_name, state, step, steps, smoothed_loss(losses), speed, waited, left),
+        *(folder.name, state, step, steps, smoothed_loss(losses), speed, waited, left),
         *(max(saved, default=None), _format_last_eval(evals[-1]) if evals else ""),
     )
 

@@ -3,23 +3,39 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 from schemas.cli.console import Console
 from schemas.cli.options import Options
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
+from schemas.errors import USAGE, LatentpressError
 
 
-def for_each_expert(*, in_order: bool = False) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
+class BothExperts(LatentpressError):
+    """An option that names one file or folder, where there are two runs."""
+
+    exit_code = USAGE
+
+
+def for_each_expert(
+    *, in_order: bool = False, of_one: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
     """A decorator of a program's `run`, which is then called for the run of each expert. in_order: not for the second
-    before the first has done its work."""
+    before the first has done its work. of_one: its arguments that are for one run only, and the options' names."""
 
     def decorate(run: Callable[..., Report]) -> Callable[..., Report]:
         @wraps(run)
         def run_all(config: Config, options: Options, console: Console, **own_options: Any) -> Report:
             if len(config.expert_runs) == 1:
                 return run(config, options, console, **own_options)
+            for name, option in of_one.items():
+                if own_options.get(name) is not None:
+                    raise BothExperts(
+                        f"{option} is for one adapter, and train.experts is both",
+                        "Add --set train.experts=high or --set train.experts=low.",
+                    )
             reports = dict[str, Report]()
             for one in config.expert_runs:
                 name = str(one.train.experts)

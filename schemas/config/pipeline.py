@@ -14,7 +14,14 @@ from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Te
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
-from schemas.config.validation import MOST_SAMPLES, SizedPrompt, Validation, ValidationSample, validation_samples
+from schemas.config.validation import (
+    EVAL_SIGMAS,
+    MOST_SAMPLES,
+    SizedPrompt,
+    Validation,
+    ValidationSample,
+    validation_samples,
+)
 from schemas.family import Expert, Family
 from schemas.geometry import workable_step
 from schemas.regular_files import find_obstacle
@@ -112,12 +119,12 @@ class Config(Section):
 
     @property
     def eval_sigmas(self) -> tuple[float, ...]:
-        """Noise levels of the eval loss, in the range of the expert that is trained: those that are given or, where
-        none are, the defaults as shares of it."""
+        """Noise levels of the eval loss, in the range of the expert that is trained: the defaults are
+        shares of it, of others those in it are used."""
         given, expert = self.validation.eval_sigmas, self.expert
         if expert is None:
             return given
-        if "eval_sigmas" in self.validation.model_fields_set:
+        if given != EVAL_SIGMAS:  # a resolved configuration has the defaults, too
             return tuple(sigma for sigma in given if expert.holds(sigma))
         return tuple(round(expert.lowest + share * (expert.highest - expert.lowest), 6) for share in given)
 
@@ -201,8 +208,8 @@ class Config(Section):
             between = f"{expert.lowest:g} to {expert.highest:g}, the range of {expert.part}"
             if train.timesteps.sampling == "list" and not any(map(expert.holds, train.timesteps.values)):
                 yield ("train", "timesteps", "values"), f"none is in {between}"
-            chosen = self.validation.eval_sigmas if "eval_sigmas" in self.validation.model_fields_set else ()
-            if chosen and not any(map(expert.holds, chosen)):
+            chosen = self.validation.eval_sigmas
+            if chosen and chosen != EVAL_SIGMAS and not any(map(expert.holds, chosen)):
                 yield ("validation", "eval_sigmas"), f"none is in {between}; add one, or remove it"
         if train.methods.scheduled_sampling and train.experts != "high":
             yield (

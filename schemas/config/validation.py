@@ -72,6 +72,10 @@ class Prompt(GridSection):
     seed: OneOrSeveral[Seed] | None = Field(None, description="one or several; default: validation.seed")
 
 
+#: Of a model with two experts, shares of the range of the one that is trained.
+EVAL_SIGMAS = (0.2, 0.4, 0.6, 0.8)
+
+
 class Scores(Section):
     """Nothing is measured, and no model is loaded, without `clip`."""
 
@@ -127,7 +131,7 @@ class Validation(GridSection):
     )
     eval_samples: int = Field(8, ge=0, le=1_000_000, description="samples of the fixed-grid eval loss; 0: none")
     eval_sigmas: tuple[UnitFloat, ...] = Field(
-        (0.2, 0.4, 0.6, 0.8),
+        EVAL_SIGMAS,
         strict=False,
         description="noise levels of the eval loss; of an expert those in its range, by default so spread over it",
     )

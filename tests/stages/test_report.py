@@ -227,6 +227,28 @@ def test_two_runs_side_by_side(home: Project) -> None:
 
 
 @pytest.mark.slow
+def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
+    """Without their names; what differs is the expert alone."""
+    home = project("wan2.2-a14b-t2v", train={"run": "run", "steps": 3, "experts": "both"})
+    for expert in ("high", "low"):
+        made = FakeRun(home, "run", f"train.experts={expert}")
+        made.metrics(*(step_line(step) for step in range(1, 4)), eval_line(3, 1.0))
+        made.latent(3, "one", guidance=4.0, guidance_low=3.0)
+        made.picture(3, "one", (50, 0, 0))
+        (made.folder / "result.json").write_text('{"step": 3}')
+    page = Path(home.run(report.run).details["page"])
+    text, missing = page_of(home)
+    assert page == home.folder / "output/report.html" and not any("config.yaml" in text for text in missing)
+    assert text.count("wan2.2-a14b t2v-a14b, high, lora") == text.count("wan2.2-a14b t2v-a14b, low, lora") == 1
+    assert "by <code>latentpress report" in text and "report run" not in text
+    assert "guidance 4, guidance_low 3" in text
+    for row in ("<th>state</th><td>finished</td>", "<th>step</th><td>3 of 3</td>"):
+        assert row + row.partition("</th>")[2] in text
+    table = text[text.index("What differs between the runs") :]
+    assert re.findall(r"<td>([\w.]+)</td>", table[: table.index("</table>")]) == ["train.experts", "high", "low"]
+
+
+@pytest.mark.slow
 def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, often) -> None:
     made = FakeRun(home)
     steps = often(5_000, 100_000)

@@ -135,6 +135,7 @@ def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
     """Of a resolved configuration, which has every option."""
     given = {"root": "work", "model": {"family": family}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     given |= {"train": {"set": "abc", "steps": 7, "adapter": {"rank": 3}}, "stages": {"discover": {"workers": 9}}}
+    given["train"] |= {"experts": "low"} if FAMILIES[family].components[1:] else {}
     resolved = Config.model_validate(Config.model_validate(given).model_dump(mode="json", by_alias=True))
     rows = {row["option"]: (row["value"], row["default"]) for row in tables.differing_from_defaults(resolved)}
     required = {"root": "work", "model.family": family, "datasets.a.id": "a", "datasets.a.instance_data_dir": "a"}

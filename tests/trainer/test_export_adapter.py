@@ -334,6 +334,36 @@ def test_what_a_model_or_program_can_not_hold_is_named(foreign, tmp_path) -> Non
     assert ". is the working directory" in foreign.refused(source=foreign.adapter, to=Path(), merge=True)
 
 
+def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
+    model, train = {"family": "wan2.2-a14b", "path": "owner/name"}, {"run": "run", "experts": "both"}
+    datasets = [{"id": "a", "instance_data_dir": "media", "dataset_type": "video"}]
+    foreign.config.write_text(json.dumps({"root": "work", "model": model, "datasets": datasets, "train": train}))
+    name, files = "blocks.0.attn1.to_q", {}
+    for number, expert in enumerate(("high", "low")):
+        files[expert] = tmp_path / f"output/run-{expert}/adapter/pytorch_lora_weights.safetensors"
+        files[expert].parent.mkdir(parents=True)
+        tensors = {f"transformer.{name}.lora_{ab}.weight": torch.full((2, 2), number + 1.0) for ab in "AB"}
+        save_file(tensors, files[expert], {"latentpress.family": "wan2.2-a14b", "latentpress.expert": expert})
+    one = {"to": tmp_path / "low.safetensors"}
+    for own in (one, {"source": files["low"]}, {"merge": True, **one}):
+        assert "is for one adapter, and train.experts is both" in foreign.refused(**own)
+    assert [*tmp_path.rglob("comfyui*"), *tmp_path.glob("low*")] == []
+    code, report = foreign()
+    assert code == OK and report["done"] == 2 and {"high", "low"} <= report["details"].keys()
+    assert foreign(overrides=("train.experts=low",), **one)[0] == OK
+    for number, expert in enumerate(files):
+        [path] = files[expert].parent.glob("comfyui*")
+        assert load_file(path)["diffusion_model.blocks.0.self_attn.q.lora_A.weight"].unique() == number + 1
+    assert one["to"].read_bytes() == path.read_bytes()
+    said = foreign.refused(overrides=("train.experts=low",), source=files["high"])
+    assert "was trained for the expert high, and train.experts is low" in said
+    foreign.save("transformer_2")
+    for merge in (False, True):
+        own = {"source": foreign.adapter, "to": tmp_path / "new", "merge": merge}
+        said = foreign.refused(overrides=("train.experts=low",), **own)
+        assert "has keys of transformer_2, of which diffusers' pipelines load nothing" in said
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_anything_is_written(exported, tiny, tmp_path) -> None:
     it = exported("sana")

@@ -78,6 +78,7 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
             message = explain(config, subject, described, estimate.device, changes, predict, otherwise.format(program))
             report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
     report.details = {"card_gib": card, "buckets_of": where, "largest_bucket": largest, "memory": rows}
+    report.details |= {"experts": "one at a time"} if config.experts else {}
     report.details |= {"assumed": assumed} if assumed else {}
     return report
 

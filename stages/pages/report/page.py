@@ -51,10 +51,10 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
     shared = {"root", "datasets", "model"}
     is_same = config.model_dump(include=shared) == given.model_dump(include=shared)
     not_own, planned = config is given, given if is_same else config
-    train = config.train.model_copy(update={"run": folder.name})
-    config = config.model_copy(update={"output": str(folder.parent), "train": train})
     metrics = read_metrics(folder / METRICS_FILE)
-    return ReportRun(name, folder, config, planned, not_own, metrics, read_curves(folder), read_progress(config))
+    return ReportRun(
+        name, folder, config, planned, not_own, metrics, read_curves(folder), read_progress(config, folder)
+    )
 
 
 def make_page(

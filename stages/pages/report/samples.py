@@ -161,7 +161,7 @@ def _read_row(
         known = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
     known |= read_description(files.folder / "validation" / f"step-{steps[-1]:06d}" / f"{name}.safetensors")
     values = {"seed": known.get("seed"), "size": known.get("bucket")}
-    values |= {key: known.get(key) for key in ("steps", "guidance")}
+    values |= {key: known.get(key) for key in ("steps", "guidance", "guidance_low")}
     sources, problem = list[Picture](), ""
     try:
         if prompt is not None and prompt.image:

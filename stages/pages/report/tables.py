@@ -35,7 +35,7 @@ _ITEM_KEYS = ("id", "name")  # by which the items of a list are called
 
 @dataclass(frozen=True)
 class ReportRun:
-    """A run of the report. config: its own, with `folder` as its output. planned: the given configuration where it has
+    """A run of the report. config: its own. planned: the given configuration where it has
     the same datasets, as a plan is found by paths relative to the configuration's folder; else the run's own. not_own:
     whether config.yaml is missing, so that settings are those of the given configuration."""
 
@@ -59,7 +59,7 @@ def run_rows(runs: Sequence[ReportRun]) -> list[TableRow]:
     name = names.pop().replace(" ", "_") if len(names) == 1 else "eval_loss"  # what each was measured on is said below
     for run in runs:
         row, best = run.progress.row(), run.best
-        model = run.config.model
+        model, trains = run.config.model, run.config.train
         rows.append(
             {
                 "run": run.name,
@@ -68,7 +68,9 @@ def run_rows(runs: Sequence[ReportRun]) -> list[TableRow]:
                 "loss": row["loss"],
                 name: _last_eval(run),
                 f"lowest_{name}": f"{best.eval_loss:.4g} at step {best.step}" if best else "",
-                "model": f"{model.family} {model.flavour_spec.name}, {run.config.train.adapter.type}",
+                "model": ", ".join(
+                    filter(None, (f"{model.family} {model.flavour_spec.name}", trains.experts, trains.adapter.type))
+                ),
                 "folder": str(run.folder),
             }
         )
@@ -181,6 +183,7 @@ def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
     datasets = [{"id": dataset.id, "instance_data_dir": "any"} for dataset in config.datasets]
     given = {"root": config.root, "model": {"family": config.model.family}, "datasets": datasets}
+    given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and in "Runs"
     made = {key: value for key, value, _ in list_settings(Config.model_validate(given))}
     rows = []
     for key, value, default in list_settings(config):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from examples.load_adapter import load_trained
 from schemas.catalog import FAMILIES
 from schemas.cli.console import Options, run_program
+from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from stages.encoding.vae.wan import Autoencoder
 from stages.media.sample_reader import normalize_pixels
@@ -139,7 +140,8 @@ def test_both_experts_are_trained_one_after_the_other(make_config, make_set, mad
         lowest, highest = run.expert.range
         curve = runs.lines(run, "eval_by_sigma")[2]
         assert len(curve) == 4 and all(lowest <= float(sigma) < highest for sigma in curve)
-        assert f"experts: {name}" in (run.run_folder / "config.yaml").read_text()
+        again = load_config(run.run_folder / "config.yaml")
+        assert (again.train.experts, again.eval_sigmas) == (name, run.eval_sigmas)
 
     pipe = make_trained(task, config)
     shown = [run.run_folder / "validation" for run in experts.values()]

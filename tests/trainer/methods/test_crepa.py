@@ -54,17 +54,19 @@ CASES = {
     "tuples": ("qwen-image", {}, 1),
     "both": ("flux2-klein", {}, 2),
     "cross-attention": ("wan", {}, 2),
+    "expert": ("wan-a14b-i2v", {}, 2),
     "references": ("klein-i2i", {}, 2),
     "tread of references": ("klein-i2i", {}, 1),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
     "tread of joint tokens": ("z-image", {}, 1),
     "tread of tuples": ("qwen-image", {}, 2),
+    "tread of expert": ("wan-a14b-i2v", {}, 1),
     "tread of both": ("flux2-klein", {}, 1),
     "rollout": ("t2v", {}, 1),
     "regularisation": ("t2i", {}, 1),
 }
-LONG_CASES = ("cross-attention", "references", "tread of references")
+LONG_CASES = ("cross-attention", "expert", "tread of expert", "references", "tread of references")
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 
@@ -83,7 +85,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     if case == "regularisation":
         methods["regularisation"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
-    if kind in ("t2v", "i2v", "wan"):  # four latent frames
+    if kind in ("t2v", "i2v", "wan", "wan-a14b-i2v"):  # four latent frames
         mixed = made.mixed_items
         monkeypatch.setattr(made, "mixed_items", lambda *given: longer(made, config, mixed(*given)))
     make_set(config, *with_features(made, config, coarse, case == "masked"))
@@ -131,11 +133,11 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
 def longer(made, config, given: tuple) -> tuple:
     """Clips of 13 frames in place of 5."""
     items, null, prompts = given
-    rng = np.random.default_rng(2)
+    rng, shown = np.random.default_rng(2), config.model.family_spec.condition_frames(config.model.task)
     for item in items:
         item.bucket = f"{item.bucket.partition('@')[0]}@13"
         item.latent = made.latent(rng, config, item.bucket)
-        item.condition = None if item.condition is None else item.latent[:, :1]
+        item.condition = None if item.condition is None else item.latent[:, :shown]
     return items, null, prompts
 
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from schemas.errors import USAGE
-from tests.forms import in_turn
+from tests.forms import in_turn, long
 from tests.trainer.runs import prepared
 from trainer import flow
 from trainer import train as loop
@@ -31,7 +31,7 @@ def first_loss(config) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "every"), in_turn(["t2i", "i2v", "sana"], [1, 2]))
+@pytest.mark.parametrize(("kind", "every"), [*in_turn(["t2i", "i2v", "sana"], [1, 2]), long("wan-a14b-i2v", 2)])
 def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind, every) -> None:
     """A sample without a mask, in a batch with masks, is trained everywhere."""
     methods = {"masked_loss": {"unmasked_weight": 0.25}}
@@ -41,7 +41,11 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
     [part] = run.loader.step(0).micro_batches
     mask = part.batch.extras["mask"]
     assert bool((mask == 1).flatten(1).all(1).any()) == (every == 2)
-    sigma = sample_sigma(part.uniform_B, config.train.timesteps, config.train.shift or config.model.flavour_spec.shift)
+    shift, within = (
+        config.train.shift or config.model.flavour_spec.shift,
+        config.expert.range if config.expert else (0, 1),
+    )
+    sigma = sample_sigma(part.uniform_B, config.train.timesteps, shift, within)
     x0, noise = part.batch.latents_BCTHW, part.noise_BCTHW
     with torch.no_grad():
         predicted = run.denoiser(flow.interpolate(x0, noise, sigma), sigma, part.batch)

@@ -28,7 +28,13 @@ from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
 
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
-BUCKETS |= {"z-image": "96x64", "qwen-image": "96x64", "wan": "96x64@9", "wan-i2v": "192x128@9"}
+BUCKETS |= {
+    "z-image": "96x64",
+    "qwen-image": "96x64",
+    "wan": "96x64@9",
+    "wan-i2v": "192x128@9",
+    "wan-a14b-i2v": "96x64@9",
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +56,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "qwen-image": "qwen_image",
                 "wan": "wan",
                 "wan-i2v": "wan_5b",
+                "wan-a14b-i2v": "wan",
             }.get(kind, "video")
             more: dict[str, Any] = {FAMILIES[KINDS["t2v" if kind == "nabla" else kind][0]].layers[0]: LAYERS}
+            more |= FAMILIES["wan2.2-a14b"].transformer_config["i2v"] if kind == "wan-a14b-i2v" else {}
             more |= {"visual_cond": True} if kind == "i2i" else NABLA if kind == "nabla" else {}
             make_model(part, overrides=more).save_pretrained(made[kind] / "transformer")
         return made[kind]
@@ -83,7 +91,8 @@ def samples(made, config: Config, bucket: str, masks: bool):
     rng, pooled, items = np.random.default_rng(3), "pooled" in config.model.family_spec.text_widths, []
     for number in range(4):
         x0 = made.latent(rng, config, bucket)
-        condition = {"i2v": x0[:, :1], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(config.model.task)
+        given = config.model.family_spec.condition_frames(config.model.task)
+        condition = {"i2v": x0[:, :given], "i2i": rng.normal(size=x0.shape).astype(np.float32)}.get(config.model.task)
         item = made.Item(bucket, x0, [made.caption(rng, 3 + number, pooled)], condition)
         if masks and number % 2:
             item.mask = np.zeros(x0.shape[1:], np.float32)
@@ -123,6 +132,7 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         ("qwen-image", True, 2),
         long("wan", True, 1),
         ("wan-i2v", False, 2),
+        long("wan-a14b-i2v", True, 1),
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:

@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from schemas.identity import derive_seed
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.families import kandinsky5, wan
+from trainer.families import kandinsky5
 
 LAYERS = 5
 ROUTES = [
@@ -225,7 +225,7 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
             predicted = qwen_image_by_hand(run.model, noisy[number], sigma[number], single.text_BLD[0], kept)
         elif kind.startswith("wan"):
             task = run.config.model.task
-            arguments = wan.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
+            arguments = run.family.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
             predicted = wan_by_hand(run.model, arguments, kept)
         else:
             task = run.config.model.task
