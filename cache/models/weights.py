@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -124,14 +124,21 @@ def load_part(model_class: Any, source: str, revision: str | None, part: str, **
     return load_pretrained(model_class, fetch_components(source, revision, (part,)) / part, **settings)
 
 
-def load_pretrained(model_class: Any, folder: Path, **settings: Any) -> Any:
-    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights where the weights are pickled."""
+def load_pretrained(model_class: Any, folder: Path, unneeded: Collection[str] = (), **settings: Any) -> Any:
+    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights where the weights are pickled,
+    WeightsError where some are missing, which the libraries would draw at random; but below the paths `unneeded`."""
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
     size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
     loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
     with loading, config_errors(f"{shown_path(folder)}/config.json"):
-        return model_class.from_pretrained(folder, use_safetensors=True, **settings)
+        model, loaded = model_class.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **settings)
+    counters = "num_batches_tracked"  # of batch norms, for training alone
+    needed = [key for key in loaded["missing_keys"] if not key.startswith(tuple(unneeded)) and counters not in key]
+    if missing := sorted(needed):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise WeightsError(f"{folder} lacks {', '.join(missing[:3])}{more}", "replace it with a whole copy")
+    return model
 
 
 @contextmanager

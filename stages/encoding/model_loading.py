@@ -5,10 +5,9 @@ Imported by workers only, after everything that needs no model is done.
 
 import gc
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import av
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from cache.models.compatibility import check_component
-from cache.models.weights import WeightsError, load_pretrained
+from cache.models.weights import WeightsError
 from cache.shards.tensors import Array
 from schemas.config.encoding import Model, Resources
 from schemas.devices import device_memory, device_name, find_device
@@ -74,15 +73,6 @@ def reading_errors(source: str, part: str) -> Iterator[None]:
             f"{source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
             "replace the checkpoint with a whole copy",
         ) from error
-
-
-def load_complete(model_class: Any, folder: Path, dtype: torch.dtype, unneeded: Collection[str] = ()) -> Any:
-    """A model in eval mode. WeightsError for missing weights, which transformers would initialize, but those
-    `unneeded`."""
-    model, loaded = load_pretrained(model_class, folder, dtype=dtype, output_loading_info=True)
-    if missing := set(loaded["missing_keys"]).difference(unneeded):
-        raise WeightsError(f"{folder} lacks {', '.join(sorted(missing)[:3])} …", "replace it with a whole copy")
-    return model.eval()
 
 
 def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cache.models.weights import load_pretrained
 from stages.encoding import model_loading
 
 
@@ -23,10 +24,10 @@ class Clip:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
         with model_loading.reading_errors(str(folder), "the CLIP"):
-            model = model_loading.load_complete(CLIPModel, folder, torch.float32)
+            model = load_pretrained(CLIPModel, folder, dtype=torch.float32)
             self._processor: Any = CLIPImageProcessorPil.from_pretrained(folder)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = model.to(device)
+        self._model: Any = model.eval().to(device)
         self._device = device
         self.max_tokens: int = model.config.text_config.max_position_embeddings
 

@@ -205,8 +205,8 @@ def load_language_model(
     int8-quanto and nf4-bnb quantize the matrices of the language model's blocks, except those in `unquantized_layers`;
     embeddings, norms and the vision model stay. nf4-bnb leaves out, too, what the class keeps in float32: T5's forward
     converts a layer's input to the dtype of its weight. blocks: the weights stay on the host, and each block's are on
-    the device while it computes, with the same result. unused: submodules that are removed, as nothing calls them.
-    Raises OptionError, and WeightsError where the weights are pickled.
+    the device while it computes, with the same result. unused: submodules that are removed, as nothing calls them, and
+    that may be missing. Raises OptionError, and WeightsError where the weights are pickled or some are missing.
     """
     _check_options(model_class, device, options)
     if options.quantization == "bf16":
@@ -216,7 +216,7 @@ def load_language_model(
         settings["attn_implementation"] = options.attention
     if options.quantization == "nf4-bnb":
         settings |= {"quantization_config": _nf4_config(model_class, folder, dtype), "device_map": {"": device}}
-    model = load_pretrained(model_class, folder, **settings).eval()
+    model = load_pretrained(model_class, folder, unused, **settings).eval()
     for part in unused:
         model.set_submodule(part, torch.nn.Identity())
     if options.quantization == "int8-quanto":

@@ -20,6 +20,12 @@ from stages.encoding.text.reader import PreparedPrompt, TextReader
 PROBE = "a caption"
 
 
+class Qwen3WithoutHead(Qwen3Model):
+    """Of the checkpoint of a causal model, whose head is not reported as left out."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012  # as transformers declares it
+
+
 class Encoder(TextEncoder):
     components = ("text_encoder", "tokenizer")
 
@@ -27,10 +33,10 @@ class Encoder(TextEncoder):
         self._check_chat_template()
         if self.template.padded:
             self._check_attention()
-            model = self._language_model(Qwen3Model, folder)
+            model = self._language_model(Qwen3WithoutHead, folder)
             return PaddedModel(model, self._pad_id, self.device, self.template.layers)
         # The prefix is three tokens, so no pass is saved by computing it once.
-        return self._make_reader(PrefixCachedModel, self._language_model(Qwen3Model, folder), 0)
+        return self._make_reader(PrefixCachedModel, self._language_model(Qwen3WithoutHead, folder), 0)
 
     def _check_chat_template(self) -> None:
         messages = [{"role": "user", "content": PROBE}]

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from cache.models.single_model import CONFIG_FILE
+from cache.models.weights import load_pretrained
 from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
 from schemas.devices import HostCopy, to_device
@@ -57,8 +58,8 @@ class Encoder:
         model_class = getattr(transformers, require_dinov2_class(str(folder), folder / CONFIG_FILE))
         with model_loading.reading_errors(str(folder), "the DINOv2"):
             mask = "embeddings.mask_token"  # for training only
-            model = model_loading.load_complete(model_class, folder, dtype, unneeded=[mask])
-        self._model: Any = model.to(device)
+            model = load_pretrained(model_class, folder, unneeded=[mask], dtype=dtype)
+        self._model: Any = model.eval().to(device)
         #: Before the patches: class and registers.
         self._leading_tokens = 1 + getattr(model.config, "num_register_tokens", 0)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(1, 3, 1, 1)
