@@ -63,6 +63,8 @@ def configurations(folder: Path, revision: str | None) -> Iterator[tuple[str, Pa
         root = str(folder / f"work-{task if task == 'i2i' else family}")
         settings = {"root": root, "output": str(folder / "output"), "datasets": [dataset]}
         settings["model"] = {"family": family, "flavour": flavour, "revision": revision}
+        if FAMILIES[family].flavours[flavour].experts:
+            settings["train"] = {"experts": "both"}
         path = folder / f"{flavour}.json"
         path.write_text(json.dumps(settings))
         yield flavour, path

@@ -145,5 +145,7 @@ def test_only_texts_with_an_image_are_named_by_the_processor() -> None:
             dataset = {"id": "a", "instance_data_dir": "a", "dataset_type": "video" if family.video else "image"}
             dataset |= {"conditioning_data": "b"} if flavour.task == "i2i" else {}
             model = {"family": family.name, "flavour": flavour.name}
-            config = Config.model_validate({"root": "r", "model": model, "datasets": [dataset]})
-            assert ("image" in text_settings(config)) == (flavour.task == "i2i"), flavour.name
+            settings = {"root": "r", "model": model, "datasets": [dataset]}
+            settings |= {"train": {"experts": "both"}} if flavour.experts else {}
+            config = Config.model_validate(settings)
+            assert ("image" in text_settings(config)) == config.model.template.with_image, flavour.name
