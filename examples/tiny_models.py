@@ -193,6 +193,8 @@ def _write_tokenizers(kind: Any, out: Path, size: str, selected: Callable[[str],
 
             edges = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
             Qwen2VLImageProcessorPil(size=edges).save_pretrained(out / name)
+            if "processor" in kind.index and selected("processor"):
+                Qwen2VLImageProcessorPil(size=edges).save_pretrained(out / "processor")
 
 
 def _write_pipeline_files(kind: Any, out: Path, with_scheduler: bool) -> None:

@@ -235,6 +235,16 @@ KINDS = {
         _QWEN_IMAGE_SCHEDULER,
         index={"tokenizer": ["transformers", "Qwen2Tokenizer"]},
     ),
+    **{
+        family: CheckpointKind(
+            FAMILIES[family].pipelines["i2i"],
+            {"transformer": "qwen_image", "vae": "qwen_image_vae", "text_encoder": "qwen"},
+            {"zero_cond_t": family == "qwen-image-edit-plus"},  # as 2511 has it
+            _QWEN_IMAGE_SCHEDULER,
+            index={"tokenizer": ["transformers", "Qwen2Tokenizer"], "processor": ["transformers", "Qwen2VLProcessor"]},
+        )
+        for family in ("qwen-image-edit", "qwen-image-edit-plus")
+    },
     "wan2.1-t2v": CheckpointKind(
         FAMILIES["wan2.1"].pipelines["t2v"], _WAN, {}, _UNIPC, "UniPCMultistepScheduler", _ONE_EXPERT
     ),

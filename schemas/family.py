@@ -24,7 +24,10 @@ class Template:
     along the channels, numbered as transformers numbers `hidden_states` (0: embeddings, -1: after the last norm).
     longest: tokens that the transformer reads at most; None: any number.
     thinking: the text is what the tokenizer's chat template makes with thinking on, where it is one. padded: what pads
-    a text to max_length is part of it, and its states are stored, too.
+    a text to max_length is part of it, and its states are stored, too. with_image: the sample's source image is in the
+    prompt. image_size: all references of the sample are, each of the size that this makes of it; where `reference` is
+    not empty, it stands for each of them before the caption, with `{}` for its number. sequential: an image's tokens
+    have positions one after the other, as a text's have, and not those of rows and columns.
     """
 
     name: str
@@ -38,6 +41,9 @@ class Template:
     longest: int | None = None
     thinking: bool = True
     padded: bool = False
+    image_size: ReferenceSize | None = None
+    reference: str = ""
+    sequential: bool = False
 
     def render(self, cleaned: str, *, negative: bool = False) -> str:
         """The exact text that is tokenized for a caption; some templates leave negative and null prompts alone."""

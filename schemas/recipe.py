@@ -23,6 +23,8 @@ TEXT_VERSION, LATENTS_VERSION, VISION_VERSION = 3, 2, 1
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
 # the text encoder that reads pictures (half of each side, as its pipeline does; the rest in its image processor)
 PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
+# those that read references
+PROMPT_REFERENCE = "torch-uint8-bicubic-antialias;fused-normalise"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
 MASK = "grey-over-black;pillow-bilinear;area-mean"
 # stages/media: image.py, color.py and header.py
@@ -148,7 +150,15 @@ def text_settings(config: Config) -> Settings:
         settings["positions"] = config.text.positions
     if config.text.storage != "exact":
         settings["storage"] = config.text.embeds_dtype(precision)
-    if template.with_image:
+    if template.image_size is not None:
+        settings |= {
+            "resize": RESIZE,
+            "colour": COLOR,
+            "image": PROMPT_REFERENCE,
+            "image_size": asdict(template.image_size),
+        }
+        settings |= {"reference": template.reference, "sequential": template.sequential}
+    elif template.with_image:
         settings |= {"resize": RESIZE, "colour": COLOR, "image": PROMPT_IMAGE}
     return settings
 

@@ -46,10 +46,14 @@ class ReferenceSize:
     def refused(self, width: Ints, height: Ints) -> np.ndarray:
         """(n,) whether the pipeline takes no reference of this size."""
         shorter, longer = np.minimum(width, height), np.maximum(width, height)
-        return (shorter < max(self.least_side, self.multiple)) | (longer > self.most_aspect * shorter)
+        return (shorter < self._shortest) | (longer > self.most_aspect * shorter)
 
     @property
     def limits(self) -> str:
         """What it takes, in words."""
         aspect = "" if math.isinf(self.most_aspect) else f" and an aspect of at most {self.most_aspect:g}:1"
-        return f"sides of {max(self.least_side, self.multiple)} pixels or more{aspect}"
+        return f"sides of {self._shortest} pixels or more{aspect}"
+
+    @property
+    def _shortest(self) -> int:
+        return self.least_side if self.stretched else max(self.least_side, self.multiple)

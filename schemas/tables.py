@@ -71,7 +71,8 @@ SAMPLES_SCHEMA = pa.schema(
 )
 
 #: plans/<generation>/texts.arrow: texts first planned in this generation. text: cleaned. negative: rendered as the
-#: pipeline renders a negative prompt. image_*: the image inside the prompt.
+#: pipeline renders a negative prompt. image_*: the image inside the prompt. A plan whose prompts have reference images
+#: has one more column (`texts_schema`), and in image_dataset the dataset of these.
 TEXTS_SCHEMA = pa.schema(
     [
         *_fields(_str, "text_id", "template", "text"),
@@ -138,6 +139,11 @@ def count_sources(columns: Sequence[str]) -> int:
 def active_schema(references: bool) -> pa.Schema:
     """ACTIVE_SCHEMA; with references: and the ids of each sample's references, in their order."""
     return pa.schema([*ACTIVE_SCHEMA, *([pa.field("references", pa.list_(_str))] if references else [])])
+
+
+def texts_schema(references: bool) -> pa.Schema:
+    """TEXTS_SCHEMA; with references: and the ids of those in each prompt, in their order."""
+    return pa.schema([*TEXTS_SCHEMA, *([pa.field("references", pa.list_(_str))] if references else [])])
 
 
 def index_schema(kinds: Sequence[str], references: int = 0) -> pa.Schema:

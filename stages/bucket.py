@@ -99,7 +99,9 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     new_units = pa.concat_tables(
         [
             units.sample_units(config, pa.concat_tables([new_samples, divided.samples])),
-            units.text_units(config, pa.concat_tables([new_texts, divided.texts]), plan.active),
+            units.text_units(
+                config, pa.concat_tables([new_texts, divided.texts], promote_options="default"), plan.active
+            ),
         ]
     )
     if divided.unit_ids:

@@ -98,6 +98,8 @@ SETTINGS = {
     "kandinsky5-video-t2v": {"family": "kandinsky5-video", "flavour": "t2v-lite-sft-5s"},
     "kandinsky5-video-i2v": {"family": "kandinsky5-video", "flavour": "i2v-lite-5s"},
     "qwen-image": {"family": "qwen-image", "flavour": "qwen-image"},
+    "qwen-image-edit": {"family": "qwen-image-edit", "flavour": "qwen-image-edit"},
+    "qwen-image-edit-plus": {"family": "qwen-image-edit-plus", "flavour": "qwen-image-edit-2511"},
     "sana": {"family": "sana", "flavour": "sana-1.6b-1024px"},
     "z-image": {"family": "z-image", "flavour": "z-image"},
     "wan2.1-t2v": {"family": "wan2.1", "flavour": "t2v-1.3b"},

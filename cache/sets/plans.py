@@ -35,7 +35,15 @@ from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json, id_prefixes
-from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TABLES_VERSION, TEXTS_SCHEMA, UNITS_SCHEMA, active_schema
+from schemas.tables import (
+    ACTIVE_SCHEMA,
+    SAMPLES_SCHEMA,
+    TABLES_VERSION,
+    TEXTS_SCHEMA,
+    UNITS_SCHEMA,
+    active_schema,
+    texts_schema,
+)
 
 _SCHEMAS = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
 PLAN_TABLES = tuple(_SCHEMAS)
@@ -309,7 +317,10 @@ def publish_plan(
     current, published = newest_plan(store, key), list_plans(store)
     if planned_on is not None and published != list(planned_on):
         raise PlanOutdated(f"a plan was published meanwhile: {', '.join(sorted({*published} ^ {*planned_on}))}")
-    schemas = _SCHEMAS | {"active": active_schema("references" in tables["active"].column_names)}
+    schemas = _SCHEMAS | {
+        name: made("references" in tables[name].column_names)
+        for name, made in (("active", active_schema), ("texts", texts_schema))
+    }
     cast = {name: tables[name].cast(schema) for name, schema in schemas.items()}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):

@@ -57,10 +57,12 @@ def check_samples(table: pa.Table) -> None:
 
 
 def check_texts(table: pa.Table) -> None:
-    _check_columns(table, tables.TEXTS_SCHEMA, ("text_id", "text"), older=True)
+    _check_columns(table, tables.texts_schema(references=True), ("text_id", "text"), older=True)
     _check_ids(table, "text_id", "image_id")
     _check_paths(table, "image_path")
     _check_crops(table, "image_geometry")
+    if "references" in table.column_names:
+        _check_hex(pc.list_flatten(table["references"]), "references")
 
 
 def check_units(table: pa.Table) -> None:

@@ -64,10 +64,12 @@ class MediaLocations:
         return [(self.open(file), file.content) for file in self.required_files(kind, name)]
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
-        """The files of a member of this kind: of "text" the image inside an i2i prompt, nothing for other prompts; of
+        """The files of a member of this kind: of "text" the images inside an i2i prompt, nothing for other prompts; of
         "vision" the media alone; of "latents" the media, for i2i the source image, and the mask if there is one."""
         if kind == "text":
             text = self._plan.texts[name]
+            if text.get("references"):
+                return [file for id in text["references"] for file in self.required_files("latents", id)]
             if not text["image_id"]:
                 return []
             row = self._images.get(name, {"dataset": text["image_dataset"], "source_path": text["image_path"]})

@@ -17,31 +17,36 @@ import numpy as np
 
 from cache.sets.plans import Unit
 from schemas.clips import clip_times
-from schemas.geometry import Bucket
+from schemas.geometry import Bucket, Crop
+from schemas.references import ReferenceSize
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
-from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
+from stages.media.image import load_image
+from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask, resize_and_crop
 
 
 @dataclass(frozen=True)
 class ReadRequest:
     """files: paths, each with its media id as planned; a mask is the last. sample: its row, None for an image alone.
-    image_geometry: the crop of an image that is read in addition to the sample or alone."""
+    image_geometry: the crop of an image that is read in addition to the sample or alone. image_size: all files are
+    reference images, each to be resized to what this makes of its size."""
 
     files: tuple[tuple[MediaPath, str], ...]
     sample: dict[str, Any] | None
     image_geometry: dict[str, Any] | None
     decoder: str = "pyav"
     has_mask: bool = False
+    image_size: ReferenceSize | None = None
 
 
 class MemberPixels(NamedTuple):
-    """uint8 (T, H, W, 3) frames, (H, W, 3) image, (T, H, W) mask (T = 1 for a mask of all frames); None for what was
-    not requested."""
+    """uint8 (T, H, W, 3) frames, (H, W, 3) image and each of references, (T, H, W) mask (T = 1 for a mask of all
+    frames); None, or no references, for what was not requested."""
 
     frames: np.ndarray | None
     image: np.ndarray | None
     mask: np.ndarray | None
+    references: tuple[np.ndarray, ...] = ()
 
 
 def read_member(request: ReadRequest) -> MemberPixels:
@@ -50,6 +55,8 @@ def read_member(request: ReadRequest) -> MemberPixels:
     try:
         for path, media_id in request.files:
             require_unchanged(path, media_id)
+        if request.image_size is not None:
+            return MemberPixels(None, None, None, tuple(_read_references(request.files, request.image_size)))
         frames = image = mask = None
         if sample is not None:
             frames = read_sample_frames(first_path, sample, request.decoder)
@@ -65,6 +72,14 @@ def read_member(request: ReadRequest) -> MemberPixels:
         return MemberPixels(frames, image, mask)
     except OSError as error:
         raise unreadable_error(first_path, error) from error
+
+
+def _read_references(files: Sequence[tuple[MediaPath, str]], size: ReferenceSize) -> Iterator[np.ndarray]:
+    for path, _ in files:
+        image = load_image(path)
+        width, height, crop = size.fit(*(np.array([side]) for side in image.size))
+        placed = Crop(*(int(numbers[0]) for numbers in vars(crop).values()))
+        yield resize_and_crop(image, placed, Bucket(int(width[0]), int(height[0])), path=path)
 
 
 def make_member_reader() -> Callable[[ReadRequest], MemberPixels]:

@@ -18,10 +18,16 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.filters import Filter
-from schemas.tables import REJECTS_SCHEMA, TEXTS_SCHEMA, TRAINED_ROLES, active_schema
+from schemas.tables import REJECTS_SCHEMA, TRAINED_ROLES, active_schema, texts_schema
 from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, message_column
-from stages.planning.references import drop_refused, list_ids, plan_references
+from stages.planning.references import (
+    PlannedReferences,
+    drop_refused,
+    list_ids,
+    plan_references,
+    prompt_reference_columns,
+)
 
 TableRow = dict[str, Any]
 
@@ -79,7 +85,7 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
         others = pa.concat_tables(active).filter(pc.invert(is_trained))
         active = [table.filter(pc.equal(table.column("role"), role)) for role in roles for table in active]
         active.append(others)
-    null_text, null_rows = None, TEXTS_SCHEMA.empty_table()
+    null_text, null_rows = None, texts_schema(config.model.template.image_size is not None).empty_table()
     if not config.model.template.with_image:
         null_rows = plan_text(config, "", negative=True)
         null_text = null_rows.column("text_id")[0].as_py()
@@ -96,9 +102,9 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
 def plan_text(
     config: Config, caption: str, *, negative: bool = False, image: Mapping[str, pa.Array] | None = None
 ) -> pa.Table:
-    """The row of schemas.tables.TEXTS_SCHEMA of one text. The null prompt is "" as a negative prompt.
+    """The row of schemas.tables.texts_schema of one text. The null prompt is "" as a negative prompt.
 
-    image: if the template has an image, one row of `prompt_image_columns`.
+    image: if the template has images, one row of `prompt_image_columns` or `prompt_reference_columns`.
     """
     template = config.model.template
     cleaned = pa.array([template.cleaner.text(caption)])
@@ -156,7 +162,7 @@ def _plan_dataset(
     hashes = None if references is None else list_ids(references.ids)
     planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes)
     captions = captions.of_items(np.isin(captioned, items.numbers("row"), assume_unique=True))
-    text_rows, text_lists, null_text = _plan_texts(template, items, planned, clips.item, captions)
+    text_rows, text_lists, null_text = _plan_texts(template, items, planned, clips.item, captions, references)
     count = planned.num_rows
     names = ("sample_id", "role", "dataset", "path", "source_path", "mask_path")
     active = {name: planned.column(name) for name in names}
@@ -235,8 +241,9 @@ def _plan_texts(
     planned: pa.Table,
     item: np.ndarray,
     captions: texts.CleanedCaptions,
+    references: PlannedReferences | None,
 ) -> tuple[pa.Table, pa.Array, pa.Array | None]:
-    """(rows of TEXTS_SCHEMA, list of text ids of each sample, each sample's own null text or None).
+    """(rows of `texts_schema`, list of text ids of each sample, each sample's own null text or None).
 
     planned: (m,) samples. item: (m,) the row of each one's item.
     """
@@ -249,7 +256,10 @@ def _plan_texts(
         return rows, lists.take(pa.array(item)), None
     assert len(item) == len(items), "tasks with an image in the prompt have one sample for each item"
     dataset, geometry = (planned.column(name).combine_chunks() for name in ("dataset", "source_geometry"))
-    images = prompt_image_columns(dataset, items.column("source"), items.column("source_id"), geometry)
+    if references is None:
+        images = prompt_image_columns(dataset, items.column("source"), items.column("source_id"), geometry)
+    else:
+        images = prompt_reference_columns(dataset, references.ids)
     of_captions = {name: column.take(pa.array(captions.item)) for name, column in images.items()}
     captioned = captions.texts.take(pa.array(captions.caption))
     ids = texts.compute_text_ids(captioned, template, images=of_captions.pop("key"))

@@ -67,6 +67,12 @@ def plan_references(condition: Condition, items: CandidateItems) -> PlannedRefer
     )
 
 
+def prompt_reference_columns(dataset: pa.Array, references: pa.Array) -> dict[str, pa.Array]:
+    """Columns of schemas.tables.texts_schema for lists of references in prompts, and "key": the lists' ids."""
+    key = identity.hash_values(pc.binary_join(references, ""))
+    return {"image_dataset": dataset, "references": references, "key": key}
+
+
 def list_ids(references: pa.Array) -> np.ndarray:
     """(n,) V16, of lists of ids: what a sample's id has in the place of its source."""
     return identity.id_bytes(identity.hash_values(pc.binary_join(references, "")))

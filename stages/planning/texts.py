@@ -15,7 +15,7 @@ from schemas.config.datasets import Dataset, TagShuffle
 from schemas.errors import LatentpressError
 from schemas.family import Template
 from schemas.randomness import mix_bits
-from schemas.tables import TEXTS_SCHEMA
+from schemas.tables import texts_schema
 
 RENDER_CHUNK = 8192  # prompts rendered at a time, which bounds memory: a template has hundreds of bytes
 
@@ -116,7 +116,8 @@ def compute_text_ids(
 
 
 def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: bool, **image: pa.Array) -> pa.Table:
-    """Rows of schemas.tables.TEXTS_SCHEMA. image: the columns image_dataset, _path, _id, _geometry, if any."""
+    """Rows of schemas.tables.texts_schema. image: the columns image_dataset, _path, _id and _geometry, or
+    image_dataset and references, if any."""
     count = len(ids)
     columns = {
         "text_id": ids,
@@ -125,5 +126,6 @@ def text_table(ids: pa.Array, texts: pa.Array, template: Template, *, negative: 
         "negative": pa.repeat(negative and not template.negative_uses_template, count),
         **image,
     }
-    columns = {field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in TEXTS_SCHEMA}
-    return pa.table(columns, schema=TEXTS_SCHEMA)
+    schema = texts_schema("references" in columns)
+    columns = {field.name: columns.get(field.name, pa.nulls(count, field.type)) for field in schema}
+    return pa.table(columns, schema=schema)

@@ -6,6 +6,7 @@ too. Among the texts of TEXT_GROUP units those of similar length share a unit, s
 Units without a shard can be divided again, for jobs that are too short for them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,11 +23,13 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.geometry import Bucket
 from schemas.randomness import mix_bits
 from schemas.references import SOURCE_ROLES
-from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA
+from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_schema
 from stages.planning.plan_builder import drop_duplicate_ids
+from stages.planning.references import list_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
 TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
+TOKENS_AROUND_REFERENCE = 48  # more than are before and after it, and than its area may be short of
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -51,17 +54,24 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
 
 def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
     """(n,) estimated bytes of texts' tensors: a token for every four characters, and the tokens of the image."""
-    tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4
-    buckets = _image_buckets(texts)
-    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, 0 tokens
+    tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4 + _image_tokens(config, texts)
     family, precision = config.model.family_spec, config.text.precision or config.model.precision
-    side = family.image_token
-    image_tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
-    tokens = tokens + image_tokens[np.asarray(buckets.indices)]
     template = config.text.stored_template(config.model.template)
     if template.padded:
         tokens = np.full_like(tokens, config.text.max_length or template.max_length)
     return tokens * _token_bytes(config, precision, family.published_text_width(config.model.flavour_spec))
+
+
+def _image_tokens(config: Config, texts: pa.Table) -> np.ndarray:
+    """(n,) tokens of the images in prompts: of a reference about as many as its area has."""
+    template, side = config.model.template, config.model.family_spec.image_token
+    if template.image_size is not None:
+        of_each = TOKENS_AROUND_REFERENCE + math.ceil(template.image_size.area / side**2)
+        return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * of_each
+    buckets = _image_buckets(texts)
+    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, 0 tokens
+    tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
+    return tokens[np.asarray(buckets.indices)]
 
 
 def _token_bytes(config: Config, precision: str, width: int) -> int:
@@ -73,10 +83,7 @@ def _token_bytes(config: Config, precision: str, width: int) -> int:
 def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int]) -> np.ndarray:
     """(n,) the most bytes that texts' tensors of these widths can take: a token for every byte and those of the image,
     at most as many as are kept; and the vectors beside them."""
-    buckets, family = _image_buckets(texts), config.model.family_spec
-    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]
-    images = np.array([size.width // family.image_token * (size.height // family.image_token) for size in sizes])
-    tokens = np.asarray(pc.binary_length(texts.column("text"))) + images[np.asarray(buckets.indices)] + TEMPLATE_TOKENS
+    tokens = np.asarray(pc.binary_length(texts.column("text"))) + _image_tokens(config, texts) + TEMPLATE_TOKENS
     template = config.text.stored_template(config.model.template)
     most = config.text.max_length or template.max_length
     precision = config.text.precision or config.model.precision
@@ -108,8 +115,9 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
 
 def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
     """Divide texts into units. Without an image: in the order of the first of the `active` samples that use them, and
-    sorted by length among about TEXT_GROUP units. Texts with an image are sorted by its size, then in the order of the
-    image's first sample, and those of one image share a unit where they fit: it is then read and encoded once."""
+    sorted by length among about TEXT_GROUP units. Texts with an image are sorted by its size, or the number of
+    references, then in the order of the image's first sample, and those of one image share a unit where they fit: it is
+    then read and encoded once."""
     if not len(texts):
         return UNITS_SCHEMA.empty_table()
     sizes, limit = text_tensor_bytes(config, texts), int(config.cache.unit_mib * 2**20)
@@ -120,11 +128,16 @@ def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
     places = _first_uses(prefixes, active)
     image = np.zeros(len(ids), np.uint64)  # a number for the image in each prompt, file and crop; 0 without one
     group = np.zeros(len(ids), np.int64)  # of texts sorted by length
-    if texts.column("image_id").null_count < len(ids):
-        image = mix_bits(identity.id_prefixes(texts.column("image_id")))
-        for name in ("resize_w", "resize_h", "x", "y"):
-            values = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
-            image = mix_bits(image + np.asarray(values).astype(np.uint64))
+    lists = texts.column("references").combine_chunks() if "references" in texts.column_names else None
+    if lists is not None or texts.column("image_id").null_count < len(ids):
+        if lists is not None:
+            image = mix_bits(list_ids(lists).view("<u8")[::2].astype(np.uint64))
+            bucket = np.asarray(pc.list_value_length(lists)).astype(np.int64)
+        else:
+            image = mix_bits(identity.id_prefixes(texts.column("image_id")))
+            for name in ("resize_w", "resize_h", "x", "y"):
+                values = pc.fill_null(pc.struct_field(texts.column("image_geometry"), name), 0)
+                image = mix_bits(image + np.asarray(values).astype(np.uint64))
         which = np.unique(image, return_inverse=True)[1]
         first = np.full(which.max() + 1, places.max())
         np.minimum.at(first, which, places)
@@ -223,7 +236,7 @@ def _cut(
 
 @dataclass(frozen=True)
 class OpenMembers:
-    """The members of units that are to be divided. samples, texts: rows of SAMPLES_SCHEMA and TEXTS_SCHEMA. unit_ids:
+    """The members of units that are to be divided. samples, texts: rows of SAMPLES_SCHEMA and `texts_schema`. unit_ids:
     of the units."""
 
     samples: pa.Table
@@ -242,6 +255,7 @@ def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
     def is_open(unit: Unit) -> bool:
         return unit.estimated_bytes > unit_mib * 2**20 and len(unit.members) > 1 and unit.unit_id not in done
 
+    own_texts = texts_schema("references" in plan.own_table("texts").column_names)  # earlier plans may have others
     units = {kind: [unit for unit in plan.units(kind) if is_open(unit)] for kind in ("latents", "text")}
 
     def rows(table: pa.Table, key: str, kind: str) -> pa.Table:
@@ -250,6 +264,6 @@ def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
 
     return OpenMembers(
         rows(plan.sample_table, "sample_id", "latents").cast(SAMPLES_SCHEMA),
-        rows(plan.text_table, "text_id", "text").cast(TEXTS_SCHEMA),
+        rows(plan.text_table.select(own_texts.names), "text_id", "text").cast(own_texts),
         sorted(unit.unit_id for open_units in units.values() for unit in open_units),
     )

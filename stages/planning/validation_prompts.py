@@ -132,6 +132,11 @@ def add_validation_prompts(
                 references_of["references"], references_of["image"] = choose_references(plan, name)
             else:
                 references_of["references"] = plan_references(plan, config, prompt, probe)
+            if template.with_image:
+                shown = references_of.get("image", [{"dataset": VALIDATION}])
+                image = references.prompt_reference_columns(
+                    pa.array([shown[0]["dataset"]]), pa.array([references_of["references"]], pa.list_(pa.string()))
+                )
         elif config.model.condition is not None:
             given = Bucket(bucket.width, bucket.height, config.model.condition.frames)
             if prompt.image is None:

@@ -1,11 +1,13 @@
 """The catalog against the installed pipelines: an upgrade of diffusers that changes them fails here."""
 
 import ast
+import importlib
 import inspect
 import re
 import textwrap
 
 import diffusers
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -13,6 +15,7 @@ from schemas.catalog import FAMILIES, get_flavour
 
 PIPELINES = {(family.name, task): name for family in FAMILIES.values() for task, name in family.pipelines.items()}
 KANDINSKY = [key for key in PIPELINES if key[0].startswith("kandinsky5")]
+EDIT = [key for key in PIPELINES if key[0].startswith("qwen-image-edit")]
 WAN = [key for key in PIPELINES if key[0].startswith("wan")]
 
 
@@ -77,6 +80,39 @@ def test_qwen_images_template():
     assert template.cleaner.text(" A \n b ") == " A \n b "
 
 
+@pytest.mark.parametrize("key", EDIT)
+def test_the_edit_pipelines_templates(key):
+    """Which cut nothing, and put a line for each reference before the caption, or have the only one in the template."""
+    template, pipe = FAMILIES[key[0]].templates[key[1]], pipeline(key)
+    assert template.text == pipe.prompt_template_encode and template.crop == pipe.prompt_template_encode_start_idx
+    lines = assigned(type(pipe)._get_qwen_prompt_embeds, "img_prompt_template")
+    assert lines == ([template.reference] if template.reference else []) and template.text.count("{}") == 1
+    assert template.cleaner.text(" A \n b ") == " A \n b " and template.with_image
+
+
+@pytest.mark.parametrize("key", EDIT)
+def test_sizes_of_references_are_the_edit_pipelines(key):
+    """Of the autoencoder's pictures and of the prompt's."""
+    module = importlib.import_module(type(pipeline(key)).__module__)
+    family = FAMILIES[key[0]]
+    rng = np.random.default_rng(0)
+    width, height = np.concatenate([rng.integers(1, 5000, (2, 500)), [[1, 48, 16, 1024], [1, 16, 48, 1024]]], 1)
+    condition = family.conditions["i2i"]
+    areas = {condition.size: 1024 * 1024, family.templates["i2i"].image_size: 1024 * 1024}
+    if hasattr(module, "VAE_IMAGE_SIZE"):
+        areas = {condition.size: module.VAE_IMAGE_SIZE, family.templates["i2i"].image_size: module.CONDITION_IMAGE_SIZE}
+    for size, area in areas.items():
+        wanted = [module.calculate_dimensions(area, int(w) / int(h))[:2] for w, h in zip(width, height, strict=True)]
+        made = size.fit(width, height)
+        assert np.array_equal(np.stack(made[:2], 1), wanted)
+        assert np.array_equal(made[2].resize_width, made[0]) and not made[2].x.any()
+    assert condition.size.refused(np.array([1, 1, 5000]), np.array([1, 101, 49])).tolist() == [False, True, True]
+    for flavour in family.flavours.values():
+        assert {module.calculate_dimensions(1024 * 1024, w / h)[:2] for w, h in ((1, 1), (3, 2), (4, 3), (16, 9))} <= {
+            *flavour.sizes
+        }
+
+
 @pytest.mark.parametrize("key", WAN)
 def test_wans_captions_have_no_template(key):
     template, pipe = FAMILIES[key[0]].templates[key[1]], pipeline(key)
@@ -131,7 +167,7 @@ def test_inference_defaults(key):
 @pytest.mark.parametrize("key", PIPELINES)
 def test_negative_prompts(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key == ("qwen-image", "t2i"):  # guides only with one, and its documentation says " "
+    if key in (("qwen-image", "t2i"), *EDIT):  # guides only with one, and its documentation says " "
         assert default(pipe.__call__, "negative_prompt") is None and family.negative_prompt == " "
         assert 'even an empty negative prompt like " "' in pipe.__call__.__doc__
     elif key in WAN:  # the user's; that of the documentation is compared above
@@ -147,7 +183,7 @@ def test_negative_prompts(key):
 @pytest.mark.parametrize("key", PIPELINES)
 def test_strides(key):
     family, pipe = FAMILIES[key[0]], pipeline(key)
-    if key in (("z-image", "t2i"), ("qwen-image", "t2i")):
+    if key in (("z-image", "t2i"), ("qwen-image", "t2i"), *EDIT):
         assert family.spatial_stride == pipe.vae_scale_factor and family.side_multiple == 2 * family.spatial_stride
     elif key in WAN:  # those of its autoencoder, which the pipeline has not here
         vae = diffusers.AutoencoderKLWan.from_config(
@@ -185,8 +221,9 @@ def test_what_is_stored_and_loaded_is_named():
 
 
 def test_the_parts_are_those_that_the_encoders_load():
-    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image, umt5
+    from stages.encoding.text import gemma, kandinsky5, qwen3, qwen_image, qwen_image_edit, umt5
 
+    assert {FAMILIES[name].text_components for name, _ in EDIT} == {qwen_image_edit.Encoder.components}
     assert FAMILIES["qwen-image"].text_components == qwen_image.Encoder.components
     assert FAMILIES["flux2-klein"].text_components == qwen3.Encoder.components
     assert FAMILIES["z-image"].text_components == qwen3.Encoder.components

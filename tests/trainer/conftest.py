@@ -36,6 +36,8 @@ KINDS = {
     "wan-a14b": ("wan2.2-a14b", "t2v-a14b", "wan2.2-a14b-t2v"),
     "wan-a14b-i2v": ("wan2.2-a14b", "i2v-a14b", "wan2.2-a14b-i2v"),
     "klein-i2i": ("flux2-klein", "klein-base-4b-i2i", "flux2-klein"),
+    "edit-i2i": ("qwen-image-edit", None, "qwen-image-edit"),
+    "edit-plus-i2i": ("qwen-image-edit-plus", None, "qwen-image-edit-plus"),
 }
 WIDTHS = {"flux2-klein": 96}  # of a text's token, where it is not 64
 
@@ -48,6 +50,8 @@ def mixed_items(config: Config, count: int = 12, seed: int = 0) -> tuple[list[It
     buckets = {"t2v": ("64x64@5", "96x64@5"), "i2v": ("64x64@5", "96x64@5")}.get(task, ("64x64", "96x64"))
     if kind == "references":
         buckets = ("64x64+48x32+64x48", "96x64+32x64")
+        if config.model.condition.most == 1:
+            buckets = ("64x64+48x32", "96x64+32x64")
     items = []
     for number in range(count):
         x0 = latent(rng, config, buckets[number % 3 == 2])

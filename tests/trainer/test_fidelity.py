@@ -2,9 +2,12 @@
 
 import itertools
 import json
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import diffusers
 import pytest
@@ -29,7 +32,7 @@ from trainer.validation import SHIFT_KEYS
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "flux2-klein", "klein-i2i"]
+KINDS = ["t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "flux2-klein", "klein-i2i", "edit-plus-i2i"]
 ADAPTERS = {"sana": {"type": "full"}}
 
 
@@ -45,7 +48,9 @@ def stock_transformer(config):
     return getattr(diffusers, name).from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize(("kind", "shift"), [*in_turn(KINDS, [None, 6.0]), long("wan", None), long("wan", 6.0)])
+@pytest.mark.parametrize(
+    ("kind", "shift"), [*in_turn(KINDS, [None, 6.0]), long("wan", None), long("wan", 6.0), long("edit-i2i", None)]
+)
 def test_the_loss_is_the_definition(ready, kind, shift) -> None:
     """Of the stock transformer: |v - (noise - x0)|^2 at x = (1 - sigma) x0 + sigma noise, without given frames.
 
@@ -83,7 +88,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     if family is kandinsky5:
         velocity = velocity.movedim(-1, 1)
     elif family is qwen_image:
-        velocity = unpacked(velocity, x0)
+        velocity = unpacked(velocity[:, : x0[0, 0].numel() // 4], x0)
     elif family is wan:
         pass
     elif family is flux2:
@@ -93,7 +98,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, long("wan")])
+@pytest.mark.parametrize("kind", [*KINDS, long("wan"), long("edit-i2i")])
 def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
     look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}
@@ -148,7 +153,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         if config.model.family == "z-image":
             texts[f"{prefix}prompt_embeds"] = [part.text_BLD[0]]
             continue
-        if config.model.family in ("qwen-image", "flux2-klein"):
+        if config.model.family_spec.transformer in ("qwen_image", "flux2"):
             texts[f"{prefix}prompt_embeds"] = part.text_BLD
             continue
         if config.model.family_spec.transformer == "wan":
@@ -160,6 +165,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
         lengths = torch.tensor([0, part.text_BLD.shape[1]], dtype=torch.int32)
         texts |= {f"{prefix}prompt_cu_seqlens": lengths}
     options = {"num_frames": 4 * noise.shape[2] - 3} if config.model.family_spec.video else {}
+    sizes = nullcontext()
     if config.model.family == "sana":
         options |= {"latents": noise[:, :, 0], "negative_prompt": None, "use_resolution_binning": False}
     elif config.model.family == "wan2.1":
@@ -172,24 +178,38 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
             places = pipe._prepare_image_ids(found)
             tokens = torch.cat([*map(pipe._pack_latents, found)], 1)
             pipe.prepare_image_latents = lambda **_: (tokens, places)
-    elif config.model.family == "qwen-image":
-        options |= {"latents": pipe._pack_latents(noise.transpose(1, 2), 1, *noise.shape[1::2], noise.shape[4])}
+    elif config.model.family_spec.transformer == "qwen_image":
+        tokens = [
+            pipe._pack_latents(latents.transpose(1, 2), 1, *latents.shape[1::2], latents.shape[4])
+            for latents in (noise, *batch.references)
+        ]
+        options |= {"latents": tokens[0]}
+        if batch.references:  # of other sizes than the pipelines make
+            pipe.prepare_latents = lambda *_, **__: (tokens[0], torch.cat(tokens[1:], 1))
+            edges = [(8 * reference.shape[4], 8 * reference.shape[3]) for reference in batch.references]
+            options["image"] = [Image.new("RGB", size) for size in edges]
+            of_ratio = {width / height: (width, height) for width, height in edges}
+            if config.model.family == "qwen-image-edit":
+                options["image"], of_ratio = options["image"][0], {ratio: (*e, None) for ratio, e in of_ratio.items()}
+            module = sys.modules[type(pipe).__module__]
+            sizes = patch.object(module, "calculate_dimensions", lambda area, ratio: of_ratio[ratio])
     else:
         start = kandinsky5.visual_input(noise, batch.condition_BCTHW, task, pipe.transformer.visual_cond)
         pipe.prepare_latents = lambda *_, **__: start
         image = Image.new("RGB", (size.width, size.height))
         options |= {"image": image} if task in ("i2i", "i2v") else {}
-    found = pipe(
-        **texts,
-        **options,
-        height=size.height,
-        width=size.width,
-        num_inference_steps=steps,
-        output_type="latent",
-        return_dict=False,
-        **{config.model.family_spec.guidance_argument: config.validation.guidance},
-    )[0]
-    if config.model.family == "qwen-image":
+    with sizes:
+        found = pipe(
+            **texts,
+            **options,
+            height=size.height,
+            width=size.width,
+            num_inference_steps=steps,
+            output_type="latent",
+            return_dict=False,
+            **{config.model.family_spec.guidance_argument: config.validation.guidance},
+        )[0]
+    if config.model.family_spec.transformer == "qwen_image":
         return unpacked(found, noise)
     if config.model.family == "flux2-klein":
         found = pipe._patchify_latents(found)
@@ -201,7 +221,7 @@ def sampled(config, pipe, batch: Batch, negative: Batch, noise: torch.Tensor, st
 LOOK = {"every": 2, "steps": [3, 2], "guidance": 2.5, "shift": 2.0, "seed": 7}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, long("wan")])
+@pytest.mark.parametrize("kind", [*KINDS, long("wan"), long("edit-i2i")])
 def test_validation_latents_are_the_pipelines_with_what_was_saved(
     make_config, make_set, made, kind, record_property
 ) -> None:

@@ -1,4 +1,5 @@
-"""Qwen-Image: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See FamilyModule."""
+"""Qwen-Image and Qwen-Image-Edit: the transformer, its inputs (equal to the pipelines'), and what LoRA adapts. See
+FamilyModule. Reference images are tokens after those of the noisy image, and what it says of them is left out."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
 QUANTIZED = r"transformer_blocks\.(?!0\.img_mod)\d+\..*"
 UNGUIDED_SCALE = 1.0
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
-ROTARY = 4  # the place of image_rotary_emb among a block's arguments
+# The places of image_rotary_emb and of modulate_index among the arguments of a block that is checkpointed.
+ROTARY, MODULATION = 4, 6
 set_timesteps = base.set_linear_sigmas
 clean_frames = base.no_clean_frames
 initial_latents = base.noise_alone
@@ -134,18 +136,26 @@ def dense_attention(model: Any) -> tuple[list[Any], int]:
 
 
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    taken: list[Any] = []  # the same for all of them
+    taken: list[Any] = []  # the same for all of them: rotary embeddings, and which tokens have noise, or None
 
     def take(
         block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         by_name = "image_rotary_emb" in named
-        image, text = named["image_rotary_emb"] if by_name else inputs[ROTARY]
+        (image, text), index_BN = (
+            (named["image_rotary_emb"], named["modulate_index"]) if by_name else (inputs[ROTARY], inputs[MODULATION])
+        )
         if not taken:
-            taken.append((kept.take(image[None]), text))
+            taken.extend([(kept.take(image[None]), text), None if index_BN is None else kept.take(index_BN)])
         if by_name:
-            return inputs, named | {"image_rotary_emb": taken[0]}
-        return (*inputs[:ROTARY], taken[0], *inputs[ROTARY + 1 :]), named
+            return inputs, named | {"image_rotary_emb": taken[0], "modulate_index": taken[1]}
+        return (
+            *inputs[:ROTARY],
+            taken[0],
+            *inputs[ROTARY + 1 : MODULATION],
+            taken[1],
+            *inputs[MODULATION + 1 :],
+        ), named
 
     return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
 
@@ -182,26 +192,30 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute dtype in
     thousandths, as at inference."""
-    if task not in FAMILY.pipelines:
-        raise ValueError(f"Qwen-Image has no task {task!r}; valid: {', '.join(FAMILY.pipelines)}")
-    _, _, frames, height, width = noisy_BCTHW.shape
-    assert frames == 1, f"images have one frame, not {frames}"
-    if height % 2 or width % 2:
-        stride = FAMILY.spatial_stride
-        raise ValueError(f"{width * stride}x{height * stride} pixels: sides must be multiples of {2 * stride}")
+    if task not in ("t2i", "i2i"):
+        raise ValueError(f"Qwen-Image has no task {task!r}; valid: t2i, and i2i of Qwen-Image-Edit")
+    if bool(references := batch.references) != (task == "i2i"):
+        raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
+    assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
+    sides = [latents.shape[-2:] for latents in (noisy_BCTHW, *references)]
+    for height, width in sides:
+        if height % 2 or width % 2:
+            stride = FAMILY.spatial_stride
+            raise ValueError(f"{width * stride}x{height * stride} pixels: sides must be multiples of {2 * stride}")
     dtype = compute_dtype(model)
     return {
-        "hidden_states": pack(noisy_BCTHW.to(dtype)),
+        "hidden_states": torch.cat([pack(latents.to(dtype)) for latents in (noisy_BCTHW, *references)], 1),
         "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
         "encoder_hidden_states": batch.text_BLD.to(dtype),
         "attention_kwargs": {"text_mask_BL": batch.text_mask_BL} if batch.padded else None,
-        "img_shapes": [[(1, height // 2, width // 2)]] * len(batch),
+        "img_shapes": [[(1, height // 2, width // 2) for height, width in sides]] * len(batch),
     }
 
 
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
-    return unpack(model(**arguments, return_dict=False)[0], noisy_BCTHW.shape)
+    tokens = noisy_BCTHW[0, 0].numel() // 4
+    return unpack(model(**arguments, return_dict=False)[0][:, :tokens], noisy_BCTHW.shape)
 
 
 if TYPE_CHECKING:

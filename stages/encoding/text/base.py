@@ -45,12 +45,12 @@ class TextRequest:
     """One caption to encode.
 
     text: the cleaned caption, without its template. negative: encode as the pipeline encodes negative prompts (null
-    prompts too). image: for templates with an image, the source cropped to its bucket (RGB).
+    prompts too). images: for templates with images, the source cropped to its bucket, or the references (RGB).
     """
 
     text: str
     negative: bool = False
-    image: Image.Image | None = None
+    images: tuple[Image.Image, ...] = ()
 
 
 @dataclass

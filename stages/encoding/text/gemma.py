@@ -33,7 +33,7 @@ class Encoder(TextEncoder[PrefixCachedModel]):
         return self._make_reader(PrefixCachedModel, gemma, self._instruction - 1)
 
     def prepare(self, request: TextRequest) -> GemmaPrompt:
-        assert request.image is None, f"{self.template.name} takes no image"
+        assert not request.images, f"{self.template.name} takes no image"
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
         limit = self.max_length if request.negative else self._instruction + self.max_length - 2

@@ -13,13 +13,13 @@ from stages.encoding.text.reader import PreparedPrompt
 
 
 class Encoder(PrefixCroppedEncoder):
-    components = ("text_encoder", "tokenizer")
+    components: tuple[str, ...] = ("text_encoder", "tokenizer")
 
     def _load(self, folder: Path) -> PrefixCachedModel:
         return self._make_reader(PrefixCachedModel, self._load_qwen(folder).model.language_model, self.crop)
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
-        assert request.image is None, f"{self.template.name} takes no image"
+        assert not request.images, f"{self.template.name} takes no image"
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
         self._check_length(ids, request)

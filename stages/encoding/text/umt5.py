@@ -24,7 +24,7 @@ class Encoder(TextEncoder[MaskedModel]):
 
     def prepare(self, request: TextRequest) -> PreparedPrompt:
         """An over-long caption keeps its end token, as when the tokenizer cuts it."""
-        assert request.image is None, f"{self.template.name} takes no image"
+        assert not request.images, f"{self.template.name} takes no image"
         with self._lock:
             ids = self._ids(self.template.render(request.text, negative=request.negative))
         if not ids:

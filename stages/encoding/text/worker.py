@@ -47,6 +47,8 @@ class TextWorker(UnitWorker):
         return {"embeds": self.embeds_dtype, SCALE: "float32", "pooled": self.precision}
 
     def member_bytes(self, unit: Unit) -> int:
+        if (size := self.config.model.template.image_size) is not None:
+            return 3 * size.area * len(self.plan.texts[unit.members[0]]["references"])
         geometry = self.plan.texts[unit.members[0]]["image_geometry"]
         if not geometry:
             return 1
@@ -57,25 +59,25 @@ class TextWorker(UnitWorker):
         """For texts without an image a few batches, so that the device never waits for the tokenizer: a batch of short
         captions has hundreds. A unit's texts are ordered by length, so the middle one is typical."""
         text = self.plan.texts[unit.members[len(unit.members) // 2]]
-        if text["image_geometry"]:
+        if self.config.model.template.with_image:
             return super().prefetch_count(unit)
         tokens = 8 + len(text["text"]) // 4
         return max(super().prefetch_count(unit), PREFETCHED_BATCHES * self.batch_limit // tokens)
 
     def read_request(self, name: str) -> ReadRequest | None:
-        """The image inside an i2i prompt, cropped as its sample's source is."""
+        """The image inside an i2i prompt, cropped as its sample's source is, or its references."""
         text = self.plan.texts[name]
+        if (size := self.config.model.template.image_size) is not None:
+            return ReadRequest(tuple(self.locations.planned_files("text", name)), None, None, image_size=size)
         if not text["image_id"]:
             return None
         return ReadRequest(tuple(self.locations.planned_files("text", text["text_id"])), None, text["image_geometry"])
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedPrompt:
         text = self.plan.texts[name]
-        image = None
-        if read is not None:
-            assert read.image is not None
-            image = Image.fromarray(read.image)
-        return self._encoder.prepare(TextRequest(text=text["text"], negative=text["negative"], image=image))
+        shown = () if read is None else (read.image, *read.references)
+        images = tuple(Image.fromarray(image) for image in shown if image is not None)
+        return self._encoder.prepare(TextRequest(text=text["text"], negative=text["negative"], images=images))
 
     def cost(self, batch: list[PreparedPrompt]) -> int:
         """Tokens of the padded batch."""

@@ -68,7 +68,7 @@ def encoded() -> Callable[..., list[TextResult]]:
 
     def run(encoder: Any, captions: list[str], image: Image.Image | None = None, negative: bool = False) -> list:
         template: Template = encoder.template
-        shown = (image or gradient()) if template.with_image else None
+        shown = (image or gradient(),) if template.with_image else ()
         requests = [TextRequest(template.cleaner.text(caption), negative, shown) for caption in captions]
         return encoder.encode([encoder.prepare(request) for request in requests])
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.family import Task, Template
 from stages.encoding.text.base import RequestError, TextRequest
-from stages.encoding.text.kandinsky5 import Encoder, QwenImageProcessor
+from stages.encoding.text.kandinsky5 import Encoder
+from tests.qwen_processor import Processor
 
 
 def kind_of(family: str, task: Task) -> tuple[str, Template]:
@@ -37,20 +37,6 @@ CAPTIONS = [
     "a red flower near the old stone wall of the house, " * 12,
 ]
 LIMIT = 1e-5
-
-
-class Processor(Qwen2VLProcessor):
-    """The installed processor's own code, without its video part, which needs torchvision to be made."""
-
-    def __init__(self, folder):
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.image_processor = QwenImageProcessor.from_pretrained(
-            folder
-        )  # equal to the installed one: test_qwenimages.py
-        self.video_processor, self.chat_template = None, None
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
-        self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +70,7 @@ def picture(width: int = 192, height: int = 128) -> Image.Image:
 
 
 def request(template: Template, caption: str, image: Image.Image | None = None) -> TextRequest:
-    return TextRequest(template.cleaner.text(caption), image=image)
+    return TextRequest(template.cleaner.text(caption), images=() if image is None else (image,))
 
 
 def encoded(encoder, requests):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from stages.encoding.text import kandinsky5
+from stages.encoding.text import qwen_vl_images
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.reader import split_by_length
 
@@ -93,8 +93,8 @@ def test_an_image_passes_the_vision_model_once(make, encoded, monkeypatch):
     assert (encoder.stats.images, encoder.stats.reused) == (3, 3)
 
     # No more are kept than the limit says; what was forgotten is computed again, to the same bytes.
-    monkeypatch.setattr(kandinsky5, "MAX_CACHED_FEATURES", 1)
-    monkeypatch.setattr(kandinsky5, "MAX_CACHED_IMAGES", 1)
+    monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_FEATURES", 1)
+    monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_IMAGES", 1)
     encoded(encoder, ["a cat"], blue)
     again = encoded(encoder, ["a cat", "a dog", ""], red)
     assert (encoder.stats.images, encoder.stats.reused) == (4, 6)
@@ -106,7 +106,7 @@ def test_requests_are_prepared_beside_encoding(make):
     """In other threads, with over-long captions and several images among them."""
     encoder = make("kandinsky5-image-i2i")
     images = [Image.new("RGB", (64 + 32 * size, 96), (40 * size, 0, 99)) for size in range(4)]
-    requests = [TextRequest(CAPTIONS[number % 7], image=images[number % 4]) for number in range(28)]
+    requests = [TextRequest(CAPTIONS[number % 7], images=(images[number % 4],)) for number in range(28)]
     wanted = [encoder.encode([encoder.prepare(request)])[0] for request in requests]
     with ThreadPoolExecutor(2) as pool:
         results = [encoder.encode([prepared])[0] for prepared in pool.map(encoder.prepare, requests)]

@@ -20,7 +20,8 @@ from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from schemas.recipe import text_settings
-from stages.encoding.text.kandinsky5 import CachedImageProcessor, QwenImageProcessor
+from stages.encoding.text.kandinsky5 import halve
+from stages.encoding.text.qwen_vl_images import CachedImageProcessor, QwenImageProcessor
 from tests.processes import in_child
 
 pytestmark = pytest.mark.slow
@@ -125,7 +126,7 @@ def test_bytes_are_the_same_on_every_processor(folder, images) -> None:
 
 def test_a_picture_is_the_half_of_its_source_in_whole_patches(folder) -> None:
     source = Image.linear_gradient("L").resize((192, 128)).convert("RGB")
-    picture = CachedImageProcessor(folder).picture(source)
+    picture = CachedImageProcessor(folder).picture(halve(source))
     assert picture.pixels.dtype == torch.float32
     half = QwenImageProcessor.from_pretrained(folder)(images=[source.resize((96, 64))], return_tensors="pt")
     assert torch.equal(picture.pixels, half["pixel_values"])

@@ -14,7 +14,7 @@ from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from stages import bucket, discover, encode_latents, encode_text, index
-from stages.encoding.text import base, gemma, kandinsky5
+from stages.encoding.text import base, gemma, kandinsky5, qwen_vl_images
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.worker import CLIP_TRUNCATED_REMARK, TextWorker
 from stages.engines.sandbox import SandboxPool
@@ -55,10 +55,10 @@ def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
     encoder = ENCODERS[family](str(folder), None, template, template.max_length, torch.float32, torch.device("cpu"))
     sources = [Image.open(home.folder / f"source/{i}.png").crop((48, 0, 112, 64)) for i in range(2)] if image else []
     requests = [
-        TextRequest(template.cleaner.text(caption), image=sources[number] if image else None)
+        TextRequest(template.cleaner.text(caption), images=(sources[number],) if image else ())
         for number, caption in enumerate(CAPTIONS)
     ]
-    requests += [TextRequest("", True, source) for source in sources or [None]]
+    requests += [TextRequest("", True, (source,) if source else ()) for source in sources or [None]]
     rows = stored(home)
     assert len(rows) == len(requests)
     for request in requests:
@@ -108,8 +108,8 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(
     project, monkeypatch, encoders, read, batch_tokens, unit_mib
 ) -> None:
     """More images than features are kept of; texts in one batch, each in its own, or a few, and in several units."""
-    monkeypatch.setattr(kandinsky5, "MAX_CACHED_FEATURES", 1)
-    monkeypatch.setattr(kandinsky5, "MAX_CACHED_IMAGES", 1)
+    monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_FEATURES", 1)
+    monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_IMAGES", 1)
     home = project("kandinsky5-image-i2i", cache={"unit_mib": unit_mib}, text={"batch_tokens": batch_tokens})
     home.settings["datasets"][0]["conditioning_data"] = "source"
     images = 5

@@ -1,0 +1,53 @@
+"""Qwen-Image-Edit: Qwen2.5-VL's hidden states of the references, the caption and the template's end, equal to the
+pipelines' `encode_prompt`, which cut nothing. A prompt over text.max_length loses its end, after the references."""
+
+from pathlib import Path
+
+import torch
+
+from stages.encoding.text.base import TextRequest, request_error
+from stages.encoding.text.prefix_cache import PrefixCachedModel
+from stages.encoding.text.qwen_image import Encoder as QwenImageEncoder
+from stages.encoding.text.qwen_vl_images import CachedImageProcessor, ImagePromptModel, PreparedImagePrompt
+
+
+class Encoder(QwenImageEncoder):
+    components = ("text_encoder", "tokenizer", "processor")
+
+    def _load(self, folder: Path) -> PrefixCachedModel:
+        self._images = CachedImageProcessor(folder / "processor")
+        qwen = self._load_qwen(folder)
+        self._image_id = qwen.config.image_token_id
+        self._media_ids = {qwen.config.image_token_id, qwen.config.video_token_id}
+        ids = self._ids(self.template.render(""))
+        before_images = ids.index(self._image_id) if self._image_id in ids else len(ids)
+        return self._make_reader(ImagePromptModel, qwen.model, min(self.crop, before_images))
+
+    def prepare(self, request: TextRequest) -> PreparedImagePrompt:
+        """Raises RequestError for what can't be encoded."""
+        assert request.images, f"{self.template.name} needs reference images"
+        assert isinstance(self._reader, ImagePromptModel)
+        references = (self.template.reference.replace("{}", str(n)) for n in range(1, len(request.images) + 1))
+        with self._lock:
+            ids = self._ids(self.template.render("".join(references) + request.text, negative=request.negative))
+        if sum(token in self._media_ids for token in ids) != len(request.images):
+            problem = "contains <|image_pad|> or <|video_pad|>, which stand for media inside a prompt"
+            raise request_error("placeholder-in-caption", request, problem, "remove them from the caption")
+        try:
+            counts = iter([self._images.tokens(image) for image in request.images])
+        except (ValueError, ZeroDivisionError) as error:
+            raise request_error("image-shape", request, f"an image can't be used ({error})", "crop it") from error
+        ids = [copy for token in ids for copy in [token] * (next(counts) if token == self._image_id else 1)]
+        self._check_length(ids, request)
+        kept = ids[: self.crop + self.max_length]
+        if self._image_id in ids[len(kept) :]:
+            problem = (
+                f"its references take {ids.count(self._image_id)} tokens, and text.max_length is {self.max_length}"
+            )
+            raise request_error("image-too-long", request, problem, "raise text.max_length, or give fewer references")
+        shared, pictures = self._reader.shared_length(kept), tuple(map(self._images.picture, request.images))
+        if self.template.sequential:
+            positions_3L = torch.arange(shared, len(kept)).expand(3, -1)
+        else:
+            positions_3L = self._reader.prompt_positions(kept, shared, pictures)
+        return PreparedImagePrompt(kept, shared, len(ids), pictures, positions_3L)

@@ -1,0 +1,22 @@
+"""Qwen2-VL's processor, which the pipelines that put images into prompts have."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+from stages.encoding.text.qwen_vl_images import QwenImageProcessor
+
+
+class Processor(Qwen2VLProcessor):
+    """The installed processor's own code, without its video part, which needs torchvision to be made."""
+
+    def __init__(self, folder: Path, images: Path | None = None) -> None:
+        """folder: of the tokenizer; images: of preprocessor_config.json, if it is another one."""
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Equal to the installed one: tests/stages/encoding/text/test_qwen_image_processor.py
+        self.image_processor = QwenImageProcessor.from_pretrained(images or folder)
+        self.video_processor, self.chat_template = None, None
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
