@@ -81,6 +81,13 @@ CASES = {
     "Z-Image, 1024x1024": Case("z-image", "z-image", TRUE["z_image"], "1024x1024"),
     "Qwen-Image, 1024x1024": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1024x1024"),
     "Qwen-Image, 1328x1328": Case("qwen-image", "qwen-image", TRUE["qwen_image"], "1328x1328"),
+    "Qwen-Image-Edit-2511, 1024x1024, one reference": Case(
+        "qwen-image-edit-plus",
+        "qwen-image-edit-2511",
+        TRUE["qwen_image"] | {"zero_cond_t": True},
+        "1024x1024+1024x1024",
+        768,
+    ),
     "FLUX.2 klein 4B, 1024x1024": published("flux2-klein", "klein-base-4b", "1024x1024"),
     "FLUX.2 klein 9B, 1024x1024": published("flux2-klein", "klein-base-9b", "1024x1024"),
     "Wan 2.1 1.3B, 832x480, 33 frames": published("wan2.1", "t2v-1.3b", "832x480@33"),
@@ -123,7 +130,7 @@ def make_config(case: Case, train: dict[str, Any]) -> Config:
     dataset: dict[str, Any] = {"id": "none", "instance_data_dir": "none"}
     if FAMILIES[case.family].video:
         dataset["dataset_type"] = "video"
-    if case.flavour.startswith("i2i"):
+    if FAMILIES[case.family].flavours[case.flavour].task == "i2i":
         dataset["conditioning_data"] = "none"
     model = {"family": case.family, "flavour": case.flavour, "precision": "bfloat16"}
     if FAMILIES[case.family].flavours[case.flavour].experts:

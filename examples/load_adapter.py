@@ -60,24 +60,29 @@ def pipeline_name(config: Config) -> str:
 
 
 def missing_components(config: Config) -> dict[str, Any]:
-    """Components to pass to from_pretrained because it can't make them here."""
+    """Components to pass to from_pretrained because it can't make them here: Qwen2-VL's processor, which Kandinsky 5 has
+    in the place of its tokenizer."""
     if "torchvision" not in config.model.family_spec.pipeline_packages or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
+    folder = "processor" if "processor" in config.model.family_spec.text_components else "tokenizer"
+
     class WithoutVideos(Qwen2VLProcessor):
         def __init__(self) -> None:
-            options: dict[str, Any] = {"subfolder": "tokenizer", "revision": config.model.revision}
-            self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, **options)
-            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(config.model.source, **options)
+            options: dict[str, Any] = {"revision": config.model.revision}
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model.source, subfolder="tokenizer", **options)
+            self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(
+                config.model.source, subfolder=folder, **options
+            )
             self.video_processor = self.chat_template = None
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
             self.image_token_id = self.tokenizer.convert_tokens_to_ids(self.image_token)
             self.video_token_id = self.tokenizer.convert_tokens_to_ids(self.video_token)
 
-    return {"tokenizer": WithoutVideos()}
+    return {folder: WithoutVideos()}
 
 
 def base_pipeline(config: Config, **components: Any) -> Any:

@@ -112,14 +112,16 @@ class Text(Section):
         "exact",
         description="float8, int8: embeddings are stored in 8 bits with a scale for each token; pooled vectors stay",
     )
-    positions: Literal["pipeline", "real"] = Field(
+    positions: Literal["pipeline", "real", "grid"] = Field(
         "pipeline",
-        description="real: texts without the padding that the pipeline makes a part of them, for klein alone",
+        description="real: texts without the padding that the pipeline makes a part of them, for klein alone; grid: "
+        "images in prompts have rows and columns, where the pipeline's have none",
     )
 
     def stored_template(self, template: Template) -> Template:
-        """The template of the stored texts: that of the model, without padding where `positions` leaves it out."""
-        return replace(template, padded=template.padded and self.positions == "pipeline")
+        """The template of the stored texts: that of the model, changed as `positions` says."""
+        as_model = self.positions == "pipeline"
+        return replace(template, padded=template.padded and as_model, sequential=template.sequential and as_model)
 
     def embeds_dtype(self, precision: str) -> str:
         """The dtype of a stored text's embeddings. precision: that of its other tensors."""

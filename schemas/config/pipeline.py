@@ -181,9 +181,11 @@ class Config(Section):
         longest = self.model.template.longest
         if longest is not None and (self.text.max_length or 0) > longest:
             yield ("text", "max_length"), f"{self.model.family} reads at most {longest} tokens; set it to that or less"
-        if self.text.positions == "real" and not self.model.template.padded:
-            why = f"texts of {self.model.family} are stored without padding anyway"
-            yield ("text", "positions"), f"{why}; remove it, or set it to pipeline"
+        template = self.model.template
+        if {"real": not template.padded, "grid": not template.sequential}.get(self.text.positions, False):
+            why = {"real": "are stored without padding anyway", "grid": "have no such choice of positions"}
+            problem = f"texts of {self.model.family} {why[self.text.positions]}"
+            yield ("text", "positions"), f"{problem}; remove it, or set it to pipeline"
         if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:
             name = self.model.family_spec.name
             yield (

@@ -105,6 +105,7 @@ _EDIT = replace(
     templates={"i2i": _EDIT_TEMPLATE},
     conditions={"i2i": Condition("references", posterior="mode", most=1, size=_REFERENCE)},
     image_token=28,
+    pipeline_packages=("torchvision",),  # of Qwen2-VL's processor
 )
 _PLUS_FLAVOURS = (
     Flavour("qwen-image-edit-2509", "Qwen/Qwen-Image-Edit-2509", "i2i", 2.2, _EDIT_SIZES, shape={"zero_cond_t": False}),

@@ -30,8 +30,10 @@ RUNS = {
     "wan2.2-5b-i2v": ("wan2.2-5b", "i2v-5b", "lora", "64x64@5"),
     "wan2.2-a14b-t2v": ("wan2.2-a14b", "t2v-a14b", "lora", "64x64@5"),
     "wan2.2-a14b-i2v": ("wan2.2-a14b", "i2v-a14b", "full", "64x64@5"),
+    "qwen-image-edit": ("qwen-image-edit", "qwen-image-edit", "lora", "64x64"),
+    "qwen-image-edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-2511", "lora", "64x64"),
 }
-KINDS = [*list(RUNS)[:-3], *map(long, list(RUNS)[-3:])]
+KINDS = [*list(RUNS)[:-5], *map(long, list(RUNS)[-5:])]
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
     def make(kind: str) -> Path:
         name, flavour, adapter, size = RUNS[kind]
         dataset = {"id": "a", "instance_data_dir": "a", "dataset_type": "video" if FAMILIES[name].video else "image"}
-        dataset |= {"conditioning_data": "b"} if kind.endswith("i2i") else {}
+        dataset |= {"conditioning_data": "b"} if get_flavour(name, flavour).task == "i2i" else {}
         settings = {
             "root": "work",
             "model": {"family": name, "flavour": flavour, "path": str(tiny(kind)), "precision": "float32"},
@@ -64,7 +66,7 @@ def finished(tmp_path: Path, tiny: Callable[[str], Path]) -> Callable[[str], Pat
 def test_a_whole_checkpoint_makes_a_picture_or_clip_without_torchvision(finished, tmp_path: Path, kind: str) -> None:
     config, out = finished(kind), tmp_path / ("made.webp" if FAMILIES[RUNS[kind][0]].video else "made.png")
     more = []
-    if kind.endswith(("i2i", "i2v")):
+    if get_flavour(*RUNS[kind][:2]).task in ("i2i", "i2v"):
         Image.linear_gradient("L").convert("RGB").save(tmp_path / "source.png")
         more = ["--image", str(tmp_path / "source.png")]
     load_adapter.main([str(config), "--prompt", "a grey cat", "--out", str(out), *more])

@@ -223,7 +223,7 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
             "encoder_hidden_states": noise(1, 20, 96),
             "timestep": torch.tensor([500.0]),
         }
-    if kind == "qwen-image":
+    if kind.startswith("qwen-image"):
         return {
             "hidden_states": noise(1, 64, 64),
             "encoder_hidden_states": noise(1, 20, 64),
@@ -249,7 +249,7 @@ def _forward(model: Any, kind: str, inputs: dict[str, torch.Tensor]) -> torch.Te
             torch.cartesian_prod(*map(torch.arange, sides)) for sides in ((1, 8, 8, 1), (1, 1, 1, 20))
         )
         return model(**inputs | {"timestep": inputs["timestep"] / 1000}, img_ids=image_ids, txt_ids=text_ids).sample
-    if kind == "qwen-image":
+    if kind.startswith("qwen-image"):
         return model(**inputs | {"timestep": inputs["timestep"] / 1000}, img_shapes=[[(1, 8, 8)]]).sample
     _, frames, height, width, _ = inputs["hidden_states"].shape
     positions = [torch.arange(n) for n in (frames, height // 2, width // 2)]

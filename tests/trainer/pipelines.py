@@ -29,6 +29,8 @@ KINDS = {
     "sana": (sana, "t2i"),
     "z-image": (z_image, "t2i"),
     "qwen-image": (qwen_image, "t2i"),
+    "qwen-image-edit": (qwen_image, "i2i"),
+    "qwen-image-edit-plus": (qwen_image, "i2i"),
     "wan2.1-t2v": (wan, "t2v"),
     "wan2.2-5b-i2v": (wan, "i2v"),
     "flux2-klein": (flux2, "t2i"),
@@ -45,8 +47,10 @@ def make_batch(kind: str) -> Batch:
     width = 96 if kind == "flux2-klein" else 64  # three hidden states of 32
     text, mask = random(2, 6, width, seed=1), torch.ones(2, 6, dtype=torch.bool)
     condition = random(2, channels, 1, 4, 4, seed=4) if kind.endswith(("i2i", "i2v")) else None
-    latents = random(2, channels, frames, 4, 4, seed=2)
-    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1")
+    latents, extras = random(2, channels, frames, 4, 4, seed=2), {}
+    if kind.startswith("qwen-image-edit"):
+        extras["reference1"] = random(2, channels, 1, 4, 6, seed=5)
+    return Batch(latents, condition, text, mask, random(2, 32, seed=3), ["a", "b"], "32x32@1", extras)
 
 
 def output(kind: str, model) -> torch.Tensor:

@@ -49,6 +49,7 @@ KINDS = [
     long("wan-i2v"),
     "flux2-klein",
     long("klein-i2i"),
+    long("edit-plus-i2i"),
 ]
 
 

@@ -75,7 +75,8 @@ def test_every_module_asks_to_be_compared(name: str) -> None:
     assert text.endswith(asked)
 
 
-JOINT = ("z-image", "flux2-klein", "klein-i2i")  # whose last block has the text beside the visual tokens
+# whose last block has the text or references beside the visual tokens
+JOINT = ("z-image", "flux2-klein", "klein-i2i", "edit-i2i", "edit-plus-i2i")
 REPEATED = re.compile(r"(^|_)(blocks|refiner|layers)\.\d+\.")
 
 

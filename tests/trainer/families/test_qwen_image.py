@@ -1,24 +1,36 @@
 """Against the installed pipeline, on a tiny checkpoint in float32."""
 
+from functools import partial
+
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
+from schemas.references import REFERENCE_PARTS
 from tests.forms import long
-from tests.trainer.families.batches import check_batch_mates, sample_losses
+from tests.trainer.families.batches import alone, check_batch_mates, sample_losses
 from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained
 from trainer.batch import Batch, pad_text
 from trainer.families import qwen_image
+from trainer.families.base import KeptTokens
+from trainer.methods.tread import begin, end
 from trainer.setup import export
 from trainer.validation import denoise, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make_batch(lengths, height=6, width=8, seed=0) -> Batch:
+PLUS, EDIT = "qwen-image-edit-plus", "qwen-image-edit"
+TWO = ((4, 6), (6, 2))  # rows and columns of latents
+
+
+def make_batch(lengths, height=6, width=8, seed=0, references=()) -> Batch:
     text, mask = pad_text([random(length, 64, seed=seed + 100 + i) for i, length in enumerate(lengths)])
     latents = random(len(lengths), 16, 1, height, width, seed=seed)
-    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "64x48@1")
+    sizes = zip(REFERENCE_PARTS, references, strict=False)
+    extras = {part: random(len(lengths), 16, 1, *size, seed=seed + size[1]) for part, size in sizes}
+    return Batch(latents, None, text, mask, None, [str(i) for i in range(len(lengths))], "64x48@1", extras)
 
 
 def make_pipeline(folder, dtype=torch.float32):
@@ -84,24 +96,76 @@ def test_the_shift_by_tokens_is_the_pipelines():
         assert pipe.sigmas[2].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
 
 
-def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property):
+@pytest.mark.parametrize(("kind", "references"), [("qwen-image", ()), (PLUS, TWO), long(EDIT, TWO[:1])])
+def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, kind, references):
     """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths."""
-    folder = tiny("qwen-image")
+    folder, task = tiny(kind), "i2i" if references else "t2i"
     pipe, model = make_pipeline(folder), qwen_image.load(str(folder))
-    batch, sigma = make_batch([9, 5]), torch.tensor([0.1234, 0.777])
+    batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
+    tokens = [
+        pipe._pack_latents(latents.transpose(1, 2), 2, 16, *latents.shape[3:])
+        for latents in (batch.latents_BCTHW, *batch.references)
+    ]
     with torch.no_grad():
         wanted = pipe.transformer(
-            hidden_states=pipe._pack_latents(batch.latents_BCTHW.transpose(1, 2), 2, 16, 6, 8),
+            hidden_states=torch.cat(tokens, 1),
             timestep=1000 * sigma / 1000,
             encoder_hidden_states=batch.text_BLD,
             encoder_hidden_states_mask=batch.text_mask_BL.long(),
-            img_shapes=[[(1, 3, 4)]] * 2,
+            img_shapes=[[(1, 3, 4), *((1, rows // 2, columns // 2) for rows, columns in references)]] * 2,
             return_dict=False,
-        )[0]
-        made = qwen_image.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+        )[0][:, : tokens[0].shape[1]]
+        made = qwen_image.predict(model, batch.latents_BCTHW, sigma, batch, task)
     wanted = pipe._unpack_latents(wanted, 48, 64, 8)
     record_property("largest difference", (made - wanted).abs().max().item())
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
+
+
+def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
+    """(N, 4 C) of one sample by blocks with the stock attention. kept: of the second and third block, of the N tokens
+    of the noisy image; they have all of those of the references, which have no noise."""
+    latents = (noisy_BCTHW, *single.references)
+    packed = [qwen_image.pack(each) for each in latents]
+    count, x = packed[0].shape[1], model.img_in(torch.cat(packed, 1))
+    text = model.txt_in(model.txt_norm(single.text_BLD))
+    time = model.time_text_embed(torch.cat([sigma_B, 0 * sigma_B]), x)
+    shapes = [(1, each.shape[3] // 2, each.shape[4] // 2) for each in latents]
+    rope, text_rope = model.pos_embed([shapes], max_txt_seq_len=text.shape[1], device=x.device)
+    index = (torch.arange(x.shape[1]) >= count).int()[None]
+    for number, block in enumerate(model.transformer_blocks):
+        tokens = [*(kept if number else range(count)), *range(count, x.shape[1])]
+        rotary = rope[tokens], text_rope
+        text, new = block(x[:, tokens], text, None, time, rotary, None, index[:, tokens])
+        x = x.clone()
+        x[:, tokens] = new
+    return model.proj_out(model.norm_out(x, time[:1]))[0, :count]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property, checkpointing):
+    """Each sample drops tokens of its own, and no reference's: which have the noise level 0."""
+    model, sigma = qwen_image.load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
+    batch, places = make_batch([7, 4], references=TWO), torch.tensor([[0, 3, 4, 9, 11], [1, 2, 7, 8, 10]])
+    kept, (first, last) = KeptTokens(places, 12), qwen_image.blocks(model)[1:]
+    hooks = [
+        first.register_forward_pre_hook(partial(begin, kept, qwen_image.block_tokens(first)), with_kwargs=True),
+        last.register_forward_hook(partial(end, kept, qwen_image.block_tokens(last))),
+        *qwen_image.route_blocks([first, last], kept),
+    ]
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    made = qwen_image.pack(qwen_image.predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        for block in model.transformer_blocks:
+            block.attn.set_processor(QwenDoubleStreamAttnProcessor2_0())
+        rows = [
+            by_hand(model, alone(batch, n), batch.latents_BCTHW[[n]], sigma[[n]], places[n].tolist()) for n in range(2)
+        ]
+    difference = (made - torch.stack(rows)).abs().max().item()
+    record_property("largest difference", difference)
+    assert difference <= 1e-5
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -111,6 +175,9 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
         model.enable_gradient_checkpointing()
     # A key's bias that adds the same to all scores has a gradient of zero but for rounding: hence the floor.
     check_batch_mates(qwen_image, model, make_batch([3, 17, 8]), record_property)
+    if not checkpointing:
+        model = qwen_image.load(str(tiny(PLUS)))
+        check_batch_mates(qwen_image, model, make_batch([3, 8], references=TWO), record_property, task="i2i")
 
 
 def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
@@ -121,9 +188,10 @@ def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
     assert (losses[0] - losses[1])[0].abs() > 1e-4
 
 
-def test_an_adapter_is_the_trained_model_in_the_pipeline_and_in_comfyui(tiny, tmp_path, record_property):
+@pytest.mark.parametrize("kind", ["qwen-image", PLUS, long(EDIT)])
+def test_an_adapter_is_the_trained_model_in_the_pipeline_and_in_comfyui(tiny, tmp_path, record_property, kind):
     """Whose names are diffusers' here; each of them is one of the transformer."""
-    kind, folder = "qwen-image", tiny("qwen-image")
+    folder = tiny(kind)
     model, pipe = trained(kind, folder, alpha=2.5), pipeline(kind, folder)
     wanted, before = output(kind, model), output(kind, pipe.transformer)
     assert (wanted - before).abs().max() > 1e-2
@@ -145,6 +213,8 @@ def test_packed_latents_come_back():
 
 def test_what_it_can_not_compute_is_refused(tiny, tmp_path):
     model, batch = qwen_image.load(str(tiny("qwen-image"))), make_batch([3])
+    with pytest.raises(ValueError, match="i2i with 0 references: a batch of i2i has some"):
+        qwen_image.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")
     with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
         qwen_image.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
     odd = make_batch([3], height=5)

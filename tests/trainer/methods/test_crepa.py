@@ -56,6 +56,7 @@ CASES = {
     "cross-attention": ("wan", {}, 2),
     "expert": ("wan-a14b-i2v", {}, 2),
     "references": ("klein-i2i", {}, 2),
+    "references last": ("edit-plus-i2i", {}, 2),
     "tread of references": ("klein-i2i", {}, 1),
     "tread": ("i2v", {}, 2),
     "tread of sana": ("sana", {}, 1),
@@ -66,7 +67,7 @@ CASES = {
     "rollout": ("t2v", {}, 1),
     "regularisation": ("t2i", {}, 1),
 }
-LONG_CASES = ("cross-attention", "expert", "tread of expert", "references", "tread of references")
+LONG_CASES = ("cross-attention", "expert", "tread of expert", "references", "references last", "tread of references")
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 

@@ -45,7 +45,7 @@ def kill_at(config, step: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("kind", ["t2i", long("klein-i2i")])
+@pytest.mark.parametrize("kind", ["t2i", long("klein-i2i"), long("edit-plus-i2i")])
 def test_killed_and_resumed_gives_the_same_losses(ready, kind) -> None:
     """Bit for bit, with dropout in the adapter and of captions, in the order of shards, killed twice."""
     torch.set_num_threads(1)

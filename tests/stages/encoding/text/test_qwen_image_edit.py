@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from schemas.catalog import FAMILIES
+from schemas.config.encoding import Text
 from stages.encoding.text.base import RequestError, TextRequest
 from stages.encoding.text.qwen_image_edit import Encoder
 from tests.forms import long
@@ -28,8 +29,8 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
 PICTURES = [picture(1, 640, 400), picture(2, 200, 304), picture(3, 512, 512)]
 
 
-def encoder_of(folder, kind, length=None, share_prefix=True):
-    template = FAMILIES[kind].templates["i2i"]
+def encoder_of(folder, kind, length=None, share_prefix=True, positions="pipeline"):
+    template = Text(positions=positions).stored_template(FAMILIES[kind].templates["i2i"])
     length = length or template.max_length
     return Encoder(str(folder), None, template, length, torch.float32, CPU, share_prefix=share_prefix)
 
@@ -39,6 +40,12 @@ def pipe_of(folder, kind):
     pipe.processor = Processor(folder / "tokenizer", folder / "processor")
     pipe.text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
     return pipe
+
+
+def tell_images(model, _, named):
+    """A hook by which the model is told which tokens are images', as the processor knows and the pipelines do not
+    say."""
+    return (), named | {"mm_token_type_ids": (named["input_ids"] == model.config.image_token_id).int()}
 
 
 def asked(encoder, caption, images) -> TextRequest:
@@ -66,13 +73,22 @@ def reference(pipe, kind, caption, images):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "counts"), [("qwen-image-edit-plus", (1, 2, 3)), long("qwen-image-edit", (1,))], ids=["plus", "edit"]
+    ("kind", "counts", "positions"),
+    [
+        ("qwen-image-edit-plus", (1, 2, 3), "pipeline"),
+        long("qwen-image-edit-plus", (1, 3), "grid"),
+        long("qwen-image-edit", (1,), "pipeline"),
+        long("qwen-image-edit", (1,), "grid"),
+    ],
 )
-def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts):
-    """All captions with each number of references in one batch; each picture goes through the vision model once."""
+def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, positions):
+    """All captions with each number of references in one batch; each picture goes through the vision model once. grid:
+    of a pipeline that tells the model where the images are."""
     torch.set_num_threads(1)
     folder, largest = tiny(kind), 0.0
-    pipe, encoder = pipe_of(folder, kind), encoder_of(folder, kind)
+    pipe, encoder = pipe_of(folder, kind), encoder_of(folder, kind, positions=positions)
+    if positions == "grid":
+        pipe.text_encoder.register_forward_pre_hook(tell_images, with_kwargs=True)
     pairs = [(caption, PICTURES[:count]) for count in counts for caption in CAPTIONS]
     results = encoder.encode([encoder.prepare(asked(encoder, *pair)) for pair in pairs])
     for result, pair in zip(results, pairs, strict=True):
@@ -84,7 +100,8 @@ def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts):
     assert largest <= LIMIT
     assert encoder.stats.shared == len(pairs) and encoder.stats.images == max(counts)
     [alone] = encoder.encode([encoder.prepare(asked(encoder, *pairs[2]))])
-    [whole] = (made := encoder_of(folder, kind, share_prefix=False)).encode([made.prepare(asked(made, *pairs[2]))])
+    made = encoder_of(folder, kind, share_prefix=False, positions=positions)
+    [whole] = made.encode([made.prepare(asked(made, *pairs[2]))])
     assert max((each.embeds - results[2].embeds).abs().max() for each in (alone, whole)) <= LIMIT
 
 

@@ -1,0 +1,142 @@
+"""Qwen-Image-Edit from the files to what validation makes, against the installed pipelines."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from cache.sets.set_lookup import find_configured_id, open_set
+from cache.store.store import Store
+from schemas.catalog import FAMILIES
+from stages import bucket, discover, encode_latents, encode_text, index
+from tests.forms import long
+from tests.project import Project
+from tests.qwen_processor import Processor
+from trainer.families import qwen_image
+from trainer.reading import to_tensor
+from trainer.validation import denoise, draw_inputs, list_samples, load_scheduler
+
+STAGES = (discover.run, bucket.run, encode_text.run, encode_latents.run, index.run)
+SIZES = {"first": (96, 64), "second": (60, 100)}  # of the source images, which are stretched
+CAPTION, NEGATIVE, STEPS, GUIDANCE = "a picture", " ", 2, 4.0
+
+
+@pytest.fixture
+def referenced(project):
+    """kind -> a project: a and b share their references, in another order, and their caption; c has one of them."""
+
+    def make(kind: str) -> Project:
+        several = kind.endswith("plus")
+        names = [f"pictures/{name}.png" for name in ("second", "first")]
+        prompts = [{"name": "own", "prompt": CAPTION, "image": names if several else names[0]}, {"name": "data"}]
+        prompts[1]["prompt"] = "another"
+        home = project(kind, cache={"unit_mib": 1.0}, validation={"size": "64x64", "prompts": prompts})
+        for seed, (name, size) in enumerate(SIZES.items()):
+            home.image(f"../pictures/{name}.png", size, seed=10 + seed)
+        for seed, (name, given) in enumerate({"a": "first second", "b": "second first", "c": "first"}.items()):
+            home.image(f"{name}.png", (64, 64), seed=seed, caption=CAPTION)
+            for folder, source in zip(("one", "two")[: 1 + several], given.split(), strict=False):
+                (home.folder / folder).mkdir(exist_ok=True)
+                picture = (home.folder / f"pictures/{source}.png").read_bytes()
+                (home.folder / f"{folder}/{name}.png").write_bytes(picture)
+        home.settings["datasets"][0]["conditioning_data"] = ["one", "two"] if several else "one"
+        return home
+
+    return make
+
+
+def make_pipeline(home: Project, kind: str):
+    folder = Path(home.settings["model"]["path"])
+    pipe = getattr(diffusers, home.config().model.family_spec.pipelines["i2i"])(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        vae=diffusers.AutoencoderKLQwenImage.from_pretrained(folder / "vae"),
+        text_encoder=Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval(),
+        tokenizer=None,
+        processor=Processor(folder / "tokenizer", folder / "processor"),
+        transformer=diffusers.QwenImageTransformer2DModel.from_pretrained(folder / "transformer"),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    family, condition, template = FAMILIES[kind], FAMILIES[kind].conditions["i2i"], FAMILIES[kind].templates["i2i"]
+    sizes = [replace(each, area=edge**2) for each, edge in ((condition.size, 128), (template.image_size, 96))]
+    changed = replace(condition, size=sizes[0]), replace(template, image_size=sizes[1])
+    small = replace(family, conditions={"i2i": changed[0]}, templates={"i2i": changed[1]})
+    monkeypatch.setitem(FAMILIES, kind, small)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", sizes[0].area)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", sizes[1].area)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "small"),
+    [("qwen-image-edit-plus", True), long("qwen-image-edit-plus", False), long("qwen-image-edit", False)],
+)
+def test_what_is_cached_and_sampled_is_the_pipelines(referenced, monkeypatch, kind, small, record_property) -> None:
+    """Each reference is encoded once, in another order it is another sample and another text. small: with pictures of
+    smaller areas, here and in the pipeline, which has constants for them."""
+    torch.set_num_threads(1)
+    if small:
+        make_small(monkeypatch, kind)
+    home, several = referenced(kind), kind.endswith("plus")
+    assert [home.run(program).exit_code for program in STAGES] == [0] * len(STAGES)
+    config = home.config()
+    store = Store(config.root)
+    data = open_set(store, find_configured_id(store, config), config.model.family, config.model.task)
+    assert len(data) == 3
+    texts = {to_tensor(data.sample(row).text["embeds"]).numpy().tobytes() for row in range(3)}
+    ids = {data.sample(row).id for row in range(3)}
+    assert len(ids) == 3 and len(texts) == (3 if several else 2), "two have the same reference, and so the same text"
+    assert {bucket.run: 0, encode_text.run: 0, encode_latents.run: 0} == {
+        run: home.run(run).done for run in (bucket.run, encode_text.run, encode_latents.run)
+    }
+    (own,) = (prompt for prompt in data.validation if prompt.name == "own")
+    pipe, seen = make_pipeline(home, kind), {}
+    encode_prompt, prepare = pipe.encode_prompt, pipe.prepare_latents
+
+    def encoded(**options):
+        made = encode_prompt(**options)
+        seen.setdefault("texts", []).append(made[0][0])
+        return made
+
+    def prepared(*arguments, **options):
+        made = prepare(*arguments, **options)
+        seen["references"] = made[1]
+        return made
+
+    pipe.encode_prompt, pipe.prepare_latents = encoded, prepared
+    images = [Image.open(home.folder / f"pictures/{name}.png") for name in ("second", "first")]
+    sample = next(each for each in list_samples(config, data) if data.validation[each.planned].name == "own")
+    batch, negative, noise = draw_inputs(config, own, sample, torch.device("cpu"))
+    with torch.no_grad():
+        wanted = pipe(
+            image=images if several else images[0],
+            prompt=CAPTION,
+            negative_prompt=NEGATIVE,
+            true_cfg_scale=GUIDANCE,
+            num_inference_steps=STEPS,
+            height=64,
+            width=64,
+            latents=pipe._pack_latents(noise.transpose(1, 2), 1, 16, 8, 8),
+            output_type="latent",
+            return_dict=False,
+        )[0]
+    packed = torch.cat([*map(qwen_image.pack, batch.references)], 1)
+    gaps = {
+        "text": (batch.text_BLD[0] - seen["texts"][0]).abs().max().item(),
+        "negative": (negative.text_BLD[0] - seen["texts"][1]).abs().max().item(),
+        "references": (packed - seen["references"]).abs().max().item(),
+    }
+    model, scheduler = qwen_image.load(config.model.source), load_scheduler(config.model.source)
+    made = denoise(model, qwen_image, "i2i", batch, negative, noise, scheduler, STEPS, GUIDANCE)
+    gaps["denoised"] = (qwen_image.pack(made) - wanted).abs().max().item()
+    record_property("largest differences", gaps)
+    print(gaps)
+    assert max(gaps["text"], gaps["negative"], gaps["references"]) <= 1e-5 and gaps["denoised"] <= 2e-5
