@@ -60,8 +60,8 @@ def pipeline_name(config: Config) -> str:
 
 
 def missing_components(config: Config) -> dict[str, Any]:
-    """Components to pass to from_pretrained because it can't make them here: Qwen2-VL's processor, which Kandinsky 5 has
-    in the place of its tokenizer."""
+    """Components to pass to from_pretrained because it can't make them here: Qwen2-VL's processor, which Kandinsky 5
+    has in the place of its tokenizer."""
     if "torchvision" not in config.model.family_spec.pipeline_packages or find_spec("torchvision") is not None:
         return {}
     from transformers import AutoTokenizer

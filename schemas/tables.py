@@ -146,6 +146,12 @@ def texts_schema(references: bool) -> pa.Schema:
     return pa.schema([*TEXTS_SCHEMA, *([pa.field("references", pa.list_(_str))] if references else [])])
 
 
+def plan_schema(name: str, columns: Sequence[str]) -> pa.Schema:
+    """The schema of a plan's table "samples", "texts", "units" or "active" with these columns."""
+    made = {"texts": texts_schema, "active": active_schema}.get(name)
+    return made("references" in columns) if made else {"samples": SAMPLES_SCHEMA, "units": UNITS_SCHEMA}[name]
+
+
 def index_schema(kinds: Sequence[str], references: int = 0) -> pa.Schema:
     """INDEX_SCHEMA with <kind>_shard and <kind>_row of each further kind of shard, and <part>_id, _shard and _row of so
     many of REFERENCE_PARTS, null where a sample has fewer."""

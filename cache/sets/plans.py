@@ -35,19 +35,10 @@ from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json, id_prefixes
-from schemas.tables import (
-    ACTIVE_SCHEMA,
-    SAMPLES_SCHEMA,
-    TABLES_VERSION,
-    TEXTS_SCHEMA,
-    UNITS_SCHEMA,
-    active_schema,
-    texts_schema,
-)
+from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 
-_SCHEMAS = {"samples": SAMPLES_SCHEMA, "texts": TEXTS_SCHEMA, "units": UNITS_SCHEMA, "active": ACTIVE_SCHEMA}
-PLAN_TABLES = tuple(_SCHEMAS)
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
+PLAN_TABLES = tuple(_CHECKS)
 
 
 class PlanOutdated(LatentpressError):
@@ -317,11 +308,7 @@ def publish_plan(
     current, published = newest_plan(store, key), list_plans(store)
     if planned_on is not None and published != list(planned_on):
         raise PlanOutdated(f"a plan was published meanwhile: {', '.join(sorted({*published} ^ {*planned_on}))}")
-    schemas = _SCHEMAS | {
-        name: made("references" in tables[name].column_names)
-        for name, made in (("active", active_schema), ("texts", texts_schema))
-    }
-    cast = {name: tables[name].cast(schema) for name, schema in schemas.items()}
+    cast = {name: tables[name].cast(plan_schema(name, tables[name].column_names)) for name in PLAN_TABLES}
     active = cast["active"] = cast["active"].combine_chunks()  # compared and hashed below
     if current is not None and not any(len(tables[name]) for name in ("samples", "texts", "units")):
         same = all(current.info.get(name) == value for name, value in json.loads(json.dumps(info)).items())

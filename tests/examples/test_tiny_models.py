@@ -84,7 +84,7 @@ def test_a_build_leaves_torch_as_it_was(tmp_path: Path) -> None:
 
 def test_all_kinds_are_small(models: Path) -> None:
     sizes = {kind: sum(map(len, _files(models / kind).values())) for kind in tiny_models.KINDS}
-    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 60e6, sizes
+    assert max(sizes.values()) < 6e6 and sum(sizes.values()) < 66e6, sizes
 
 
 # --- tokenizers ---

@@ -17,6 +17,7 @@ from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.cli.console import Console, Options
 from schemas.errors import LatentpressError
+from schemas.tables import plan_schema
 from stages import bucket, discover, encode_latents
 from tests.forms import in_turn
 from tests.s3_server import BUCKET
@@ -295,7 +296,7 @@ def test_a_number_is_one_plans(tmp_path):
     """Of two that were made on the same plans the later one is refused, and what it wrote is removed; a winner that was
     killed before its plan.json is finished by the other."""
     store, info = Store(tmp_path), {"null_text": None, "validation": []}
-    empty = {name: schema.empty_table() for name, schema in plans._SCHEMAS.items()}
+    empty = {name: plan_schema(name, ()).empty_table() for name in plans.PLAN_TABLES}
     winner = plans.publish_plan(store, "a", empty, info, [])
     (tmp_path / "plans" / winner.name / "plan.json").unlink()
     with pytest.raises(plans.PlanOutdated, match=f"plan {winner.name} was published at the same time"):
