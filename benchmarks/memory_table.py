@@ -90,11 +90,18 @@ CASES = {
     ),
     "FLUX.2 klein 4B, 1024x1024": published("flux2-klein", "klein-base-4b", "1024x1024"),
     "FLUX.2 klein 9B, 1024x1024": published("flux2-klein", "klein-base-9b", "1024x1024"),
+    "FLUX.2 klein 4B i2i, 1024x1024, one reference": published(
+        "flux2-klein", "klein-base-4b-i2i", "1024x1024+1024x1024"
+    ),
+    "FLUX.2 klein 9B i2i, 1024x1024, one reference": published(
+        "flux2-klein", "klein-base-9b-i2i", "1024x1024+1024x1024"
+    ),
     "Wan 2.1 1.3B, 832x480, 33 frames": published("wan2.1", "t2v-1.3b", "832x480@33"),
     "Wan 2.1 1.3B, 832x480, 81 frames": published("wan2.1", "t2v-1.3b", "832x480@81"),
     "Wan 2.1 14B, 832x480, 33 frames": published("wan2.1", "t2v-14b", "832x480@33"),
     "Wan 2.1 14B, 832x480, 81 frames": published("wan2.1", "t2v-14b", "832x480@81"),
     "Wan 2.2 A14B t2v, 832x480, 81 frames, one expert": published("wan2.2-a14b", "t2v-a14b", "832x480@81"),
+    "Wan 2.2 A14B i2v, 832x480, 81 frames, one expert": published("wan2.2-a14b", "i2v-a14b", "832x480@81"),
     "Wan 2.2 5B t2v, 1280x704, 121 frames": published("wan2.2-5b", "t2v-5b", "1280x704@121"),
     "Wan 2.2 5B i2v, 1280x704, 121 frames": published("wan2.2-5b", "i2v-5b", "1280x704@121"),
 }

@@ -5,15 +5,21 @@ from pathlib import Path
 import diffusers
 import numpy as np
 import pytest
+import skimage.data
 import torch
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from PIL import Image
 
 from cache.sets.set_lookup import find_configured_id, open_set
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
+from schemas.catalog import FAMILIES
 from schemas.errors import LatentpressError
+from schemas.geometry import Bucket, Crop
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, preview
 from stages.discovery.media_table import read_media_table
+from stages.media.image import load_image
+from stages.media.sample_reader import normalize_pixels, resize_and_crop
 from tests.forms import long
 from tests.project import Project
 from trainer.batch import Batch
@@ -89,6 +95,40 @@ def wanted_latents(home: Project) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             latents[f"{width}x{height}"] = pipe._encode_vae_image(pixels, None)[:, :, None]
     return latents
+
+
+class SizeAlone:
+    """Of a picture."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.size = size
+
+    def resize(self, size: tuple[int, int], _: object) -> "SizeAlone":
+        return SizeAlone(size)
+
+
+@pytest.mark.slow
+def test_a_reference_is_sized_and_cropped_as_by_the_pipeline(tmp_path, often) -> None:
+    """Sizes of any pictures, and all pixels of a photograph's; those of more than 1024x1024 pixels are scaled down."""
+    processor = Flux2ImageProcessor()
+    fit = FAMILIES["flux2-klein"].conditions["i2i"].size.fit
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(np.log(300), np.log(9000), (often(500, 100_000), 2))).astype(int)
+    sizes = np.concatenate([sizes, [(1024, 1024), (1024, 1025), (1025, 1023), (2048, 2048)]])
+    *sides, crop = fit(*sizes.T)
+    wanted = [processor._resize_if_exceeds_area(SizeAlone((int(w), int(h)))).size for w, h in sizes]
+    assert np.array_equal(np.stack([crop.resize_width, crop.resize_height], 1), wanted)
+    assert np.array_equal(np.stack(sides, 1), np.array(wanted) // 16 * 16)
+    photo = Image.fromarray(skimage.data.chelsea())
+    for size in ((1501, 1003), (971, 1203), (1024, 1025), (451, 300)):
+        photo.resize(size, Image.Resampling.BICUBIC).save(tmp_path / "photo.png", compress_level=1)
+        width, height, crop = fit(*np.array([size]).T)
+        geometry = Crop(*(int(value[0]) for value in vars(crop).values())), Bucket(int(width[0]), int(height[0]))
+        found = normalize_pixels(resize_and_crop(load_image(tmp_path / "photo.png"), *geometry))
+        image = processor._resize_if_exceeds_area(processor.check_image_input(Image.open(tmp_path / "photo.png")))
+        across, down = (side // 16 * 16 for side in image.size)
+        [expected] = processor.preprocess(image, height=down, width=across, resize_mode="crop")
+        assert torch.equal(torch.from_numpy(found), expected), size
 
 
 @pytest.mark.slow
