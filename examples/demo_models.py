@@ -57,10 +57,9 @@ RECIPES = {
         ("images",), (96, 96, 1), (64, 64, 1), 4, 500, {"block_out_channels": (8, 16, 32, 32)}
     ),
     "qwen_image_vae": Recipe(("images",), (96, 96, 1), (64, 64, 1), 4, 400),
-    "wan_vae": Recipe(("videos",), (96, 64, 5), (96, 64, 5), 2, 250),
 }  # fmt: skip
 #: Autoencoders of clips, of which a picture is one of one frame.
-OF_CLIPS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
+OF_CLIPS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage")
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "image": {"model_dim": 128, "ff_dim": 384},
     "video": {"model_dim": 128, "ff_dim": 384},
@@ -68,7 +67,6 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
     "qwen_image": {"num_attention_heads": 4},
     "flux2": {"num_attention_heads": 4},
-    "wan": {"num_attention_heads": 4, "ffn_dim": 384},
 }
 
 
@@ -254,7 +252,7 @@ def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
     """Set the scaling factor, or the means and deviations, by which the latents get deviation 1, and a constant
     deviation of the posterior."""
     deviation, channels = z_NCTHW.std(), z_NCTHW.shape[1]
-    if part in ("wan_vae", "qwen_image_vae"):
+    if part == "qwen_image_vae":
         mean, deviation = (find(z_NCTHW.transpose(0, 1).flatten(1), 1) for find in (torch.mean, torch.std))
         vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
     elif part == "flux2_vae":
@@ -296,10 +294,6 @@ def make_transformer(part: str, **overrides: Any) -> Any:
             return model
         if part == "flux2":
             _carry_through(model.x_embedder.weight, model.proj_out.weight, range(128))
-            return model
-        if part == "wan":  # whose output has a patch's channels last
-            order = [channel * 4 + place for place in range(4) for channel in range(16)]
-            _carry_through(model.patch_embedding.weight.flatten(1), model.proj_out.weight, order)
             return model
         channels, inputs = 16, model.visual_embeddings.in_layer.in_features // 4
         # The input has a patch's channels last, the output has them first.
