@@ -56,7 +56,10 @@ def make(make_config, make_set) -> Callable[..., Config]:
 
 @pytest.mark.parametrize(
     ("kind", "adapter", "way"),
-    [*in_turn(KINDS, ADAPTERS, WAYS), *(long("flux2-klein", "lora", way) for way in WAYS)],
+    [
+        *in_turn(KINDS, ADAPTERS, WAYS),
+        *(long(kind, "lora", way) for kind in ("flux2-klein", "edit-plus-i2i") for way in WAYS),
+    ],
 )
 def test_a_run_on_the_device_is_that_of_the_cpu(make, kind, adapter, way) -> None:
     if (adapter, way) == ("full", "blocks"):

@@ -54,7 +54,9 @@ def waits_of_a_step(config: Config) -> Counter:
     return counts.waits
 
 
-@pytest.mark.parametrize(("kind", "name"), in_turn(KINDS, BUDGETS))
+@pytest.mark.parametrize(
+    ("kind", "name"), [*in_turn(KINDS, BUDGETS), *(long("edit-plus-i2i", name) for name in BUDGETS)]
+)
 def test_a_step_waits_once(make, kind, name) -> None:
     options, budget = BUDGETS[name]
     waits = waits_of_a_step(make(kind, **options))

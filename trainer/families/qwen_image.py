@@ -26,8 +26,9 @@ LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
 QUANTIZED = r"transformer_blocks\.(?!0\.img_mod)\d+\..*"
 UNGUIDED_SCALE = 1.0
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
-# The places of image_rotary_emb and of modulate_index among the arguments of a block that is checkpointed.
-ROTARY, MODULATION = 4, 6
+# The places of image_rotary_emb, joint_attention_kwargs and modulate_index among the arguments of a block that is
+# checkpointed.
+ROTARY, OPTIONS, MODULATION = 4, 5, 6
 set_timesteps = base.set_linear_sigmas
 clean_frames = base.no_clean_frames
 initial_latents = base.noise_alone
@@ -80,8 +81,33 @@ def rotate(x_BLHD: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 
 
 def install_processors(model: Any) -> None:
+    """And, where references have the noise level 0, hooks by which the blocks get it from `model_inputs`: the forward
+    pass makes an index of the tokens on the host and copies it to the device, for which it waits."""
     for block in model.transformer_blocks:
         block.attn.set_processor(JointAttnProcessor())
+    if model.zero_cond_t:
+        model.zero_cond_t = False  # of the forward pass; the blocks have their own
+        for block in model.transformer_blocks:
+            block.register_forward_pre_hook(give_index, with_kwargs=True)
+        model.norm_out.register_forward_pre_hook(leave_zero_out)
+
+
+def give_index(
+    block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Which tokens have the noise level 0, from the options of attention to a block's own argument."""
+    by_name = "joint_attention_kwargs" in named
+    options = dict(named["joint_attention_kwargs"] if by_name else inputs[OPTIONS])
+    index_BN = options.pop("modulate_index")
+    if by_name:
+        return inputs, named | {"joint_attention_kwargs": options, "modulate_index": index_BN}
+    return (*inputs[:OPTIONS], options, index_BN, *inputs[MODULATION + 1 :]), named
+
+
+def leave_zero_out(norm: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The hidden states, and the embeddings of the noisy tokens' time (B, D), of those with 0 behind them (2 B, D)."""
+    hidden, time = inputs
+    return hidden, time.chunk(2)[0]
 
 
 def load(
@@ -203,11 +229,19 @@ def model_inputs(
             stride = FAMILY.spatial_stride
             raise ValueError(f"{width * stride}x{height * stride} pixels: sides must be multiples of {2 * stride}")
     dtype = compute_dtype(model)
+    hidden_BND = torch.cat([pack(latents.to(dtype)) for latents in (noisy_BCTHW, *references)], 1)
+    timestep, options = (1000 * sigma_B).float().to(dtype) / 1000, dict[str, torch.Tensor]()
+    if batch.padded:
+        options["text_mask_BL"] = batch.text_mask_BL
+    if model.config.zero_cond_t and not model.zero_cond_t:  # by this module's hooks
+        timestep = torch.cat([timestep, torch.zeros_like(timestep)])
+        given_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device) >= noisy_BCTHW[0, 0].numel() // 4
+        options["modulate_index"] = given_N.int().expand(len(batch), -1)
     return {
-        "hidden_states": torch.cat([pack(latents.to(dtype)) for latents in (noisy_BCTHW, *references)], 1),
-        "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
+        "hidden_states": hidden_BND,
+        "timestep": timestep,
         "encoder_hidden_states": batch.text_BLD.to(dtype),
-        "attention_kwargs": {"text_mask_BL": batch.text_mask_BL} if batch.padded else None,
+        "attention_kwargs": options or None,
         "img_shapes": [[(1, height // 2, width // 2) for height, width in sides]] * len(batch),
     }
 

@@ -47,7 +47,10 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", long("sana"), long("z-image"), "qwen-image", long("wan"), long("flux2-klein")])
+@pytest.mark.parametrize(
+    "kind",
+    ["t2i", long("sana"), long("z-image"), "qwen-image", long("wan"), long("flux2-klein"), long("edit-plus-i2i")],
+)
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
     train_options = {"batch_size": 1 if kind == "sana" else 2, "steps": STEPS, "adapter": {"rank": 2}}
     plain = ready(kind, name="plain", gradient_checkpointing=False, **train_options)
@@ -93,7 +96,9 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein"))])
+@pytest.mark.parametrize(
+    "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
+)
 def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, kind, capsys) -> None:
     """Also where their weights are on the host. A class of blocks is one graph, or two where the first block's input
     has no gradient, however many blocks there are, and computing them again needs no other."""
@@ -113,6 +118,7 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
             "sana": [1, 2],
             "z-image": [1, 2, 3],
             "qwen-image": [1, 2],
+            "edit-plus-i2i": [1, 2],
             "wan": [1, 2],
             "flux2-klein": [1, 2, 3],
         }[kind]
