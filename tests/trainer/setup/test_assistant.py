@@ -53,7 +53,7 @@ def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assis
         train(config)
     for key in ("loss", "eval_loss", "grad_norm"):
         assert lines(ours, key) == pytest.approx(lines(on_merged, key), rel=1e-5), key
-        assert lines(ours, key) != pytest.approx(lines(plain, key), rel=1e-3), key
+        assert lines(ours, key) != pytest.approx(lines(plain, key), rel=1e-4), key
     shown = [
         load_file(config.run_folder / "validation/step-000000/one.safetensors")["latent"] for config in (plain, ours)
     ]
