@@ -10,9 +10,11 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from cache.sets.plans import newest_plan
 from cache.sets.set_lookup import find_configured_id, open_set
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
+from schemas.recipe import plan_key
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.forms import long
 from tests.project import Project
@@ -138,5 +140,28 @@ def test_what_is_cached_and_sampled_is_the_pipelines(referenced, monkeypatch, ki
     made = denoise(model, qwen_image, "i2i", batch, negative, noise, scheduler, STEPS, GUIDANCE)
     gaps["denoised"] = (qwen_image.pack(made) - wanted).abs().max().item()
     record_property("largest differences", gaps)
-    print(gaps)
+    assert (wanted - qwen_image.pack(noise)).std() > 0.1 and seen["texts"][0].std() > 0.1
     assert max(gaps["text"], gaps["negative"], gaps["references"]) <= 1e-5 and gaps["denoised"] <= 2e-5
+
+
+@pytest.mark.slow
+def test_units_are_divided_again_and_a_damaged_reference_sets_its_samples_aside(referenced, monkeypatch) -> None:
+    """Of texts with references, in a root in which another family was planned before."""
+    kind = "qwen-image-edit-plus"
+    make_small(monkeypatch, kind)
+    home = referenced(kind)
+    home.settings["validation"]["prompts"] = []
+    home.settings["stages"]["max_reject_fraction"] = 1.0
+    home.run(discover.run)
+    home.run(bucket.run, "model.family=flux2-klein", "model.flavour=klein-base-4b-i2i", "model.path=null")
+    before = home.run(bucket.run, "cache.unit_mib=64").details["new_units"]["text"]
+    divided = home.run(bucket.run, divide_again=True)
+    assert divided.details["new_units"]["text"] > before == 2  # of one reference, and of two
+    plan = newest_plan(Store(home.root), plan_key(home.config(), 16))
+    texts = [text for unit in plan.units("text") for text in unit.members]
+    assert sorted(texts) == sorted(plan.active_text_ids.to_pylist()) and len(texts) == 6
+    for place in ("two/a.png", "one/b.png"):  # the same file
+        (home.folder / place).write_bytes(b"no picture")
+    assert len(home.run(encode_text.run).set_aside) == 4  # a caption and a null text of each of the two
+    home.run(encode_latents.run)
+    assert sorted(home.rejects(home.run(index.run))) == ["a.png", "b.png"]

@@ -40,11 +40,12 @@ def planned(project: Callable[..., Project]) -> Callable[..., Project]:
             else:
                 home.image(f"{number}.png", (64, 64), f"picture {number} of two", number)
         prompt = {"name": "try", "prompt": "a try"}
-        if kind.endswith("i2i"):
+        edits = kind.startswith("qwen-image-edit")
+        if kind.endswith("i2i") or edits:
             home.settings["datasets"][0]["conditioning_data"] = "sources"
             for number in range(2):
                 home.image(f"../sources/{number}.png", (80, 80), "", 10 + number)
-        if kind.endswith(("i2i", "i2v")):
+        if kind.endswith(("i2i", "i2v")) or edits:
             home.image("../first.png", (70, 64), "")
             prompt["image"] = "first.png"
         home.settings["validation"] = {"size": "64x64@9" if video else "64x64", "prompts": [prompt]}
@@ -95,6 +96,7 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
         long("kandinsky5-video-t2v"),
         long("kandinsky5-video-i2v"),
         long("qwen-image"),
+        long("qwen-image-edit-plus"),
         long("flux2-klein"),
     ],
 )

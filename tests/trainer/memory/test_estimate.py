@@ -13,6 +13,7 @@ import torch
 
 from examples.tiny_shapes import KINDS, SHAPES
 from schemas.cli.console import OK
+from schemas.geometry import Bucket
 from tests.devices import set_accelerators
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from tests.trainer.runs import moved, write
@@ -33,6 +34,8 @@ MIDDLE = {
 }
 SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512"), "z-image": ("256x256", "256x320")}
 SIZES["qwen-image"] = SIZES["t2i"]
+MIDDLE["edit-plus-i2i"] = MIDDLE["qwen-image"] | {"zero_cond_t": True}
+SIZES["edit-plus-i2i"] = ("256x256+256x192", "256x320+192x256+256x256")
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU: device and offloaded are one there. Of each kind of setting at least one; the long form has more of them.
 GRID = {
@@ -49,8 +52,10 @@ GRID = {
     ],
     "z-image": [{"batch_size": 2, **ALL}, {"base_precision": "int8-quanto", "batch_size": 2}],
     "qwen-image": [{"batch_size": 2, **ALL}, {"base_precision": "nf4-bnb", "batch_size": 2}],
+    "edit-plus-i2i": [],
 }
 LONG_GRID = {
+    "edit-plus-i2i": [{"batch_size": 2, **ALL}, {"batch_size": 2}, {"base_precision": "nf4-bnb", "batch_size": 2}],
     "t2i": [
         {"gradient_checkpointing_interval": 2, "adapter": {"rank": 8, "dora": True}},
         {**FULL, "precision": "bfloat16", "weight_precision": "bfloat16", "optimizer": {"name": "optimi-adamw"}},
@@ -153,7 +158,10 @@ def test_the_prediction_is_within_15_percent_of_what_training_takes(
         configs.append(config.model_copy(update={"model": source}))
         rng, bucket = np.random.default_rng(0), SIZES[kind][number % 2]
         captions = [made.caption(rng, 32, kind == "t2i") for _ in range(5)]
-        items = [made.Item(bucket, made.latent(rng, config, bucket), [caption]) for caption in captions[1:]]
+        given = [made.latent(rng, config, f"{w}x{h}") for w, h in Bucket.parse(bucket).references]
+        items = [
+            made.Item(bucket, made.latent(rng, config, bucket), [caption], references=given) for caption in captions[1:]
+        ]
         make_set(config, items, captions[0])
     lines = [json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True)) for config in configs]
     command = [sys.executable, "-m", "tests.trainer.peak_memory"]
