@@ -119,7 +119,7 @@ class ShiftByTokens:
 
 @dataclass(frozen=True)
 class ComfyUINames:
-    """Of modules in ComfyUI. paths: (path, path there) of modules and of parts of such paths, of whole segments, where
+    """The names of modules in ComfyUI. paths: (path, path there) of modules and of parts of such paths, of whole segments, where
     it has others than diffusers; replaced one after the other. prefix: of these paths in a file."""
 
     paths: tuple[tuple[str, str], ...] = ()

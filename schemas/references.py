@@ -50,7 +50,7 @@ class ReferenceSize:
 
     @property
     def limits(self) -> str:
-        """What it takes, in words."""
+        """Describe the sizes that are taken."""
         aspect = "" if math.isinf(self.most_aspect) else f" and an aspect of at most {self.most_aspect:g}:1"
         return f"sides of {self._shortest} pixels or more{aspect}"
 

@@ -168,5 +168,5 @@ def further_kinds(columns: Sequence[str]) -> list[str]:
 
 
 def reference_parts(columns: Sequence[str]) -> list[str]:
-    """Those of REFERENCE_PARTS for which `index_schema` has these columns."""
+    """The names of REFERENCE_PARTS for which `index_schema` has these columns."""
     return [part for part in REFERENCE_PARTS if f"{part}_id" in columns]

@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Of numbers that were stored in fewer bits than they had. squares, error_squares: sums over the numbers and over
+    """The error of numbers that were stored in fewer bits than they had. squares, error_squares: sums over the numbers and over
     their errors. largest: of the errors' magnitudes."""
 
     squares: float = 0.0

@@ -75,7 +75,7 @@ def _image_tokens(config: Config, texts: pa.Table) -> np.ndarray:
 
 
 def _token_bytes(config: Config, precision: str, width: int) -> int:
-    """Of a stored text's token of this width, its scale included where it has one."""
+    """Bytes of a stored text's token of this width, its scale included where it has one."""
     scale = 0 if config.text.storage == "exact" else _DTYPE_BYTES["float32"]
     return width * _DTYPE_BYTES[config.text.embeds_dtype(precision)] + scale
 

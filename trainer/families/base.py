@@ -45,7 +45,7 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """Where a call of a visual block has the hidden states (B, L, D) of the visual tokens: its first argument, which
+    """The places where a call of a visual block has the hidden states (B, L, D) of the visual tokens: its first argument, which
     may be passed by the name `keyword`, and its output, of several tensors that at the index `output`. last: a text is
     before them along the second axis; else they are the first, and a text may follow."""
 
@@ -160,7 +160,7 @@ class FamilyModule(Protocol):
         """The blocks of `blocks` that compute the visual tokens (B, N, D), in the order of `token_grid`."""
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
-        """Where a visual block has these tokens in its arguments and output."""
+        """The places where a visual block has these tokens in its arguments and output."""
 
     def without_gradient(self, model: Any) -> list[torch.nn.Module]:
         """Modules on whose weights no prediction depends, as what a last block computes of the text. They are never

@@ -143,7 +143,7 @@ def block_tokens(block: torch.nn.Module) -> BlockTokens:
 
 
 def without_gradient(model: Any) -> list[torch.nn.Module]:
-    """What the last block makes of the text beyond keys and values."""
+    """The layers of the last block that compute the text beyond its keys and values."""
     last = model.transformer_blocks[-1]
     return [last.attn.to_add_out, last.txt_mlp]
 
@@ -207,7 +207,7 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-    """As classifier-free guidance, but each token has the norm of the conditional one."""
+    """Classifier-free guidance, but each token has the norm of the conditional one."""
     tokens, guided = pack(conditional), pack(base.guide(conditional, unconditional, scale))
     norm, guided_norm = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (tokens, guided))
     return unpack(guided * (norm / guided_norm), conditional.shape)

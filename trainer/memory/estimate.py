@@ -216,7 +216,7 @@ def exported_bytes(model: Any, config: Config, trained: int) -> int:
 
 
 def count_latents(config: Config, bucket: str) -> int:
-    """Those of a sample and of its references."""
+    """Count the latents of a sample and of its references."""
     stride = config.model.family_spec.spatial_stride
     references = Bucket.parse(bucket).references
     return prod(latent_shape(config, bucket)) + sum(w // stride * (h // stride) for w, h in references)

@@ -101,7 +101,7 @@ def extensions_of_dataset(dataset: Dataset) -> dict[str, MediaKind]:
 
 
 def companion_name(role: str) -> str:
-    """What a companion is called in messages."""
+    """The name of a companion in messages."""
     _, _, number = role.partition("_")
     return "mask" if role == "mask" else f"source image {number}".strip()
 

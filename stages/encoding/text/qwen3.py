@@ -21,7 +21,7 @@ PROBE = "a caption"
 
 
 class Qwen3WithoutHead(Qwen3Model):
-    """Of the checkpoint of a causal model, whose head is not reported as left out."""
+    """Qwen3 from the checkpoint of a causal model, whose head is not reported as left out."""
 
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012  # as transformers declares it
 

@@ -180,7 +180,7 @@ def make_posterior(parameters: torch.Tensor) -> Any:
 
 
 def latent_channels(config: Mapping[str, Any]) -> int:
-    """Of an autoencoder's config; those for videos name the number z_dim."""
+    """Read the number of channels in an autoencoder's config; those for videos name it z_dim."""
     return config["latent_channels"] if "latent_channels" in config else config["z_dim"]
 
 
