@@ -119,8 +119,8 @@ class ShiftByTokens:
 
 @dataclass(frozen=True)
 class ComfyUINames:
-    """The names of modules in ComfyUI. paths: (path, path there) of modules and of parts of such paths, of whole segments, where
-    it has others than diffusers; replaced one after the other. prefix: of these paths in a file."""
+    """The names of modules in ComfyUI. paths: (path, path there) of modules and of parts of such paths, of whole
+    segments, where it has others than diffusers; replaced one after the other. prefix: of these paths in a file."""
 
     paths: tuple[tuple[str, str], ...] = ()
     prefix: str = "diffusion_model."

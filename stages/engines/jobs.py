@@ -35,8 +35,8 @@ class Job:
 
 @dataclass(frozen=True)
 class RoundingError:
-    """The error of numbers that were stored in fewer bits than they had. squares, error_squares: sums over the numbers and over
-    their errors. largest: of the errors' magnitudes."""
+    """The error of numbers that were stored in fewer bits than they had. squares, error_squares: sums over the numbers
+    and over their errors. largest: of the errors' magnitudes."""
 
     squares: float = 0.0
     error_squares: float = 0.0

@@ -20,9 +20,9 @@ from stages.planning.candidates import CandidateItems, message_column
 
 @dataclass(frozen=True)
 class PlannedReferences:
-    """The references of n items. ids: (n,) lists of the ids of each one's references, in order. buckets: (n,) what the names of their
-    samples' buckets end with, "+WxH" for each reference. samples, active: of the references themselves, each once, rows
-    of SAMPLES_SCHEMA and of `active_schema`."""
+    """The references of n items. ids: (n,) lists of the ids of each one's references, in order. buckets: (n,) what the
+    names of their samples' buckets end with, "+WxH" for each reference. samples, active: of the references themselves,
+    each once, rows of SAMPLES_SCHEMA and of `active_schema`."""
 
     ids: pa.Array
     buckets: pa.Array

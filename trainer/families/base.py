@@ -45,9 +45,9 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class BlockTokens:
-    """The places where a call of a visual block has the hidden states (B, L, D) of the visual tokens: its first argument, which
-    may be passed by the name `keyword`, and its output, of several tensors that at the index `output`. last: a text is
-    before them along the second axis; else they are the first, and a text may follow."""
+    """The places where a call of a visual block has the hidden states (B, L, D) of the visual tokens: its first
+    argument, which may be passed by the name `keyword`, and its output, of several tensors that at the index `output`.
+    last: a text is before them along the second axis; else they are the first, and a text may follow."""
 
     keyword: str = "hidden_states"
     output: int | None = None

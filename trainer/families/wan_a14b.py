@@ -43,7 +43,7 @@ def load(
     device: torch.device | str = "cpu",
     part: str = "transformer",
 ) -> WanTransformer3DModel:
-    """What `wan.load` says of dtypes holds, too."""
+    """Load one expert; for the dtypes see `wan.load`."""
     model = load_part(WanTransformer3DModel, source, revision, part, torch_dtype=dtype)
     if model.config.image_dim is not None:
         raise ValueError(f"{source}: a transformer that reads an encoded image beside the noise can't be trained")

@@ -24,8 +24,8 @@ class PaddedModel(TextReader):
         return self._run(input_ids=ids_BL, attention_mask=self._mask(ids_BL.shape[1], lengths_B), use_cache=False)
 
     def _mask(self, length: int, lengths_B: torch.Tensor) -> torch.Tensor:
-        """The mask mask_B1LL that attention adds to its scores, made on the device. Of a mask with two axes transformers
-        would ask the device whether it leaves anything out; one with four is used as it is."""
+        """The mask mask_B1LL that attention adds to its scores, made on the device. Of a mask with two axes
+        transformers would ask the device whether it leaves anything out; one with four is used as it is."""
         places_L = torch.arange(length, device=self.device)
         seen_BLL = (places_L <= places_L[:, None]) & (places_L < lengths_B[:, None, None])
         mask_BLL = torch.zeros(seen_BLL.shape, dtype=self._model.dtype, device=self.device)
