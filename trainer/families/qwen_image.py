@@ -95,7 +95,7 @@ def install_processors(model: Any) -> None:
 def give_index(
     block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Which tokens have the noise level 0, from the options of attention to a block's own argument."""
+    """Pass the tokens that have the noise level 0 from the options of attention to a block's own argument."""
     by_name = "joint_attention_kwargs" in named
     options = dict(named["joint_attention_kwargs"] if by_name else inputs[OPTIONS])
     index_BN = options.pop("modulate_index")
