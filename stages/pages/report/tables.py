@@ -181,10 +181,14 @@ def show(value: Any) -> str:
 
 def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
-    datasets = [{"id": dataset.id, "instance_data_dir": "any"} for dataset in config.datasets]
-    given = {"root": config.root, "model": {"family": config.model.family}, "datasets": datasets}
+    family = config.model.family_spec
+    sources = family.flavours[family.default_flavour].task == "i2i"  # which it can't do without
+    dataset = {"instance_data_dir": "any"} | ({"conditioning_data": "any"} if sources else {})
+    datasets = [dataset | {"id": each.id} for each in config.datasets]
+    given = {"root": config.root, "model": {"family": family.name}, "datasets": datasets}
     given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and in "Runs"
-    made = {key: value for key, value, _ in list_settings(Config.model_validate(given))}
+    settings = list_settings(Config.model_validate(given))
+    made = {key: value for key, value, _ in settings if not key.endswith(".conditioning_data")}
     rows = []
     for key, value, default in list_settings(config):
         if default is not PydanticUndefined:  # else required, and not the same in every configuration
