@@ -24,7 +24,7 @@ RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
 # the text encoder that reads pictures (half of each side, as its pipeline does; the rest in its image processor)
 PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
 # those that read references
-PROMPT_REFERENCE = "torch-uint8-bicubic-antialias;fused-normalise"
+PROMPT_REFERENCE = "torch-uint8-bicubic-antialias;fused-normalize"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
 MASK = "grey-over-black;pillow-bilinear;area-mean"
 # stages/media: image.py, color.py and header.py
