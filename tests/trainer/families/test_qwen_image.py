@@ -169,9 +169,9 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
         model.enable_gradient_checkpointing()
     # A key's bias that adds the same to all scores has a gradient of zero but for rounding: hence the floor.
     check_batch_mates(qwen_image, model, make_batch([3, 17, 8]), record_property)
-    if not checkpointing:
-        model = qwen_image.load(str(tiny(PLUS)))
-        check_batch_mates(qwen_image, model, make_batch([3, 8], references=TWO), record_property, task="i2i")
+    for kind, references in ((PLUS, TWO), (EDIT, TWO[:1])) if not checkpointing else ():
+        model = qwen_image.load(str(tiny(kind)))
+        check_batch_mates(qwen_image, model, make_batch([3, 8], references=references), record_property, task="i2i")
 
 
 def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):

@@ -12,6 +12,11 @@ WIDE = {
     "kandinsky5-image-t2i": ("image", {"model_dim": 128, "visual_cond": False}),
     "sana": ("sana", {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128}),
     "qwen-image": ("qwen_image", {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}),
+    "qwen-image-edit": ("qwen_image", {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}),
+    "qwen-image-edit-plus": (
+        "qwen_image",
+        {"attention_head_dim": 64, "axes_dims_rope": (16, 24, 24), "zero_cond_t": True},
+    ),
     "wan2.1-t2v": ("wan", {}),
     "flux2-klein": ("flux2", {"attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}),
     "z-image": ("z_image", {"dim": 192, "axes_dims": (32, 32, 32)}),

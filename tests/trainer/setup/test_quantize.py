@@ -28,6 +28,7 @@ from trainer.setup.quantize import (
 )
 
 WIDE = ["kandinsky5-image-t2i", "sana", "z-image", "qwen-image", "wan2.1-t2v"]
+LATER = ["flux2-klein", "qwen-image-edit", "qwen-image-edit-plus"]  # in the long form alone
 NAMES = ["int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb"]
 #: Largest relative errors of the loss, the prediction and the gradient of the adapter, in float32.
 BOUNDS = {
@@ -83,7 +84,9 @@ def unquantized(wide):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), [*in_turn(WIDE, NAMES), *(long("flux2-klein", name) for name in NAMES)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*in_turn(WIDE, NAMES), *(long(kind, name) for kind in LATER for name in NAMES)]
+)
 def test_forward_and_backward_stay_within_the_error_of_the_format(wide, unquantized, is_long, kind, name):
     """Under each adapter in float32; LoRA also in bfloat16, whose own error comes on top, and with gradient
     checkpointing. In the long form so do the others."""

@@ -37,6 +37,8 @@ def test_shards_compute_as_whole_weights_do(wide, tmp_path) -> None:
     cases += [Case("sana", wide("sana"), {"type": "lora"}, compiled=True)]
     cases += [Case("z-image", wide("z-image"), full, half=True), Case("z-image", wide("z-image"), {}, "nf4-bnb")]
     cases += [Case("qwen-image", wide("qwen-image"), full), Case("qwen-image", wide("qwen-image"), {}, "int8-torchao")]
+    plus = "qwen-image-edit-plus"
+    cases += [Case(plus, wide(plus), full, half=True), Case(plus, wide(plus), {}, "nf4-bnb")]
     expected = [case.step(case.make()) for case in cases]
     torch.compiler.reset()  # imports what both processes need
 
@@ -102,6 +104,8 @@ class Case:
         long("sana", {"type": "full"}, {"cpu_offload": True, "precision": "bfloat16"}),
         long("wan", {"rank": 4, "dropout": 0.0}, {}),
         long("flux2-klein", {"rank": 4, "dropout": 0.0}, {}),
+        long("edit-i2i", {"rank": 4, "dropout": 0.0}, {}),
+        long("edit-plus-i2i", {"rank": 4, "dropout": 0.0}, {}),
     ],
 )
 def test_two_processes_share_a_model(
