@@ -21,6 +21,8 @@ from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
 from cache.store.store import Store
+from schemas.catalog import FAMILIES
+from schemas.geometry import Bucket
 from stages import bucket, discover, encode_latents, encode_text
 
 RECORDED = Path(__file__).with_name("golden.json")
@@ -89,7 +91,7 @@ def hashes(folder: Path, *parts: str) -> dict[str, str]:
     return {rel: row["sha256"] for rel, row in contents(folder, *parts).items()}
 
 
-# --- the data: five flavours, as in the demo ---
+# --- the data: flavours as in the demo, and those of Qwen-Image-Edit ---
 
 #: photograph of scikit-image -> captions
 PHOTOGRAPHS = {
@@ -105,6 +107,7 @@ EDITS = {
     "motorcycle_left.png": ("motorcycle_right.png", "Move the camera to the right."),
     "coins.png": ("moon.png", "Make a moon of the coins."),
 }
+SECOND_REFERENCES = ("coins.png",)  # of those that have two
 CLIPS = {"bikes.mp4": ["City traffic and bicycles."], "carphone_pristine.mp4": ["A man speaks in a car.", "A car."]}
 
 #: flavour -> kind of tiny checkpoint, family, flavour, and channels, stride and temporal stride of its latents
@@ -114,7 +117,10 @@ FLAVOURS: dict[str, tuple[str, str, str, tuple[int, int, int]]] = {
     "t2v": ("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", (16, 8, 4)),
     "i2v": ("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", (16, 8, 4)),
     "sana": ("sana", "sana", "sana-1.6b-1024px", (32, 32, 1)),
+    "edit": ("qwen-image-edit", "qwen-image-edit", "qwen-image-edit", (16, 8, 1)),
+    "edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-plus", "qwen-image-edit-2511", (16, 8, 1)),
 }
+LATER = ("edit", "edit-plus")  # their models, with pictures of 1024x1024 pixels, are run in the long form alone
 VIDEO = {"dataset_type": "video", "instance_data_dir": "clips", "resolution": 96}
 DATASETS: dict[str, list[Json]] = {
     "t2i": [
@@ -129,6 +135,10 @@ DATASETS: dict[str, list[Json]] = {
         }
     ],
     "i2i": [{"id": "edits", "instance_data_dir": "after", "conditioning_data": "before", "resolution": 128}],
+    "edit": [{"id": "edits", "instance_data_dir": "after", "conditioning_data": "before", "resolution": 128}],
+    "edit-plus": [
+        {"id": "edits", "instance_data_dir": "after", "conditioning_data": ["before", "second"], "resolution": 128}
+    ],
     "t2v": [
         {
             "id": "clips",
@@ -166,6 +176,8 @@ def gather(folder: Path) -> None:
     for name, (result, instruction) in EDITS.items():
         put(folder / "before" / name, photographs / name)
         put(folder / "after" / name, photographs / result, [instruction])
+    for name in SECOND_REFERENCES:
+        put(folder / "second" / name, photographs / "moon.png")
     for name, captions in CLIPS.items():
         put(folder / "clips" / name, clips / name, captions)
 
@@ -192,10 +204,13 @@ class Home:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.root = folder, name, folder / "work"
         self.kind, family, flavour, self.latent = FLAVOURS[name]
+        self.pooled = "pooled" in FAMILIES[family].text_widths
         gather(folder)
         prompt = {"name": "cat", "prompt": "A tabby cat looks into the camera."}
-        if name in ("i2i", "i2v"):
+        if name in ("i2i", "i2v", "edit"):
             prompt["image"] = "photographs/coffee.png"
+        elif name == "edit-plus":
+            prompt["image"] = ["photographs/coffee.png", "photographs/camera.png"]
         frames = f"@{DATASETS[name][0]['video']['num_frames']}" if family == "kandinsky5-video" else ""
         side = DATASETS[name][0]["resolution"]
         settings = {
@@ -259,15 +274,15 @@ def put_shards(made: Home) -> None:
     masked = {row["sample_id"] for row in table(made.root, "plans/*/samples.arrow") if row["mask_id"]}
     for unit in table(made.root, "plans/*/units.arrow"):
         kind, members = unit["kind"], unit["members"]
-        width, height, frames = map(int, re.findall(r"\d+", unit["bucket"] or "0x0@1"))
-        grid = ((frames - 1) // temporal + 1, height // stride, width // stride)
+        grid = Bucket.parse(unit["bucket"]).latent_shape(stride, temporal) if kind == "latents" else ()
         columns = dict.fromkeys(("embeds", "pooled") if kind == "text" else ("latent", "condition", "mask"), "float32")
         meta = ShardMeta(
             kind, caches[kind].split("/")[1], unit["unit_id"], unit["bucket"], members, provenance=PROVENANCE
         )
         with open_writer(Store(str(made.root)), f"{caches[kind]}/{unit['unit_id']}", meta, columns, form) as shard:
             for number, id in enumerate(members):
-                shapes = {"embeds": (3 + number, 64), "pooled": (32,)} if made.name != "sana" else {"embeds": (4, 64)}
+                shapes = {"embeds": (3 + number, 64)} | ({"pooled": (32,)} if made.pooled else {})
+                shapes = {"embeds": (4, 64)} if made.name == "sana" else shapes
                 if kind == "latents":
                     shapes = {"latent": (channels, *grid)}
                     shapes |= {"condition": (channels, 1, *grid[1:])} if made.name in ("i2i", "i2v") else {}

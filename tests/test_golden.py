@@ -110,6 +110,7 @@ TOUCHED = {"text": (encode_text,), "latents": (encode_latents, encode_vision), "
 #: Parts of a checkpoint, and of a vision model, as far as naming them reads any.
 WEIGHTS = {
     **{f"{part}/config.json": b"{}" for part in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")},
+    "processor/config.json": b"{}",
     "text_encoder/model.safetensors": bytes(range(256)),
     "text_encoder_2/model.safetensors": bytes(range(128)),
     "vae/diffusion_pytorch_model.safetensors": bytes(range(64)),

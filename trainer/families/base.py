@@ -246,13 +246,16 @@ def set_linear_sigmas(
 ) -> None:
     """`FamilyModule.set_timesteps` of pipelines that give sigmas from 1 to 1 / steps, and mu by the scheduler's config:
     that of a line through two numbers of tokens (`calculate_shift`), which a scheduler with a fixed shift ignores.
-    linspace: that of the pipeline, in float64 or float32."""
+    linspace: that of the pipeline, in float64 or float32. A single step begins at 1, of which a scheduler with a
+    `shift_terminal` makes 0 / 0."""
     config = scheduler.config
     fewest, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
     slope = (high - low) / (most - fewest)
     sigmas = linspace(1.0, 1 / steps, steps).tolist()
     scheduler.set_timesteps(sigmas=sigmas, mu=tokens * slope + low - slope * fewest, device=device)
+    if steps == 1:
+        scheduler.sigmas[0], scheduler.timesteps[0] = 1.0, config.num_train_timesteps
 
 
 def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:

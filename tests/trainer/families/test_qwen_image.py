@@ -93,6 +93,9 @@ def test_the_shift_by_tokens_is_the_pipelines():
         qwen_image.set_timesteps(pipe, 4, tokens, torch.device("cpu"))
         shift, sigma = qwen_image.FAMILY.shift_by_tokens(tokens), 0.5
         assert pipe.sigmas[2].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
+    pipe.register_to_config(shift_terminal=0.02)  # which the installed scheduler makes NaN of one step
+    qwen_image.set_timesteps(pipe, 1, 64, torch.device("cpu"))
+    assert (pipe.sigmas.tolist(), pipe.timesteps.tolist()) == ([1, 0], [1000])
 
 
 @pytest.mark.parametrize(("kind", "references"), [("qwen-image", ()), (PLUS, TWO), long(EDIT, TWO[:1])])
