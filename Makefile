@@ -11,15 +11,17 @@ STAMP := $(VENV)/.installed
 FLAVOUR ?=
 PYTEST_ARGS ?=
 PART ?= 0/1
+PINS_HEADER := \# The versions that were tested together, on Python 3.11, 3.12 and 3.13; written by make constraints.
 # Without a virtual environment a Python that has torch already, such as that of a rented machine.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 ONLY ?=
 MINUTES ?=
 RESULTS ?=
+UPGRADE ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast test-long lint generated gpu demo clean
+.PHONY: help venv test test-fast test-long lint generated constraints outdated gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all of them"
@@ -30,6 +32,9 @@ help:
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make generated            pipeline.schema.json, pipeline.yaml and the tables in docs/, from schemas/config/"
+	@echo "make constraints [UPGRADE=all|\"name name\"]  constraints.txt of pyproject.toml: pins that are there stay, others"
+	@echo "                          are added; UPGRADE takes the newest of all, or of these"
+	@echo "make outdated             which packages of $(VENV) are behind, and by how much"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
 
@@ -60,6 +65,21 @@ lint: $(STAMP)
 
 generated: $(STAMP)
 	$(BIN)/python -m schemas.config.generated
+
+# For every Python and system at once. torch's own pins of CUDA's libraries are left out: each of its builds has others.
+# Not $(STAMP): it could not be made where a pin is older than what pyproject.toml asks for.
+constraints: | $(BIN)/uv
+	echo "$(firstword $(TORCH))" | $(BIN)/uv pip compile --quiet --no-header --no-annotate --universal --python-version 3.11 \
+		--fork-strategy fewest --all-extras $(if $(filter all,$(UPGRADE)),--upgrade,$(UPGRADE:%=--upgrade-package %)) \
+		--output-file constraints.txt - pyproject.toml
+	@{ echo "$(PINS_HEADER)"; grep -vE '^(cuda|nvidia|triton)\b' constraints.txt; } >constraints.new
+	@mv constraints.new constraints.txt
+
+$(BIN)/uv:
+	$(MAKE) venv
+
+outdated: $(STAMP)
+	$(BIN)/uv pip list --outdated --python $(BIN)/python
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(MINUTES),--minutes $(MINUTES)) \
