@@ -18,10 +18,11 @@ ONLY ?=
 MINUTES ?=
 RESULTS ?=
 UPGRADE ?=
+VERSION ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast test-long lint generated constraints outdated gpu demo clean
+.PHONY: help venv test test-fast test-long lint generated constraints outdated wheel release-notes gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all of them"
@@ -35,6 +36,8 @@ help:
 	@echo "make constraints [UPGRADE=all|\"name name\"]  constraints.txt of pyproject.toml: pins that are there stay, others"
 	@echo "                          are added; UPGRADE takes the newest of all, or of these"
 	@echo "make outdated             which packages of $(VENV) are behind, and by how much"
+	@echo "make wheel                dist/: the wheel, built from the source distribution beside it"
+	@echo "make release-notes VERSION=...  what CHANGELOG.md has of a version"
 	@echo "make venv [TORCH=...]     only the virtual environment, in $(VENV)"
 	@echo "make clean                remove caches and what the demo made; $(VENV) stays"
 
@@ -75,6 +78,13 @@ constraints: | $(BIN)/uv
 	@{ echo "$(PINS_HEADER)"; grep -vE '^(cuda|nvidia|triton)\b' constraints.txt; } >constraints.new
 	@mv constraints.new constraints.txt
 
+wheel: | $(BIN)/uv
+	$(BIN)/uv build --out-dir dist
+
+release-notes:
+	@awk -v version="$(VERSION)" '/^## /{inside = index($$0, "## [" version "]") == 1} inside{print; found = 1} \
+		END{if (!found) {print "CHANGELOG.md has no version " version >"/dev/stderr"; exit 1}}' CHANGELOG.md
+
 $(BIN)/uv:
 	$(MAKE) venv
 
@@ -89,5 +99,5 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(FLAVOUR)
 
 clean:
-	rm -rf demo .tiny .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	rm -rf demo dist .tiny .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
