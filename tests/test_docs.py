@@ -33,11 +33,6 @@ def configured(text: str) -> Config:
     return Config.model_validate({"root": "/data/work", "model": {"family": "kandinsky5-video"}, **parsed(text)})
 
 
-@pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: re.search(r"id: (\S+)", text)[1].rstrip(","))
-def test_an_example_is_a_valid_configuration(text):
-    configured(text)
-
-
 def test_the_datasets_of_the_readme_are_valid_too():
     text = (ROOT / "README.md").read_text()
     found = re.findall(r"^```yaml\n(- \{id: .*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -82,11 +77,3 @@ def test_the_crops_of_the_photograph_are_true():
     for size in (nearest, (1024, 1024), closest):
         lost = cropped_share(3000, 2000, cover_crop(3000, 2000, *size), *size)
         assert f"{size[0]}x{size[1]}" in TEXT and f"{100 * float(lost):.1f} %" in TEXT
-
-
-def test_links_lead_somewhere():
-    headings = {
-        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
-    }
-    assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) <= headings
