@@ -5,9 +5,9 @@
 #   docker build -t latentpress:media --build-arg TORCH= --build-arg EXTRAS=media .             # discover and bucket
 #
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" -v "$HOME/.cache/huggingface:/home/latentpress/.cache/huggingface" \
-#       --user "$(id -u):$(id -g)" -e HOME=/home/latentpress latentpress run --config pipeline.yaml
+#       --user "$(id -u):$(id -g)" latentpress run --config pipeline.yaml
 #
-# ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
+# compose.yaml has the same, and docs/containers.md more. ADDRESS: what pytorch.org names for the wheels of the CPU, or of another CUDA.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
@@ -27,8 +27,10 @@ COPY cache cache
 COPY stages stages
 COPY trainer trainer
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" \
-    && useradd --uid 1000 --create-home latentpress && chmod 777 /home/latentpress && install -d -o latentpress /work
-ENV PATH=/opt/venv/bin:$PATH
+    && useradd --uid 1000 --create-home latentpress && install -d -m 777 /home/latentpress /home/latentpress/.cache \
+    && install -d -o latentpress /work
+# A user of `--user` has no entry in /etc/passwd; libraries ask for the name and the home folder.
+ENV PATH=/opt/venv/bin:$PATH HOME=/home/latentpress USER=latentpress
 
 USER latentpress
 WORKDIR /work

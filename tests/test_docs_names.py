@@ -15,16 +15,23 @@ FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs")
 FOREIGN = {"fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
 FOREIGN |= {
     "CUDA_VISIBLE_DEVICES",
+    "COMPOSE_FILE",
     "GLOO_SOCKET_IFNAME",
+    "NCCL_SHM_DISABLE",
     "NCCL_SOCKET_IFNAME",
     "TMPDIR",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 }  # environment variables
 #: Options of torchrun and accelerate launch, as far as the pattern below takes them.
 LAUNCHERS = {"machine", "main", "multi", "nnodes", "num", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
-LAUNCHERS |= {"master-addr", "master-port", "node-rank", "shm-size"}  # the last is of docker run
+LAUNCHERS |= {"master-addr", "master-port", "node-rank", "shm-size"}
+LAUNCHERS |= {"entrypoint", "userns"}  # of docker and podman, as is the one before
 #: Files of Python itself that the documents speak of.
 OF_PYTHON = {"runpy.py", "pkgutil.py", "sitecustomize.py", "usercustomize.py"}
+
+
+#: Beside those of the folders.
+NAMING = ("Makefile", "pyproject.toml", "pipeline.yaml", "constraints.txt", "compose.yaml", "Dockerfile")
 
 
 @cache
@@ -32,7 +39,7 @@ def sources() -> str:
     """Everything that can define a name: code, templates, settings."""
     suffixes = {".py", ".toml", ".yaml", ".html", ".json"}
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
-    paths += [ROOT / name for name in ("Makefile", "pyproject.toml", "pipeline.yaml", "constraints.txt")]
+    paths += [ROOT / name for name in NAMING]
     return "\n".join(path.read_text(errors="replace") for path in paths)
 
 

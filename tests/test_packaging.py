@@ -1,12 +1,19 @@
 """The files that installing and building start from agree with each other."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import check_jsonschema
 import pytest
+from click.testing import CliRunner
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from ruamel.yaml import YAML
+
+from stages.cli import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,7 +36,7 @@ def test_every_requirement_has_a_pin_that_it_allows(extra: str | None) -> None:
 
 def test_torch_is_the_same_everywhere() -> None:
     expected = f"torch=={pins()['torch']}"
-    for name in ("Makefile", "Dockerfile"):
+    for name in ("Makefile", "Dockerfile", "compose.cpu.yaml"):
         assert set(re.findall(r"torch==[\d.]*\d", (ROOT / name).read_text())) == {expected}, name
 
 
@@ -43,3 +50,51 @@ def test_what_the_dockerfile_copies_reaches_the_build() -> None:
     copied = {name for line in re.findall(r"^COPY (.*)", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]}
     let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert let_through == copied and all((ROOT / name).exists() for name in copied)
+
+
+def read_compose(name: str) -> dict[str, Any]:
+    """`!reset`, which takes away what another file has, is None."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.constructor.add_constructor("!reset", lambda *_: None)
+    return yaml.load(ROOT / name)
+
+
+def compose(name: str) -> dict[str, Any]:
+    """The services of compose.yaml, or of it with compose.cpu.yaml over it, with defaults in the place of variables."""
+    services = read_compose("compose.yaml")["services"]
+    if name == "cpu":
+        for service, over in read_compose("compose.cpu.yaml")["services"].items():
+            args = services[service]["build"]["args"] | over["build"]["args"]
+            services[service] |= over | {"build": services[service]["build"] | {"args": args}}
+            services[service] = {key: value for key, value in services[service].items() if value is not None}
+    return services
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_compose_is_valid_and_gives_the_dockerfile_its_own_arguments(name: str, tmp_path: Path) -> None:
+    services = compose(name)
+    file = tmp_path / "compose.json"
+    file.write_text(json.dumps({"services": services}))
+    done = CliRunner().invoke(check_jsonschema.main, ["--builtin-schema", "vendor.compose-spec", str(file)])
+    assert done.exit_code == 0, done.output
+    arguments = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    for service in services.values():
+        assert set(service["build"]["args"]) == arguments
+        assert ("deploy" in service) == (name == "cuda")
+        assert service["image"].endswith(f"-{name}}}")
+        (home,) = re.findall(r"^ENV .*\bHOME=(\S+)", DOCKERFILE, re.MULTILINE)
+        assert service["volumes"][2]["target"] == f"{home}/.cache/huggingface"
+        assert "WORKDIR " + service["volumes"][0]["target"] in DOCKERFILE
+
+
+def test_what_compose_starts_is_reached_from_this_machine_alone() -> None:
+    services = compose("cuda")
+    assert {service["command"][0] for service in services.values()} == {"run", "ui"} <= set(PROGRAMS)
+    assert services["ui"]["ports"] == ["127.0.0.1:${PORT:-8420}:8420"] and "ports" not in services["run"]
+    assert services["ui"]["command"][-4:] == ["--host", "0.0.0.0", "--port", "8420"]
+
+
+def test_every_variable_of_compose_is_explained_in_it() -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    remarks = " ".join(re.findall(r"^# (.*)", text, re.MULTILINE))
+    assert set(re.findall(r"\$\{(\w+)", text)) <= set(re.findall(r"[A-Z_]{3,}", remarks))
