@@ -22,7 +22,7 @@ VERSION ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast test-long lint generated constraints outdated wheel release-notes gpu demo clean
+.PHONY: help venv test test-fast test-long lint generated docs constraints outdated wheel release-notes gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all of them"
@@ -32,7 +32,8 @@ help:
 	@echo "                          the ith, from 0"
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
-	@echo "make generated            pipeline.schema.json, pipeline.yaml and the tables in docs/, from schemas/config/"
+	@echo "make generated            pipeline.schema.json, pipeline.yaml, the tables in docs/, docs/options.md, docs/programs.md"
+	@echo "make docs                 the documents as a site with a search, in site/"
 	@echo "make constraints [UPGRADE=all|\"name name\"]  constraints.txt of pyproject.toml: pins that are there stay, others"
 	@echo "                          are added; UPGRADE takes the newest of all, or of these"
 	@echo "make outdated             which packages of $(VENV) are behind, and by how much"
@@ -68,6 +69,10 @@ lint: $(STAMP)
 
 generated: $(STAMP)
 	$(BIN)/python -m schemas.config.generated
+	$(BIN)/python docs/generated.py
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # For every Python and system at once. torch's own pins of CUDA's libraries are left out: each of its builds has others.
 # Not $(STAMP): it could not be made where a pin is older than what pyproject.toml asks for.
@@ -99,5 +104,5 @@ demo: $(STAMP)
 	$(BIN)/python -m examples.demo $(FLAVOUR)
 
 clean:
-	rm -rf demo dist .tiny .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	rm -rf demo dist site .tiny .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -46,7 +46,7 @@ def find_device(name: str, process: int = 0) -> "torch.device":
         here = "no accelerator" if accelerator is None else f"{count} {accelerator.type} device{'s'[: count != 1]}"
         raise DeviceNotFound(
             f"device {name} was asked for and this torch ({torch.__version__}) sees {here}",
-            "use --device cpu, or install the torch build for your card (README, Installing for a GPU); "
+            "use --device cpu, or install the torch build for your card (docs/install.md, For a GPU); "
             "`latentpress doctor` says what was found",
         )
     if not number and count > 1:

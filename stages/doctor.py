@@ -34,7 +34,7 @@ LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes
 DEFAULT_CONFIG = Path("pipeline.yaml")
 STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/object-stores.md)"
 UNWRITABLE = "nothing can be written there"
-INSTALL_TORCH = "install the torch build for the card (README, Installing for a GPU)"
+INSTALL_TORCH = "install the torch build for the card (docs/install.md, For a GPU)"
 DTYPE_ADVICE = {
     "bfloat16": "set precisions to float32, or choose another device",
     "float16": "set precisions to bfloat16 or float32",

@@ -33,20 +33,6 @@ def configured(text: str) -> Config:
     return Config.model_validate({"root": "/data/work", "model": {"family": "kandinsky5-video"}, **parsed(text)})
 
 
-def test_the_datasets_of_the_readme_are_valid_too():
-    text = (ROOT / "README.md").read_text()
-    found = re.findall(r"^```yaml\n(- \{id: .*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(found) == 1
-    config = configured("datasets:\n" + found[0])
-    assert {dataset.resolved_source for dataset in config.datasets} == {
-        "folder",
-        "remote",
-        "webdataset",
-        "huggingface",
-        "manifest",
-    }
-
-
 @pytest.mark.parametrize("section", [Dataset, Video, TagShuffle])
 def test_every_option_is_in_a_table(section: type[Section]):
     assert [name for name in section_fields(section) if name != "video" and f"| `{name}` |" not in TEXT] == []

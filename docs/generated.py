@@ -1,0 +1,88 @@
+"""Writes docs/options.md and docs/programs.md from the code: every option of pipeline.yaml, the help of every program.
+
+`make generated` runs `python docs/generated.py`; `tests/test_site.py` compares.
+"""
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import click
+import typer
+
+from schemas.config.generated import description, flow, options
+from schemas.config.pipeline import Config
+from schemas.config.section import Section
+from stages.cli import PROGRAMS, program_module
+
+FOLDER = Path(__file__).resolve().parent
+COLUMNS = 100
+
+OPTIONS = """\
+# Every option
+
+Made from the code by `make generated`. [Configuration](configuration.md) says how pipeline.yaml is read, and
+[datasets](datasets.md), [encoding](encoding.md), [training](training.md), [methods](methods.md) and
+[validation](validation.md) when to use what.
+"""
+
+PROGRAM_PAGE = """\
+# Every program
+
+Made from the code by `make generated`: what `latentpress PROGRAM --help` prints.
+
+## Exit codes
+
+| code | every program |
+|---|---|
+| 0 | everything is done; members that were set aside are listed and are no failure |
+| 2 | wrong usage or configuration |
+| 3 | work remains or failed; it is listed, with the next command |
+| 4 | damage was found |
+| 130 | interrupted with Ctrl-C, in training with a second one |
+
+`--json` prints one machine-readable report on standard output; log and progress go to standard error. Its keys are
+snake_case and end with the unit of a number (`latents_mib`).
+
+On a terminal a program shows at its bottom how far it is, what it loads, reads, lists or waits for, and how long is left.
+Elsewhere each of these is a line, once it has lasted for a second, and again every 30 s without progress.
+"""
+
+
+def options_page() -> str:
+    return OPTIONS + "".join(_tables(Config, ""))
+
+
+def _tables(section: type[Section], path: str) -> Iterator[str]:
+    """The table of a section, and after it those of the sections in it. path: ends with a dot where it is not empty."""
+    rows, below = [], []
+    for key, info, inner in options(section):
+        if inner:
+            below.append((inner, f"{path}{key}"))
+        default = "required" if info.is_required() else f"`{flow(info.default)}`"
+        if inner and isinstance(info.default, Section):
+            default = "below"
+        what = description(info).replace("|", r"\|").replace("<", "&lt;")
+        rows.append(f"| `{key}` | {default} | {what} |")
+    heading = f"\n## {path.removesuffix('.')}\n" if path else ""
+    yield "\n".join([heading, "| option | default | what |", "|---|---|---|", *rows, ""])
+    for inner, name in below:
+        yield from _tables(inner, f"{name}.")
+
+
+def programs_page() -> str:
+    os.environ["COLUMNS"] = str(COLUMNS)
+    return PROGRAM_PAGE + "".join(_help(program) for program in PROGRAMS)
+
+
+def _help(program: str) -> str:
+    module = program_module(program)
+    command = typer.main.get_command(import_module("trainer.__main__" if module == "trainer" else module).app)
+    context = click.Context(command, info_name=f"latentpress {program}", terminal_width=COLUMNS, max_content_width=COLUMNS)
+    return f"\n## {program}\n\n```\n{command.get_help(context).rstrip()}\n```\n"
+
+
+if __name__ == "__main__":
+    (FOLDER / "options.md").write_text(options_page())
+    (FOLDER / "programs.md").write_text(programs_page())
