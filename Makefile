@@ -33,7 +33,7 @@ help:
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make generated            pipeline.schema.json, pipeline.yaml, the tables in docs/, docs/options.md, docs/programs.md"
-	@echo "make docs                 the documents as a site with a search, in site/"
+	@echo "make docs                 the documents as a site, in site/"
 	@echo "make constraints [UPGRADE=all|\"name name\"]  constraints.txt of pyproject.toml: pins that are there stay, others"
 	@echo "                          are added; UPGRADE takes the newest of all, or of these"
 	@echo "make outdated             which packages of $(VENV) are behind, and by how much"

@@ -79,7 +79,9 @@ def programs_page() -> str:
 def _help(program: str) -> str:
     module = program_module(program)
     command = typer.main.get_command(import_module("trainer.__main__" if module == "trainer" else module).app)
-    context = click.Context(command, info_name=f"latentpress {program}", terminal_width=COLUMNS, max_content_width=COLUMNS)
+    context = click.Context(
+        command, info_name=f"latentpress {program}", terminal_width=COLUMNS, max_content_width=COLUMNS
+    )
     return f"\n## {program}\n\n```\n{command.get_help(context).rstrip()}\n```\n"
 
 

@@ -6,11 +6,17 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+
+from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = {"li", "ol", "pre", "tr", "h2", "h3"}
@@ -38,7 +44,9 @@ class Tags(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -62,6 +70,22 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
         assert [address for address in Tags(path.read_text()).loaded if re.match(r"(\w+:)?//", address)] == []
     for path in site.rglob("*.css"):
         assert re.findall(r"(?:url\(|@import )[\"']?(?:\w+:)?//", path.read_text()) == []
+
+
+def test_the_search_finds_and_nothing_is_asked_of_another_host(site: Path, browser: Any) -> None:  # noqa: F811
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(site))) as server:
+        Thread(target=server.serve_forever).start()
+        try:
+            page, asked = browser.new_page(), list[str]()
+            page.on("request", lambda request: asked.append(request.url))
+            errors = note_errors(page)
+            page.goto(f"http://127.0.0.1:{server.server_port}/index.html")
+            page.locator(".md-search__input").click()
+            page.keyboard.type("float8")
+            until(page, "document.querySelectorAll('.md-search-result__item').length > 0")
+        finally:
+            server.shutdown()
+    assert [url for url in asked if f"127.0.0.1:{server.server_port}/" not in url] == [] and errors == []
 
 
 @pytest.mark.slow
