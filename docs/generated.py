@@ -45,8 +45,8 @@ Made from the code by `make generated`: what `latentpress PROGRAM --help` prints
 `--json` prints one machine-readable report on standard output; log and progress go to standard error. Its keys are
 snake_case and end with the unit of a number (`latents_mib`).
 
-On a terminal a program shows at its bottom how far it is, what it loads, reads, lists or waits for, and how long is left.
-Elsewhere each of these is a line, once it has lasted for a second, and again every 30 s without progress.
+On a terminal a program shows at its bottom how far it is, what it loads, reads, lists or waits for, and how long is
+left. Elsewhere each of these is a line, once it has lasted for a second, and again every 30 s without progress.
 """
 
 

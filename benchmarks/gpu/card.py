@@ -19,7 +19,8 @@ def run(options: PartOptions) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} finds no CUDA device; install the build for your card "
-            "(docs/install.md, For a GPU), or try the code without a card: python -m benchmarks.gpu --tiny --device cpu --results FOLDER"
+            "(docs/install.md, For a GPU), or try the code without a card: "
+            "python -m benchmarks.gpu --tiny --device cpu --results FOLDER"
         )
     peak = device_usage.peak_flops(device, torch.bfloat16, repeat=3)
     versions = f"torch {torch.__version__}" + "".join(f", {name} {own}" for name in PACKAGES if (own := find(name)))
