@@ -89,7 +89,7 @@ def test_commands_parse(document: Path) -> None:
 
 @cache
 def anchors(document: Path) -> frozenset[str]:
-    """Of the headings, as GitHub and the site make them. Those of equal headings are left out: they would be numbered."""
+    """Of the headings, as GitHub and the site make them; equal headings would be numbered, and are left out."""
     text = re.sub(r"^( *)```.*?^\1```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = [re.sub(r"`|\[(.*?)\]\(.*?\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
     made = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
