@@ -48,7 +48,7 @@ def report_dry_run(
 def predict_memory(
     config: Config, schedule: BatchSchedule, ranks: int, device: str, console: Console
 ) -> dict[str, Any]:
-    """Details: the memory of a step of the largest bucket with texts of the greatest length, by part; a warning where
+    """Details: the memory of a step of the largest bucket with the longest text's length, by part; a warning where
     it is more than the card has. Only the transformer's config.json is read; torch is imported, to compute with shapes.
     """
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
@@ -62,9 +62,10 @@ def predict_memory(
     with garbage_collection_paused(), activity("loading torch", at_once=True):
         from trainer.memory.card_fit import explain_fit, find_card
         from trainer.memory.estimate import MemoryEstimate, estimate_memory
+        from trainer.memory.planned import find_plan, longest_text
         from trainer.setup.load import explain_checkpoint_errors
 
-    length = config.text.max_length or config.model.template.max_length
+    length = longest_text(config, None if config.train.set else find_plan(config))
 
     def predict(config: Config) -> MemoryEstimate:
         return estimate_memory(config, shape, [bucket.name for bucket in schedule.buckets], length, ranks)

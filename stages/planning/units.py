@@ -6,7 +6,6 @@ too. Among the texts of TEXT_GROUP units those of similar length share a unit, s
 Units without a shard can be divided again, for jobs that are too short for them.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.sets.plans import Plan, Unit
+from cache.sets.text_lengths import image_buckets, image_tokens, most_tokens
 from cache.shards.shard import unit_name
 from cache.store.damage import ENCODE_PROGRAMS
 from schemas import identity
@@ -28,8 +28,6 @@ from stages.planning.plan_builder import drop_duplicate_ids
 from stages.planning.references import list_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
-TEMPLATE_TOKENS = 64  # more than a template adds behind the caption
-TOKENS_AROUND_REFERENCE = 48  # more than are before and after it, and than its area may be short of
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -54,24 +52,12 @@ def sample_tensor_bytes(config: Config, samples: pa.Table) -> np.ndarray:
 
 def text_tensor_bytes(config: Config, texts: pa.Table) -> np.ndarray:
     """(n,) estimated bytes of texts' tensors: a token for every four characters, and the tokens of the image."""
-    tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4 + _image_tokens(config, texts)
+    tokens = 8 + np.asarray(pc.utf8_length(texts.column("text"))) // 4 + image_tokens(config, texts)
     family, precision = config.model.family_spec, config.text.precision or config.model.precision
     template = config.text.stored_template(config.model.template)
     if template.padded:
         tokens = np.full_like(tokens, config.text.max_length or template.max_length)
     return tokens * _token_bytes(config, precision, family.published_text_width(config.model.flavour_spec))
-
-
-def _image_tokens(config: Config, texts: pa.Table) -> np.ndarray:
-    """(n,) tokens of the images in prompts: of a reference about as many as its area has."""
-    template, side = config.model.template, config.model.family_spec.image_token
-    if template.image_size is not None:
-        of_each = TOKENS_AROUND_REFERENCE + math.ceil(template.image_size.area / side**2)
-        return np.asarray(pc.list_value_length(texts.column("references"))).astype(np.int64) * of_each
-    buckets = _image_buckets(texts)
-    sizes = [Bucket.parse(name or "1x1") for name in buckets.dictionary.to_pylist()]  # 1x1: no image, 0 tokens
-    tokens = np.array([size.width // side * (size.height // side) for size in sizes], np.int64)
-    return tokens[np.asarray(buckets.indices)]
 
 
 def _token_bytes(config: Config, precision: str, width: int) -> int:
@@ -81,15 +67,10 @@ def _token_bytes(config: Config, precision: str, width: int) -> int:
 
 
 def text_tensor_limits(config: Config, texts: pa.Table, widths: Mapping[str, int]) -> np.ndarray:
-    """(n,) the most bytes that texts' tensors of these widths can take: a token for every byte and those of the image,
-    at most as many as are kept; and the vectors beside them."""
-    tokens = np.asarray(pc.binary_length(texts.column("text"))) + _image_tokens(config, texts) + TEMPLATE_TOKENS
-    template = config.text.stored_template(config.model.template)
-    most = config.text.max_length or template.max_length
+    """(n,) the most bytes that texts' tensors of these widths can take, and the vectors beside them."""
     precision = config.text.precision or config.model.precision
-    kept = np.full_like(tokens, most) if template.padded else np.minimum(tokens, most)
     others = sum(widths.values()) * _DTYPE_BYTES[precision]
-    return kept.astype(np.int64) * _token_bytes(config, precision, widths["embeds"]) + others
+    return most_tokens(config, texts).astype(np.int64) * _token_bytes(config, precision, widths["embeds"]) + others
 
 
 def sample_units(config: Config, samples: pa.Table) -> pa.Table:
@@ -122,7 +103,7 @@ def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
         return UNITS_SCHEMA.empty_table()
     sizes, limit = text_tensor_bytes(config, texts), int(config.cache.unit_mib * 2**20)
     ids = texts.column("text_id").combine_chunks()
-    buckets = _image_buckets(texts)
+    buckets = image_buckets(texts)
     bucket = np.argsort(np.argsort(buckets.dictionary.to_pylist()))[np.asarray(buckets.indices)]
     prefixes, lengths = identity.id_prefixes(ids), np.asarray(pc.utf8_length(texts.column("text")))
     places = _first_uses(prefixes, active)
@@ -179,11 +160,6 @@ def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.in
     np.minimum.at(first, by_id[at[is_known]], np.concatenate(used_at)[is_known])
     first[first == len(places)] = -1
     return first
-
-
-def _image_buckets(texts: pa.Table) -> pa.DictionaryArray:
-    buckets = pc.fill_null(pc.struct_field(texts.column("image_geometry"), "bucket"), "")
-    return buckets.combine_chunks().dictionary_encode()
 
 
 def _split_into_units(

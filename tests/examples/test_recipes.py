@@ -49,12 +49,27 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "wan-5b-lora-16gb": (16, published("wan2.2-5b", "t2v-5b"), "wan2.2-5b-t2v"),
     "qwen-image-lora-12gb": (12, published("qwen-image", "qwen-image"), "qwen-image"),
     "qwen-image-lora-24gb": (24, published("qwen-image", "qwen-image"), "qwen-image"),
+    "qwen-image-edit-lora-12gb": (
+        12,
+        published("qwen-image-edit-plus", "qwen-image-edit-2511"),
+        "qwen-image-edit-plus",
+    ),
+    "qwen-image-edit-lora-16gb": (
+        16,
+        published("qwen-image-edit-plus", "qwen-image-edit-2511"),
+        "qwen-image-edit-plus",
+    ),
+    "qwen-image-edit-lora-24gb": (
+        24,
+        published("qwen-image-edit-plus", "qwen-image-edit-2511"),
+        "qwen-image-edit-plus",
+    ),
     "klein-4b-lora-12gb": (12, published("flux2-klein", "klein-base-4b"), "flux2-klein"),
     "klein-4b-edit-lora-16gb": (16, published("flux2-klein", "klein-base-4b-i2i"), "flux2-klein"),
     "wan-a14b-lora-24gb": (24, published("wan2.2-a14b", "t2v-a14b"), "wan2.2-a14b-t2v"),
     "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
-LAYERS = {"sana": 20, "z-image": 30, "qwen-image": 60}  # the defaults of the classes
+LAYERS = {"sana": 20, "z-image": 30, "qwen-image": 60, "qwen-image-edit-plus": 60}  # the defaults of the classes
 RESERVED_GIB = 1.0  # of a card, for the CUDA context, kernels' own memory and fragments
 
 
@@ -98,9 +113,9 @@ def largest_bucket(config: Config) -> str:
 
 def predict(config: Config, shape: dict[str, Any]) -> int:
     from trainer.memory.estimate import estimate_memory
+    from trainer.memory.planned import longest_text
 
-    tokens = config.text.max_length or config.model.template.max_length
-    return estimate_memory(config, shape, [largest_bucket(config)], tokens).device
+    return estimate_memory(config, shape, [largest_bucket(config)], longest_text(config, None)).device
 
 
 def predict_by_depth(config: Config, shape: dict[str, Any]) -> float:

@@ -2,36 +2,26 @@
 encode-text, encode-latents and train fit a card, from the configuration alone.
 
 For the latter nothing is downloaded: shapes of a published repository are the catalog's, of a folder its own. The
-buckets are the plan's, and where there is none those that the datasets' sizes allow; texts have their greatest length.
+buckets and the longest text are the plan's; where there is none, those that the datasets and the family allow.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import ValidationError
 
-from cache.models.compatibility import bucket_side_multiple, find_published
-from cache.models.weights import WeightsError, local_folder, read_component_config
-from cache.sets import plans
-from cache.store.store import Store
+from cache.models.compatibility import find_published
+from cache.models.weights import local_folder, read_component_config
 from schemas.cli.progress import activity
 from schemas.cli.report import Report
-from schemas.clips import largest_valid_frames
-from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.training import Train
 from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
-from schemas.geometry import Bucket, resolution_buckets
-from schemas.recipe import plan_key
-from schemas.references import SOURCE_ROLES
+from schemas.geometry import Bucket
 from trainer.memory import encoders as encoder_memory
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
+from trainer.memory.planned import find_plan, list_buckets, longest_text
 
 Shapes = dict[str, dict[str, Any]]
 #: Bytes of a card, for the CUDA context, kernels' own memory and fragments
@@ -45,17 +35,18 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     with the options that help."""
     size, report = int(card * 2**30), Report("train", dry_run=True)
     shapes, assumed = read_shapes(config)
-    buckets, where = list_buckets(config)
+    plan = find_plan(config)
+    buckets, where = list_buckets(config, plan)
     largest = max(buckets, key=lambda name: _numbers(config, name))
     settings = config.train.model_copy(update={"device": "cuda"})  # as if the card were here
     config = config.model_copy(update={"train": settings})
-    length = config.text.max_length or config.model.template.max_length
+    length = longest_text(config, plan)
 
     def train(changed: Config) -> MemoryEstimate:
         return estimate_memory(changed, shapes["transformer"], buckets, length, ranks)
 
     def text(changed: Config) -> encoder_memory.EncoderMemory:
-        return encoder_memory.estimate_text(changed, shapes)
+        return encoder_memory.estimate_text(changed, shapes, length)
 
     def latents(changed: Config) -> encoder_memory.EncoderMemory:
         return encoder_memory.estimate_latents(changed, shapes, largest)
@@ -77,7 +68,8 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
             described = (f"a card of {card:g} GiB", size)
             message = explain(config, subject, described, estimate.device, changes, predict, otherwise.format(program))
             report.failed.append({"item": program, "reason": "does-not-fit", "message": message})
-    report.details = {"card_gib": card, "buckets_of": where, "largest_bucket": largest, "memory": rows}
+    report.details = {"card_gib": card, "buckets_of": where, "largest_bucket": largest, "longest_text": length}
+    report.details["memory"] = rows
     report.details |= {"experts": "one at a time"} if config.experts else {}
     report.details |= {"assumed": assumed} if assumed else {}
     return report
@@ -104,49 +96,6 @@ def read_shapes(config: Config) -> tuple[Shapes, list[str]]:
                 f"{model.source} has no {part} here: its shape is taken for that of {model.flavour_spec.repo}."
             )
     return shapes, assumed
-
-
-def list_buckets(config: Config) -> tuple[list[str], str]:
-    """The buckets, and where they are from: the plan, or the sizes and frames of the datasets."""
-    model, spec = config.model, config.model.family_spec
-    try:
-        sparse = spec.sparse is not None and model.flavour_spec.sparse
-        published = spec.sparse.side_multiple if spec.sparse and sparse else spec.side_multiple
-        multiple = bucket_side_multiple(model) if local_folder(model.source) is not None else published
-    except WeightsError:
-        multiple = published
-    if "://" in config.root or Path(config.root).is_dir():
-        plan = plans.newest_plan(Store(config.root), plan_key(config, multiple))
-        if plan is not None:
-            alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # which are not trained on
-            if buckets := pc.unique(plan.active.filter(pc.invert(alone)).column("bucket")).to_pylist():
-                return buckets, "the plan"
-    return sorted(set(_possible_buckets(config, multiple))), "the datasets' sizes, as there is no plan yet"
-
-
-def _possible_buckets(config: Config, multiple: int) -> Iterator[str]:
-    spec = config.model.family_spec
-    for dataset in config.datasets:
-        if dataset.disabled:
-            continue
-        frames = largest_valid_frames(dataset.video.num_frames, spec.temporal_stride)
-        frames = frames if dataset.dataset_type == "video" else 1
-        if dataset.buckets == "family":
-            sizes = [size for size in config.model.flavour_spec.sizes if not any(side % multiple for side in size)]
-        else:
-            make = partial(resolution_buckets, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
-            edges = dataset.resolutions(spec.resolution)
-            sizes = [size for edge in edges for size in make(edge, dataset.resolution_type, multiple)]
-        yield from (str(Bucket(width, height, frames, _references(config, dataset))) for width, height in sizes)
-
-
-def _references(config: Config, dataset: Dataset) -> tuple[tuple[int, int], ...]:
-    """Sizes of as many references as the dataset's items may have: squares of the largest area."""
-    condition = config.model.condition
-    if condition is None or condition.size is None:
-        return ()
-    side = math.isqrt(condition.size.area) // condition.size.multiple * condition.size.multiple
-    return ((side, side),) * len(dataset.source_roles)
 
 
 def find_card(device: str) -> tuple[str, int] | None:

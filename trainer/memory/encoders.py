@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cache.sets.text_lengths import reference_tokens
 from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
@@ -24,6 +25,8 @@ from trainer.setup.quantize import QUANTIZERS, packed_bytes
 HIDDEN_TENSORS, INNER_TENSORS = 8, 3
 #: Of the activations of an autoencoder those that `latents.chunk_frames` leaves: two of four.
 CHUNKED_SHARE = 0.5
+
+CACHED_IMAGES = 64  # of whose features encode-text keeps those of the last ones
 
 Shapes = Mapping[str, Mapping[str, Any]]  # sub-folder of the checkpoint -> its config
 
@@ -40,9 +43,9 @@ class EncoderMemory:
         return self.weights + self.activations
 
 
-def estimate_text(config: Config, shapes: Shapes) -> EncoderMemory:
-    """Predict encode-text: the language model, other text models beside it, and a pass with texts of the greatest
-    length."""
+def estimate_text(config: Config, shapes: Shapes, length: int) -> EncoderMemory:
+    """Predict encode-text: the language model, other text models beside it, and a pass with texts of which the longest
+    has `length` tokens that are stored; before it one of the vision model where prompts have images."""
     text, template = config.text, config.model.template
     dtype = torch.bfloat16 if text.quantization == "bf16" else getattr(torch, text.precision or config.model.precision)
     types = config.model.family_spec.model_classes
@@ -59,16 +62,32 @@ def estimate_text(config: Config, shapes: Shapes) -> EncoderMemory:
     ]
     weights = _text_weights(model, layers, text) + sum(sum_bytes(other.parameters()) for other in others)
     settings = getattr(model.config, "text_config", model.config)
-    longest = (template.crop or 0) + (text.max_length or template.max_length)
+    longest = (template.crop or 0) + length
     tokens = max(text.batch_tokens, longest)
     inner = settings.d_ff if hasattr(settings, "d_ff") else settings.intermediate_size
-    width = HIDDEN_TENSORS * settings.hidden_size + INNER_TENSORS * inner
-    activations = tokens * width * dtype.itemsize
-    if (
-        text.attention or config.model.family_spec.text_attention
-    ) == "eager":  # which stores its scores, and in float32
-        activations += tokens * longest * settings.num_attention_heads * (2 * dtype.itemsize + 4)
-    return EncoderMemory(weights, activations)
+    eager = (text.attention or config.model.family_spec.text_attention) == "eager"
+    heads = settings.num_attention_heads if eager else 0  # whose scores are stored, and in float32
+    activations = _pass_bytes(tokens, settings.hidden_size, inner, dtype) + tokens * longest * _scores(heads, dtype)
+    if not template.with_image:
+        return EncoderMemory(weights, activations)
+    vision, of_each = model.config.vision_config, reference_tokens(config) or length
+    patches, heads = of_each * vision.spatial_merge_size**2, vision.num_heads if eager else 0
+    seen = _pass_bytes(patches, vision.hidden_size, vision.intermediate_size, dtype)
+    seen += patches**2 * _scores(heads, dtype)
+    numbers = patches * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    seen += numbers * (torch.float32.itemsize + dtype.itemsize)  # of the picture, which comes in float32
+    kept = CACHED_IMAGES * of_each * vision.out_hidden_size * dtype.itemsize
+    return EncoderMemory(weights, max(activations, seen) + kept)
+
+
+def _pass_bytes(tokens: int, width: int, inner: int, dtype: torch.dtype) -> int:
+    """Activations of a block of these widths, which are small beside the weights."""
+    return tokens * (HIDDEN_TENSORS * width + INNER_TENSORS * inner) * dtype.itemsize
+
+
+def _scores(heads: int, dtype: torch.dtype) -> int:
+    """Bytes of a query's and a key's scores."""
+    return heads * (2 * dtype.itemsize + 4)
 
 
 def _untrained(kind: str, shape: Mapping[str, Any], dtype: torch.dtype) -> Any:

@@ -16,10 +16,12 @@ from schemas.catalog import FAMILIES
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK
+from stages.encoding.text.qwen_vl_images import MAX_CACHED_FEATURES
 from trainer.memory import encoders as encoder_memory
-from trainer.memory.card_fit import check_card, list_buckets, read_shapes
+from trainer.memory.card_fit import check_card, read_shapes
 from trainer.memory.estimate import sum_bytes
 from trainer.memory.meter import MemoryMeter
+from trainer.memory.planned import find_plan, list_buckets, longest_text
 from trainer.setup.load import empty_transformer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,7 +87,7 @@ def test_published_shapes_have_the_published_numbers_of_parameters(flavour: str,
     half = config.model_copy(update={"text": config.text.model_copy(update={"precision": "bfloat16"})})
     with_image = 0.68 if config.model.template.with_image else 0  # the vision model
     expected = ENCODERS[family] + with_image
-    assert encoder_memory.estimate_text(half, shapes).weights / 2e9 == pytest.approx(expected, rel=0.01)
+    assert encoder_memory.estimate_text(half, shapes, 512).weights / 2e9 == pytest.approx(expected, rel=0.01)
 
 
 def test_all_flavours_have_shapes() -> None:
@@ -124,7 +126,7 @@ def test_an_autoencoder_takes_what_is_predicted(family: str, part: str, tmp_path
 def test_a_text_encoder_takes_no_more_than_is_predicted(tmp_path) -> None:
     config = configured("sana", tmp_path, text={"batch_tokens": 4096, "precision": "float32"})
     shape = SHAPES["tiny"]["gemma"] | {"vocab_size": 300}
-    found = encoder_memory.estimate_text(config, {"text_encoder": shape})
+    found = encoder_memory.estimate_text(config, {"text_encoder": shape}, config.model.template.max_length)
     model, meter = make_untrained("gemma", vocab_size=300).eval(), MemoryMeter()
     assert found.weights == sum_bytes(model.parameters())
     longest = config.model.template.max_length
@@ -132,6 +134,21 @@ def test_a_text_encoder_takes_no_more_than_is_predicted(tmp_path) -> None:
     with torch.no_grad(), meter:
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     assert meter.peak <= found.activations <= 6 * meter.peak
+
+
+def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_path) -> None:
+    """Up to three of 384x384 pixels; two by the datasets."""
+    text = {"batch_tokens": 256, "precision": "float32"}
+    config = configured("qwen-image-edit-plus", tmp_path, text=text, dataset={"conditioning_data": ["b", "c"]})
+    assert longest_text(config, None) == 512 + 2 * 237
+    found = encoder_memory.estimate_text(config, {"text_encoder": SHAPES["tiny"]["qwen"] | {"vocab_size": 300}}, 1)
+    visual, meter = make_untrained("qwen").eval().model.visual, MemoryMeter()
+    grid = torch.tensor([[1, 26, 28]])
+    with torch.no_grad(), meter:
+        visual(torch.zeros(int(grid.prod()), 1176), grid)
+    kept = encoder_memory.CACHED_IMAGES * 237 * 64 * 4
+    assert encoder_memory.CACHED_IMAGES == MAX_CACHED_FEATURES
+    assert meter.peak <= found.activations - kept <= 6 * meter.peak
 
 
 @pytest.mark.parametrize(
@@ -142,25 +159,28 @@ def test_options_of_the_text_encoder_make_it_smaller(tmp_path, text: dict, share
     whole = configured("kandinsky5-image", tmp_path)
     shapes, _ = read_shapes(whole)
     less = configured("kandinsky5-image", tmp_path, text=text)
-    needs = [encoder_memory.estimate_text(config, shapes).weights for config in (whole, less)]
+    needs = [encoder_memory.estimate_text(config, shapes, 512).weights for config in (whole, less)]
     assert 0 < needs[1] < (share + 0.05) * needs[0]
 
 
 def test_buckets_are_those_of_the_datasets_or_of_the_plan(project, tmp_path) -> None:
     config = configured("kandinsky5-image", tmp_path, dataset={"resolution": [256, 512], "max_aspect": 1})
-    assert list_buckets(config)[0] == ["256x256@1", "512x512@1"]
+    assert list_buckets(config, None)[0] == ["256x256@1", "512x512@1"]
     family = configured("kandinsky5-image", tmp_path, dataset={"buckets": "family"})
-    assert "1024x1024@1" in list_buckets(family)[0] and len(list_buckets(family)[0]) == 7
+    assert "1024x1024@1" in list_buckets(family, None)[0] and len(list_buckets(family, None)[0]) == 7
     video = configured("kandinsky5-video", tmp_path, "t2v-pro-sft-5s-hd", dataset={"resolution": 512})
-    assert all(name.endswith("@9") for name in list_buckets(video)[0])
-    assert all(int(side) % 128 == 0 for name in list_buckets(video)[0] for side in name[:-2].split("x"))
+    assert all(name.endswith("@9") for name in list_buckets(video, None)[0])
+    assert all(int(side) % 128 == 0 for name in list_buckets(video, None)[0] for side in name[:-2].split("x"))
     from stages import bucket, discover
 
     home = project()
     home.image("one.png", (64, 64))
     for program in (discover.run, bucket.run):
         home.run(program, "model.path=null")
-    assert list_buckets(home.config("model.path=null")) == (["64x64@1"], "the plan")
+    config = home.config("model.path=null")
+    plan = find_plan(config)
+    assert list_buckets(config, plan) == (["64x64@1"], "the plan")
+    assert (longest_text(config, None), longest_text(config, plan)) == (512, 64 + len("a picture"))
 
 
 def test_of_another_checkpoint_the_shape_is_its_own_or_said_to_be_assumed(tmp_path) -> None:
