@@ -33,6 +33,7 @@ PROGRAMS = {
     "run": "discover to report in order, skipping what is done; push where hub.repo is set",
     "export": "a training set as self-contained shards",
     "import": "an export into ordinary shards and a training set",
+    "import-config": "another trainer's configuration -> pipeline.yaml, with what became of each key",
     "status": "per stage: done, remaining, set aside, bytes",
     "ui": "a web page: start, stop and watch the stages, plan, pictures, report, logs",
     "doctor": "what this machine has and lacks: devices, libraries, decoders, disks, stores",
@@ -86,7 +87,8 @@ def main() -> None:
         choices = fill(", ".join(PROGRAMS), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         print(f"error: {name!r} is no program{meant}; choose from:\n{choices}", file=sys.stderr)
         sys.exit(2)
-    if rest and rest[0].endswith((".yaml", ".yml")) and not rest[0].startswith("-"):
+    named = bool(rest) and rest[0].endswith((".yaml", ".yml")) and not rest[0].startswith("-")
+    if named and name != "import-config":  # which takes the files of other trainers
         words = " ".join(map(shlex.quote, ["latentpress", name, "--config", *rest]))
         print(f"error: {rest[0]} is given without --config; write: {words}", file=sys.stderr)
         sys.exit(2)

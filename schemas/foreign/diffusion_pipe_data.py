@@ -1,0 +1,86 @@
+"""diffusion-pipe's TOML of a dataset."""
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from schemas.foreign.draft import Draft, is_off
+from schemas.foreign.rows import NotNeeded, Row, Section, Several, dropped, refused
+from schemas.foreign.values import boolean, compact, if_true, number, off, repeats, run_name, text, whole
+
+
+def _resolutions(value: Any, draft: Draft) -> Several:
+    edges = [
+        compact(round((number(item[0]) * number(item[1])) ** 0.5, 3))
+        if isinstance(item, list)
+        else compact(number(item))
+        for item in value
+    ]
+    found = edges[0] if len(edges) == 1 else edges
+    return Several({"resolution": found, "resolution_type": "pixel_area"})
+
+
+def _aspect(value: Any, draft: Draft) -> float:
+    """The larger of both limits: max_aspect is the same for upright and lying sizes."""
+    low, high = number(draft.given.get("min_ar", 0.5)), number(draft.given.get("max_ar", 2.0))
+    return max(high, 1 / low)
+
+
+def _frames(value: Any, draft: Draft) -> Any:
+    if not (longer := [whole(item) for item in value if whole(item) > 1]):
+        raise NotNeeded("images alone")
+    found = {"dataset_type": "video", "video.num_frames": max(longer), "video.min_frames": min(longer)}
+    if len(longer) > 1:
+        found["video.frame_interval"] = gcd(*(count - 1 for count in longer)) or 4
+    return Several(found)
+
+
+def _tags(value: Any, draft: Draft) -> dict[str, Any]:
+    if (count := whole(value)) < 1:
+        raise NotNeeded("0 is off")
+    delimiter = str(draft.given.get("cache_shuffle_delimiter", ", ")).strip() or " "
+    return {"variants": min(count, 64), "delimiter": delimiter}
+
+
+DIRECTORY = {
+    "path": Row("instance_data_dir", text),
+    "num_repeats": Row("repeats", lambda value, draft: repeats(value, draft), "extra passes, so that 0 is once"),
+    "resolutions": Row("resolution", _resolutions, "one or a list of them"),
+    "enable_ar_bucket": Row("crop_aspect", lambda value, draft: off("media always go into buckets by aspect")
+        if boolean(value) else Several({"crop_aspect": "square"}), "media always go into buckets; square is one shape"),
+    **dict.fromkeys(("min_ar", "max_ar"),
+                    Row("max_aspect", _aspect, "longest side of a bucket over its shorter one")),
+    "frame_buckets": Row("video.num_frames", _frames,
+              "the longest, with min_frames and frame_interval; video.clip says "
+                         "which part"),
+    "mask_path": Row("mask_data", text, "which train.methods.masked_loss trains on"),
+    "control_path": Row("conditioning_data", text),
+    "caption_prefix": Row("prepend", text),
+    "cache_shuffle_num": Row("tag_shuffle", _tags),
+    "shuffle_tags": Row("tag_shuffle", lambda value, draft: {"variants": 4} if boolean(value) and is_off(
+        draft.given.get("cache_shuffle_num")) else off()),
+    **dropped("a part of tag_shuffle", "cache_shuffle_delimiter"),
+    **dropped("buckets are computed from resolution and strides (buckets: computed)", "num_ar_buckets"),
+    **refused("buckets are computed, or the family's own (buckets: family); crop_aspect_buckets lists shapes of crops",
+              "ar_buckets", "size_buckets"),
+    "skip_empty_caption": Row("caption_strategy", if_true({}, "an item without caption is set aside")),
+    **refused("one mask for all items: mask_data has a file for each", "default_mask_file"),
+    **refused("weight is a factor of the draws in an epoch", "subsample_ratio"),
+    **dropped("every caption is encoded before training", "online_captions", "shuffle_metadata"),
+}  # fmt: skip
+SECTIONS: Mapping[str, Section] = {
+    "datasets": Section("a [[directory]] of the dataset's file", DIRECTORY, in_dataset=True)
+}
+
+
+def carry_datasets(draft: Draft, datasets: Mapping[str, Any]) -> None:
+    common = {key: value for key, value in datasets.items() if key != "directory"}
+    for number_, item in enumerate(datasets.get("directory", [])):
+        folder = str(item.get("path", "")).replace("\\", "/").rstrip("/").rpartition("/")[2]
+        taken = {one["id"] for one in draft.values.get("datasets", [])}
+        name = run_name(folder or "dataset")
+        draft.put(("datasets", number_, "id"), name if name not in taken else f"{name}-{number_ + 1}")
+        draft.carry(SECTIONS["datasets"], {**common, **item}, f"{folder}: ", ("datasets", number_))
+        draft.put(("datasets", number_, "allow_upscale"), True)  # it enlarges what is small
+        if item.get("mask_path"):
+            draft.values.setdefault("train", {}).setdefault("methods", {}).setdefault("masked_loss", {})

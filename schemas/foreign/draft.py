@@ -1,0 +1,163 @@
+"""A configuration in the making: what each key of another trainer's configuration became, and the values so far."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several
+
+Outcome = Literal["carried over", "not needed", "refused", "unknown", "secret"]
+Path = tuple[str | int, ...]
+#: Names of keys whose values are never shown, whatever table they are in.
+SECRET_NAME = re.compile(r"token$|secret|passw|api_?key|access_key|credential|webhook_url", re.IGNORECASE)
+#: An address with a password, or with a signature.
+_SECRET_ADDRESS = re.compile(r"://[^/\s]*@|[?&][^=\s]*(sign|sig|token|key|secret|credential)[^=\s]*=", re.IGNORECASE)
+SECRET_ADVICE = "secrets stay in the environment, and are never written into a configuration"
+
+
+class Files(Protocol):
+    """The files beside a configuration; paths are as written in it."""
+
+    def read(self, path: str) -> Any:
+        """Its content: parsed JSON, TOML or YAML, the text of another file; None where it isn't found."""
+
+    def folders_in(self, path: str) -> list[str]:
+        """Names of the folders in a folder, sorted; none where it isn't found."""
+
+    def count_media(self, datasets: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
+        """Draws of an epoch, files x (repeats + 1); None and the reason where a folder can't be counted here."""
+
+
+@dataclass
+class Line:
+    """What became of one key. paths: ours, where it was carried over. default: it is not in the file, and means this
+    value in the other trainer."""
+
+    key: str
+    outcome: Outcome
+    text: str
+    paths: list[Path] = field(default_factory=list)
+    default: bool = False
+
+
+@dataclass
+class Draft:
+    """given: of the section that is carried over now, with the trainer's defaults. samples: draws of an epoch, once the
+    datasets are known and all their files could be counted."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    at: Path = ()
+    samples: float | None = None
+    uncounted: str = ""
+
+    def put(self, path: Path, value: Any) -> None:
+        """Set a value; sections and items of lists that are missing are made."""
+        if isinstance(value, str) and _SECRET_ADDRESS.search(value):
+            raise Refused(f"it holds a password or a signature; {SECRET_ADVICE}")
+        here: Any = self.values
+        for step, following in pairwise(path):
+            if isinstance(here, list):
+                while len(here) <= int(step):
+                    here.append({})
+                here = here[int(step)]
+            else:
+                here = here.setdefault(step, [] if isinstance(following, int) else {})
+        here[path[-1]] = value
+
+    def assume(self, key: str, dotted: str, value: Any) -> None:
+        """What the other trainer always does, where no key says otherwise."""
+        path = tuple(dotted.split("."))
+        if self.get(dotted) is None:
+            self.put(path, value)
+            self.lines.append(Line(key, "carried over", "", [path], default=True))
+
+    def get(self, dotted: str, default: Any = None) -> Any:
+        here: Any = self.values
+        for step in dotted.split("."):
+            here = here.get(step) if isinstance(here, dict) else None
+        return default if here is None else here
+
+    def say(self, key: str, outcome: Outcome, text: str, *paths: Path) -> None:
+        self.lines.append(Line(key, outcome, text, list(paths)))
+
+    def carry(self, section: Section, given: Mapping[str, Any], label: str = "", at: Path = ()) -> None:
+        """Carry over every key of a section. label: before its keys in the report. at: the dataset's path."""
+        there = {key: value for key, value in given.items() if value is not None}
+        self.given, self.at = {**section.defaults, **there}, at
+        for key, value in given.items():
+            if not key.startswith("("):  # which is not of the file, as a command's program
+                self._carry_key(section, key, value, label)
+        for key, value in section.defaults.items():
+            if key not in there:
+                self._carry_key(section, key, value, label, default=True)
+
+    def _carry_key(self, section: Section, key: str, value: Any, label: str, default: bool = False) -> None:
+        row, name = section.rows.get(key), f"{label}{key}"
+        if row is None:
+            if SECRET_NAME.search(key):
+                self.say(name, "secret", f"not copied: {SECRET_ADVICE}")
+            else:
+                close = get_close_matches(key, section.rows, 1)
+                meant = f"; did you mean {close[0]}?" if close else ""
+                self.say(name, "unknown", f"no key of {section.title} that is known here{meant}")
+        elif row.drop or row.refuse or row.secret:
+            outcome: Outcome = "not needed" if row.drop else "refused" if row.refuse else "secret"
+            if outcome == "refused" and is_off(value):
+                outcome = "not needed"
+                self.say(name, outcome, "it is off")
+            elif not default:
+                self.say(name, outcome, row.drop or row.refuse or f"not copied: {row.secret}")
+        elif value is None:
+            self.say(name, "not needed", "it has no value")
+        else:
+            self._convert(row, name, value, default)
+
+    def _convert(self, row: Row, name: str, value: Any, default: bool) -> None:
+        try:
+            result = row.convert(value, self)
+            several = result.values if isinstance(result, Several) else {row.to: result}
+            paths = []
+            for to, item in several.items():
+                steps = tuple(int(step) if step.isdecimal() else step for step in to.split("."))
+                paths.append(path := (*self.at, *steps))
+                self.put(path, item)
+        except NotNeeded as reason:
+            if not default:
+                self.say(name, "not needed", str(reason))
+        except Refused as reason:
+            self.say(name, "refused", str(reason))
+        except (TypeError, ValueError, KeyError, AttributeError):
+            self.say(name, "refused", "its value is of another kind than this key takes there")
+        else:
+            note = row.note if paths else row.note or "it is the default"
+            self.lines.append(Line(name, "carried over" if paths else "not needed", note, paths, default))
+
+    def refuse(self, path: Path, reason: str) -> Iterator[Line]:
+        """Take back what stands at `path` or below, which the configuration refuses; yields the lines of these keys."""
+        for line in self.lines:
+            hit = [one for one in line.paths if one[: len(path)] == path or path[: len(one)] == one]
+            if hit:
+                for one in hit:
+                    self.remove(one)
+                line.paths = [one for one in line.paths if one not in hit]
+                line.outcome, line.text = "refused", reason
+                yield line
+
+    def remove(self, path: Path) -> None:
+        """Without the value at `path`, and without sections that are empty then."""
+        above: list[Any] = [self.values]
+        for step in path[:-1]:
+            above.append(above[-1][step])
+        for section, step in zip(reversed(above), reversed(path), strict=True):
+            section.pop(step, None)
+            if section:
+                break
+
+
+def is_off(value: Any) -> bool:
+    return value is None or value is False or value in (0, "", "false", "False", "none", "None", "no", "0", [], {})

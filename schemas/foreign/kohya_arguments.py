@@ -1,0 +1,194 @@
+"""Arguments that kohya's two projects, musubi-tuner and sd-scripts, have in common."""
+
+from typing import Any
+
+from schemas.foreign.draft import SECRET_ADVICE, Draft, is_off
+from schemas.foreign.optimizers import arguments, cycles, optimizer, power, schedule, warmup
+from schemas.foreign.rows import NotNeeded, Refused, Row, Several, dropped, refused, secret
+from schemas.foreign.values import (
+    above_zero,
+    boolean,
+    epochs,
+    every_epochs,
+    if_true,
+    number,
+    one_of,
+    only_with,
+    pairs,
+    precision,
+    run_name,
+    shown,
+    text,
+    whole,
+)
+
+#: What both mean without these keys.
+DEFAULTS = {
+    "network_alpha": 1,
+    "max_train_steps": 1600,
+    "lr_scheduler": "constant",
+    "lr_warmup_steps": 0,
+    "optimizer_type": "AdamW",
+    "gradient_checkpointing": False,
+}
+SHIFTED = ("flux_shift", "flux2_shift", "qwen_shift")
+
+
+def _steps(value: Any, draft: Draft) -> int:
+    if not is_off(draft.given.get("max_train_epochs")):
+        raise NotNeeded("max_train_epochs says how long")
+    return above_zero(value)
+
+
+def _alpha(value: Any, draft: Draft) -> Any:
+    if draft.get("train.adapter.init") is not None or draft.given.get("dim_from_weights"):
+        raise NotNeeded("it is that of network_weights")
+    return number(value)
+
+
+def _network(value: Any, draft: Draft) -> Several:
+    name = str(value).rpartition(".")[2]
+    if name in ("loha", "lora_fa", "oft", "dylora"):
+        raise Refused(f"{name} is not trained here; train.adapter.type takes lora, lokr, full")
+    algo = pairs(draft.given.get("network_args") or []).get("algo") if name == "kohya" else None
+    return Several({"train.adapter.type": "lokr" if name == "lokr" or algo == "lokr" else "lora"})
+
+
+def _network_arguments(value: Any, draft: Draft) -> Several:
+    found: dict[str, Any] = {}
+    for name, item in pairs(value).items():
+        if name in ("factor", "lokr_factor"):
+            found["train.adapter.decompose_factor"] = whole(item)
+        elif name not in ("verbose", "algo") and not is_off(item):
+            raise Refused(f"{name}: of further arguments of the network factor is known; train.adapter.targets chooses "
+                          "modules, train.adapter.rank_pattern their ranks")  # fmt: skip
+    if not found:
+        raise NotNeeded("there is nothing in it that is not always so")
+    return Several(found)
+
+
+def sampling(value: Any, draft: Draft) -> Several:
+    """The distribution of sigma. `sigma` draws a place in the schedule, from noise to data: the mean's sign turns."""
+    name, given = str(value), draft.given
+    std, shift = number(given.get("sigmoid_scale", 1)), number(given.get("discrete_flow_shift", 1))
+    mean, spread = number(given.get("logit_mean", 0)), number(given.get("logit_std", 1))
+    found: dict[str, Any] = {}
+    if name == "uniform":
+        found = {"train.timesteps.sampling": "uniform", "train.shift": 1.0}
+    elif name in ("sigmoid", "shift"):
+        found = {"train.timesteps.std": std, "train.shift": shift if name == "shift" else 1.0}
+    elif name in SHIFTED:
+        found = {"train.timesteps.std": std, "train.timesteps.auto_shift": True}
+    elif name == "logsnr":
+        found = {"train.timesteps.mean": -mean / 2, "train.timesteps.std": spread / 2, "train.shift": 1.0}
+    elif name == "sigma":
+        scheme = str(given.get("weighting_scheme", "none"))
+        found["train.shift"] = shift
+        if scheme == "logit_normal":
+            found |= {"train.timesteps.mean": -mean, "train.timesteps.std": spread}
+        elif scheme == "mode":
+            scale = number(given.get("mode_scale", 1.29))
+            found |= {"train.timesteps.sampling": "mode", "train.timesteps.mode_scale": scale}
+        else:
+            found["train.timesteps.sampling"] = "uniform"
+    else:
+        raise Refused(f"{shown(name)}: train.timesteps.sampling takes logit_normal, uniform, mode, beta, list")
+    return Several({key: item + 0.0 if isinstance(item, float) else item for key, item in found.items()})
+
+
+def _weighting(value: Any, draft: Draft) -> str:
+    if str(value) not in ("cosmap", "sigma_sqrt"):
+        raise NotNeeded("a part of train.timesteps.sampling")
+    return text(value)
+
+
+def _trackers(value: Any, draft: Draft) -> list[str]:
+    choices = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]}
+    return one_of(choices, "train.trackers takes tensorboard, wandb")(value, draft)
+
+
+def _dtype_of_attention(name: str) -> Row:
+    return Row("train.attention_backend", if_true({"train.attention_backend": name}))
+
+
+_SAVED = "a checkpoint has everything to continue, and the adapter"
+SHARED = {
+    "seed": Row("train.seed", whole),
+    "max_train_steps": Row("train.steps", _steps),
+    "max_train_epochs": Row("train.steps", epochs, "counted in optimizer steps"),
+    "gradient_accumulation_steps": Row("train.accumulate", whole),
+    "mixed_precision": Row("model.precision", precision, "train.precision is of training alone"),
+    "gradient_checkpointing": Row("train.gradient_checkpointing", boolean),
+    **dict.fromkeys(("gradient_checkpointing_cpu_offload", "cpu_offload_checkpointing"),
+                    Row("train.offload.activations", if_true({"train.offload.activations": True}))),
+    "blocks_to_swap": Row("train.offload.blocks", lambda value, draft: above_zero(value) > 0,
+                          "of all blocks, not of a number of them"),
+    "use_pinned_memory_for_block_swap": Row(
+        "train.offload.streams", only_with("blocks_to_swap", if_true({"train.offload.streams": True}))),
+    "fp8_base": Row("train.base_precision", if_true({"train.base_precision": "fp8-torchao"}), "fp8-torchao"),
+    "learning_rate": Row("train.optimizer.lr", number),
+    "optimizer_type": Row("train.optimizer.name", optimizer),
+    "optimizer_args": Row("train.optimizer.arguments", arguments),
+    "max_grad_norm": Row("train.optimizer.max_grad_norm",
+                         lambda value, draft: number(value) or 1e9, "where it is 0, a norm that no gradient has"),
+    "lr_scheduler": Row("train.optimizer.schedule", schedule),
+    "lr_warmup_steps": Row("train.optimizer.warmup", warmup),
+    "lr_scheduler_num_cycles": Row("train.optimizer.cycles", cycles),
+    "lr_scheduler_power": Row("train.optimizer.power", power),
+    "network_module": Row("train.adapter.type", _network, "lora or lokr"),
+    "network_weights": Row("train.adapter.init", text),
+    "network_dim": Row("train.adapter.rank", whole),
+    "network_alpha": Row("train.adapter.alpha", _alpha, "without it 1 there, and rank here"),
+    "network_dropout": Row("train.adapter.dropout", number),
+    "network_args": Row("train.adapter.decompose_factor", _network_arguments, "of a LoKr"),
+    "output_dir": Row("output", text),
+    "output_name": Row("train.run", run_name),
+    "save_every_n_steps": Row("train.checkpoint_every", above_zero),
+    "save_every_n_epochs": Row("train.checkpoint_every", every_epochs, "in optimizer steps"),
+    **dict.fromkeys(("save_last_n_epochs", "save_last_n_epochs_state"), Row("train.keep_checkpoints", above_zero)),
+    "sample_every_n_steps": Row("validation.every", above_zero),
+    "sample_every_n_epochs": Row("validation.every", every_epochs, "in optimizer steps"),
+    "log_with": Row("train.trackers", _trackers),
+    "sdpa": Row("train.attention_backend", if_true({}, "it is the default"), "native"),
+    "xformers": _dtype_of_attention("xformers"),
+    "timestep_sampling": Row("train.timesteps.sampling", sampling, "with train.shift, and train.loss.weighting"),
+    "weighting_scheme": Row("train.loss.weighting", _weighting, "and train.timesteps.sampling"),
+    **dict.fromkeys(("discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale"),
+                    Row(drop="a part of train.timesteps and train.shift, by the way of sampling")),
+    "huggingface_repo_id": Row("hub.repo", text, "to which `run` uploads at its end"),
+    "huggingface_repo_visibility": Row(
+        "hub.private", only_with("huggingface_repo_id", lambda value, draft: str(value) != "public")),
+    "metadata_license": Row("hub.license", only_with("huggingface_repo_id", text)),
+    "ddp_timeout": Row("train.parallel.timeout", lambda value, draft: number(value) * 60, "in seconds"),
+    **secret(SECRET_ADVICE, "huggingface_token", "wandb_api_key"),
+    **dropped("the dataset's file is carried over as well", "dataset_config", "config_file"),
+    **dropped("its prompts are carried over as well", "sample_prompts"),
+    **dropped("a run makes samples at its first step", "sample_at_first"),
+    **dropped(_SAVED, "save_state", "save_state_on_train_end", "save_precision", "save_model_as", "no_metadata",
+              "metadata_title", "metadata_author", "metadata_description", "metadata_tags", "metadata_reso",
+              "metadata_arch", "training_comment"),
+    **dropped("the rank is that of the file", "dim_from_weights"),
+    **dropped("train.run continues from its newest checkpoint (train.resume)", "initial_epoch", "initial_step",
+              "skip_until_initial_step"),
+    **refused("only this project's checkpoints are continued; train.adapter.init starts from an adapter", "resume",
+              "resume_from_huggingface"),
+    **refused("train.keep_checkpoints counts checkpoints, not steps", "save_last_n_steps", "save_last_n_steps_state"),
+    **refused("merge adapters into a copy of the model with latentpress export-adapter --merge, and name it in "
+              "model.path", "base_weights"),
+    **dropped("of adapters that are merged first", "base_weights_multiplier"),
+    **refused("weights of an adapter are not scaled down while it trains", "scale_weight_norms"),
+    **refused("an adapter's weights are float32; full-rank training has train.weight_precision", "full_bf16",
+              "full_fp16"),
+    **refused("train.timesteps.mean and values choose noise levels; the experts of Wan 2.2 have their own ranges "
+              "(train.experts)", "min_timestep", "max_timestep", "preserve_distribution_shape"),
+    **refused("schedules are constant, linear, cosine, polynomial", "lr_scheduler_type", "lr_scheduler_args",
+              "lr_scheduler_min_lr_ratio", "lr_decay_steps"),
+    **dropped("of a schedule that is not there", "lr_scheduler_timescale"),
+    **dropped("torchrun or accelerate launch starts several processes", "ddp_gradient_as_bucket_view",
+              "ddp_static_graph",
+              "num_cpu_threads_per_process", "num_processes"),
+    **dropped("train.reading.threads read ahead", "max_data_loader_n_workers", "persistent_data_loader_workers"),
+    **dropped("it changes no result", "logging_dir", "log_prefix", "log_tracker_name", "wandb_run_name", "log_config",
+              "log_tracker_config", "huggingface_repo_type", "huggingface_path_in_repo", "async_upload",
+              "save_state_to_huggingface", "debug_dataset", "show_timesteps", "disable_mmap_load_safetensors"),
+}  # fmt: skip

@@ -1,0 +1,56 @@
+"""Families and flavours here, by the names of other trainers and by the repositories of checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from schemas.catalog import FAMILIES
+from schemas.foreign.draft import Draft
+from schemas.foreign.rows import Refused, Several
+from schemas.foreign.values import shown
+
+CHOOSE = f"choose one here with --set model.family=NAME: {', '.join(FAMILIES)}"
+#: Repositories of the same checkpoints, in other layouts, in lower case -> family and flavour.
+REPOS = {flavour.repo.lower(): (name, key) for name, family in reversed(FAMILIES.items())
+         for key, flavour in reversed(family.flavours.items())}  # fmt: skip
+
+
+def flavour_of_repo(name: str) -> tuple[str, str] | None:
+    """Family and flavour of a repository, also of the original checkpoint beside that in diffusers' layout."""
+    word = name.lower().rstrip("/").removeprefix("hf://")
+    for candidate in (word, f"{word}-diffusers", f"{word}_diffusers"):
+        if candidate in REPOS:
+            return REPOS[candidate]
+    last = word.rpartition("/")[2].removesuffix("-bf16").removesuffix("-diffusers")
+    return next(
+        (found for repo, found in REPOS.items() if repo.rpartition("/")[2].removesuffix("-diffusers") == last), None
+    )
+
+
+def chosen(family: str, flavour: str | None = None, **more: Any) -> Several:
+    values = {"model.family": family, **({"model.flavour": flavour} if flavour else {})}
+    return Several({**values, **{key.replace("__", "."): value for key, value in more.items()}})
+
+
+def by_name(names: Mapping[str, tuple[str, str | None]]) -> Any:
+    """Conversion of a model's name there by a table: name -> family and flavour."""
+
+    def convert(value: Any, draft: Draft) -> Several:
+        if (found := names.get(str(value).strip().lower())) is None:
+            raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
+        return chosen(*found)
+
+    return convert
+
+
+def place(value: Any, draft: Draft) -> Several:
+    """A checkpoint's repository or folder: the flavour where it is one of ours, else model.path."""
+    if (found := flavour_of_repo(str(value))) is not None:
+        family = draft.get("model.family")
+        if family is None or family == found[0]:
+            return chosen(*found)
+    if str(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
+        raise Refused(
+            f"{shown(value)} is a single file; model.path takes a folder or repository in diffusers' layout, and the "
+            "flavour's own repository is taken without it"
+        )
+    return Several({"model.path": str(value)})

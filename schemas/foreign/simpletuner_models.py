@@ -1,0 +1,69 @@
+"""SimpleTuner's families and flavours."""
+
+from typing import Any
+
+from schemas.foreign.draft import Draft
+from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo
+from schemas.foreign.rows import Refused, Several
+from schemas.foreign.values import shown
+
+#: Family there, flavour there -> family and flavour here. The first flavour is the default there.
+FLAVOURS: dict[str, dict[str, tuple[str, str]]] = {
+    "sana": {
+        "sana1.5-4.8b-1024": ("sana", "sana1.5-4.8b-1024px"),
+        "sana1.5-1.6b-1024": ("sana", "sana1.5-1.6b-1024px"),
+        "sana1.0-1.6b-2048": ("sana", "sana-1600m-2kpx-bf16"),
+        "sana1.0-1.6b-1024": ("sana", "sana-1600m-1024px-bf16"),
+        "sana1.0-600m-1024": ("sana", "sana-600m-1024px"),
+        "sana1.0-600m-512": ("sana", "sana-600m-512px"),
+    },
+    "z_image": {
+        "turbo-ostris-v2": ("z-image", "z-image-turbo"),
+        "turbo": ("z-image", "z-image-turbo"),
+        "base": ("z-image", "z-image"),
+    },
+    "qwen_image": {
+        "v2.0": ("qwen-image", "qwen-image-2512"),
+        "v1.0": ("qwen-image", "qwen-image"),
+        "edit-v1": ("qwen-image-edit", "qwen-image-edit"),
+        "edit-v2": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
+        "edit-v2+": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
+        "edit-v3": ("qwen-image-edit-plus", "qwen-image-edit-2511"),
+    },
+    "wan": {
+        "t2v-480p-1.3b-2.1": ("wan2.1", "t2v-1.3b"),
+        "t2v-480p-14b-2.1": ("wan2.1", "t2v-14b"),
+        "ti2v-5b-2.2": ("wan2.2-5b", "t2v-5b"),
+        "i2v-14b-2.2-high": ("wan2.2-a14b", "i2v-a14b"),
+        "i2v-14b-2.2-low": ("wan2.2-a14b", "i2v-a14b"),
+    },
+    "flux2": {"klein-9b": ("flux2-klein", "klein-base-9b"), "klein-4b": ("flux2-klein", "klein-base-4b")},
+}
+
+
+def _name(draft: Draft) -> str:
+    name = str(draft.given.get("model_family"))
+    return name if name.startswith("kandinsky5-") else name.replace("-", "_").replace("kandinsky5_", "kandinsky5-")
+
+
+def family(value: Any, draft: Draft) -> Several:
+    name, word = _name(draft), draft.given.get("model_flavour")
+    if name.startswith("kandinsky5-"):
+        return chosen(name)
+    if name not in FLAVOURS:
+        raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
+    path = draft.given.get("pretrained_model_name_or_path")
+    if word is None and path and (found := flavour_of_repo(str(path))):
+        return chosen(*found)
+    return flavour(word, draft) if word else chosen(*next(iter(FLAVOURS[name].values())))
+
+
+def flavour(value: Any, draft: Draft) -> Several:
+    name, word = _name(draft), str(value)
+    if name not in FLAVOURS:
+        return Several({"model.flavour": word})
+    if word not in FLAVOURS[name]:
+        raise Refused(f"{name}'s flavour {shown(word)} is not trained here; known: {', '.join(FLAVOURS[name])}")
+    ours = dict(zip(("model.family", "model.flavour"), FLAVOURS[name][word], strict=True))
+    expert = {"train.experts": word.rpartition("-")[2]} if word.endswith(("-high", "-low")) else {}
+    return Several({**ours, **expert})

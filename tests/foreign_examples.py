@@ -1,0 +1,223 @@
+"""A configuration of each trainer, by its documented keys: trainer -> files. Media are in `media`."""
+
+import json
+
+SIMPLETUNER = {
+    "config/config.json": json.dumps(
+        {
+            "--model_family": "kandinsky5-image",
+            "--model_flavour": "t2i-lite-sft",
+            "--model_type": "lora",
+            "--lora_rank": 4,
+            "--output_dir": "output/models",
+            "--data_backend_config": "config/multidatabackend.json",
+            "--user_prompt_library": "config/user_prompt_library.json",
+            "--train_batch_size": 2,
+            "--max_train_steps": "2",
+            "--checkpoint_step_interval": 2,
+            "--learning_rate": "1e-4",
+            "--lr_scheduler": "constant",
+            "--optimizer": "optimi-adamw",
+            "--gradient_checkpointing": "true",
+            "--mixed_precision": "no",
+            "--caption_dropout_probability": 0.1,
+            "--flow_schedule_shift": 1.5,
+            "--flow_schedule_auto_shift": "false",
+            "--validation_resolution": "64x64",
+            "--validation_num_inference_steps": 2,
+            "--validation_step_interval": 2,
+            "--validation_guidance": 5.0,
+            "--validation_seed": 42,
+            "--tracker_run_name": "my lora",
+            "--hub_token": "hf_0123456789",
+            "--offload_during_startup": True,
+            "--report_to": "tensorboard",
+        }
+    ),
+    "config/multidatabackend.json": json.dumps(
+        [
+            {
+                "id": "photos",
+                "type": "local",
+                "dataset_type": "image",
+                "instance_data_dir": "media",
+                "cache_dir_vae": "cache/vae/photos",
+                "caption_strategy": "textfile",
+                "metadata_backend": "discovery",
+                "resolution": 64,
+                "resolution_type": "pixel_area",
+                "minimum_image_size": 0,
+                "crop": True,
+                "crop_aspect": "square",
+                "repeats": 10,
+            },
+            {
+                "id": "text-embeds",
+                "type": "local",
+                "dataset_type": "text_embeds",
+                "default": True,
+                "cache_dir": "cache/text",
+            },
+        ]
+    ),
+    "config/user_prompt_library.json": json.dumps({"cat_<token>": "a photo of <token>"}),
+}
+MUSUBI = {
+    "train.sh": """#!/bin/bash
+# the model
+WEIGHTS=/weights
+accelerate launch --num_cpu_threads_per_process 1 --mixed_precision bf16 \\
+    wan_train_network.py --task t2v-1.3B --dit "$WEIGHTS/wan2.1_t2v_1.3B_bf16.safetensors" \\
+    --dataset_config dataset.toml --sdpa --mixed_precision no --gradient_checkpointing \\
+    --optimizer_type adamw --learning_rate 2e-4 --optimizer_args "weight_decay=0.05" \\
+    --max_train_steps 2 --save_every_n_steps 2 --network_module networks.lora_wan --network_dim 4 \\
+    --timestep_sampling shift --discrete_flow_shift 3.0 --seed 42 \\
+    --output_dir out --output_name motion --sample_prompts prompts.txt --sample_every_n_steps 2
+""",
+    "dataset.toml": """
+[general]
+resolution = [64, 64]
+caption_extension = ".txt"
+enable_bucket = true
+
+[[datasets]]
+video_directory = "media"
+cache_directory = "cache"
+target_frames = [9]
+frame_extraction = "head"
+num_repeats = 3
+""",
+    "prompts.txt": "# validation\na clip of the sea --w 64 --h 64 --f 9 --d 7 --s 2 --l 5.0 --n blurry\n",
+}
+AI_TOOLKIT = {
+    "job.yaml": """---
+job: extension
+config:
+  name: my first
+  process:
+    - type: diffusion_trainer
+      training_folder: output
+      device: cpu
+      trigger_word: p3r5on
+      network: {type: lora, linear: 4, linear_alpha: 4}
+      save: {dtype: float16, save_every: 2, max_step_saves_to_keep: 4}
+      datasets:
+        - folder_path: media
+          caption_ext: txt
+          caption_dropout_rate: 0.05
+          cache_latents_to_disk: true
+          num_repeats: 2
+          resolution: [64]
+      train:
+        batch_size: 1
+        steps: 2
+        gradient_accumulation: 2
+        train_unet: true
+        train_text_encoder: false
+        gradient_checkpointing: true
+        noise_scheduler: flowmatch
+        timestep_type: sigmoid
+        optimizer: adamw
+        lr: 1e-4
+        dtype: fp32
+      model: {name_or_path: Tongyi-MAI/Z-Image, arch: zimage, quantize: false, low_vram: false}
+      sample:
+        sampler: flowmatch
+        sample_every: 2
+        width: 64
+        height: 64
+        prompts: [a cat on a wall]
+        neg: ""
+        seed: 42
+        walk_seed: true
+        guidance_scale: 4
+        sample_steps: 2
+meta: {name: "[name]"}
+"""
+}
+DIFFUSION_PIPE = {
+    "main.toml": """
+output_dir = 'runs'
+dataset = 'dataset.toml'
+epochs = 1000
+max_steps = 2
+micro_batch_size_per_gpu = 1
+pipeline_stages = 1
+gradient_accumulation_steps = 2
+gradient_clipping = 1.0
+warmup_steps = 1
+save_every_n_steps = 2
+activation_checkpointing = true
+save_dtype = 'bfloat16'
+steps_per_print = 1
+
+[model]
+type = 'qwen_image'
+diffusers_path = '/models/Qwen-Image'
+dtype = 'float32'
+timestep_sample_method = 'logit_normal'
+
+[adapter]
+type = 'lora'
+rank = 4
+dtype = 'float32'
+
+[optimizer]
+type = 'adamw'
+lr = 2e-5
+betas = [0.9, 0.99]
+weight_decay = 0.01
+eps = 1e-8
+""",
+    "dataset.toml": """
+resolutions = [64]
+enable_ar_bucket = true
+min_ar = 0.5
+max_ar = 2.0
+num_ar_buckets = 7
+[[directory]]
+path = 'media'
+num_repeats = 1
+""",
+}
+SD_SCRIPTS = {
+    "arguments.toml": """
+pretrained_model_name_or_path = "sd_xl_base_1.0.safetensors"
+dataset_config = "dataset.toml"
+output_dir = "out"
+output_name = "cat"
+[network]
+network_module = "networks.lora"
+network_dim = 4
+[training]
+learning_rate = 1e-4
+optimizer_type = "AdamW"
+lr_scheduler = "cosine"
+max_train_steps = 2
+save_every_n_steps = 2
+mixed_precision = "no"
+gradient_checkpointing = true
+cache_latents = true
+""",
+    "dataset.toml": """
+[general]
+caption_extension = ".txt"
+shuffle_caption = true
+keep_tokens = 1
+enable_bucket = true
+[[datasets]]
+resolution = 64
+batch_size = 2
+  [[datasets.subsets]]
+  image_dir = "media"
+  num_repeats = 2
+""",
+}
+#: Name of --from -> files, the first of which is given to the command; kind of the tiny checkpoint; exit code.
+EXAMPLES = {
+    "simpletuner": (SIMPLETUNER, "kandinsky5-image-t2i", 0),
+    "musubi-tuner": (MUSUBI, "wan2.1-t2v", 0),
+    "ai-toolkit": (AI_TOOLKIT, "z-image", 0),
+    "diffusion-pipe": (DIFFUSION_PIPE, "qwen-image", 0),
+    "sd-scripts": (SD_SCRIPTS, "sana", 0),
+}
