@@ -50,12 +50,11 @@ def run(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", "--force", help="Replace a file that is there.")] = False,
 ) -> Report:
-    target = options.config
+    parsed, target = [read_file(path) for path in files], options.config
     if not options.dry_run and target.exists() and not overwrite:
         raise ImportConfigError(
             f"{target} is there already", "Add --overwrite to replace it, or name another file with --config."
         )
-    parsed = [read_file(path) for path in files]
     chosen = _choose(trainer, parsed)
     beside = Beside(files[0], base)
     draft = Draft()
