@@ -164,7 +164,7 @@ def test_a_module_is_safe_with_the_option(planned: Place) -> None:
     planned.run(sys.executable, "-P", "-m", "trainer", "--help", "--config", planned.config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_program_started_as_a_module_drops_the_working_directory(place: Place) -> None:
     """All that can be done without -P: the packages' own names are found before any of their code runs."""
     place.lay(place.work, *STARTED)
@@ -173,7 +173,7 @@ def test_a_program_started_as_a_module_drops_the_working_directory(place: Place)
     place.run(sys.executable, "-m", "trainer", "--help")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("entries", [long(""), os.pathsep.join(["", ".", "here", "/nowhere"])])
 def test_an_empty_or_relative_entry_of_pythonpath_is_left_out(place: Place, entries: str) -> None:
     (place.work / "here").mkdir()

@@ -204,6 +204,7 @@ def loaded_by(
     return dict(zip((TEXT_AND_VISION, LATENTS, TRAINER, ALIGNED), found, strict=True))
 
 
+@pytest.mark.long
 def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transformer(loaded_by) -> None:
     modules = loaded_by[TEXT_AND_VISION]
     assert "transformers.models.qwen2_5_vl" in modules

@@ -86,6 +86,7 @@ def measure(monkeypatch) -> Callable[..., tuple[Counter[str], int]]:
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["kandinsky5-image-t2i", long("sana"), long("kandinsky5-video-t2v"), long("wan2.1-t2v")]
 )
@@ -104,6 +105,7 @@ def test_texts_with_pictures(planned, measure) -> None:
     assert copies == {"to device": batches + MEMBERS, "to host": 2 * batches}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "posterior"),
     [
@@ -129,6 +131,7 @@ def test_latents(planned, measure, kind, posterior) -> None:
     assert copies == {"to device": batches * (1 + drawn) + once, "to host": batches * tensors}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "passes"), [long("kandinsky5-image-t2i", 1), ("kandinsky5-video-t2v", 5)])
 def test_vision(planned, measure, tiny, kind, passes) -> None:
     """A copy for each pass, as a clip may have more frames than a pass takes; once in a process the shares by which

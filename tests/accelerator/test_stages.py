@@ -87,6 +87,7 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
         np.testing.assert_allclose(encoded[1][name], values, rtol=1e-5, atol=1e-5, err_msg=str(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
@@ -105,6 +106,7 @@ def test_texts(planned, kind) -> None:
     encode_on_both(planned(kind), encode_text, "text")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "posterior"),
     [

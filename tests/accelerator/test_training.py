@@ -77,6 +77,7 @@ def test_blocks_that_come_on_a_stream(make, monkeypatch) -> None:
     check_equal(device, host)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["t2v", *map(long, KINDS)])
 @pytest.mark.parametrize("first", DEVICES)
 def test_a_run_goes_on_on_another_device(make, kind, first) -> None:
@@ -99,6 +100,7 @@ def test_optimizers_on_the_device_are_those_of_the_cpu(make, kind, name) -> None
     check_equal(device, host)
 
 
+@pytest.mark.long
 def test_nabla_on_the_device_is_that_of_the_cpu(make_config, make_set, made, tmp_path) -> None:
     def get(device: str) -> Config:
         config = make_config("i2v", name=device, device=device, steps=1, adapter={"rank": 2}, **PLAIN)
@@ -116,6 +118,7 @@ def test_nabla_on_the_device_is_that_of_the_cpu(make_config, make_set, made, tmp
 METHODS = {"all": all_methods.METHODS} | {name: {name: options} for name, options in all_methods.METHODS.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", ["all", *map(long, all_methods.METHODS)])
 def test_methods_on_the_device_are_those_of_the_cpu(make_config, make_set, made, names) -> None:
     def get(device: str) -> Config:
@@ -150,6 +153,7 @@ def test_a_mask_that_is_left_on_the_host_is_found(make, monkeypatch) -> None:
         train(make("t2i", NAME))
 
 
+@pytest.mark.long
 def test_positions_that_are_made_on_the_host_are_found(make, monkeypatch) -> None:
     """CUDA takes indices of the host, but waits for them."""
 
@@ -170,6 +174,7 @@ def test_positions_that_are_made_on_the_host_are_found(make, monkeypatch) -> Non
     assert place.startswith("trainer/")
 
 
+@pytest.mark.long
 def test_numbers_that_are_read_before_they_have_arrived_are_found(make, monkeypatch) -> None:
     monkeypatch.setattr(HostCopy, "wait", lambda self: self._tensors[0])
     train(make("t2i", "cpu"))

@@ -107,6 +107,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_the_device(make, monkeypatch) 
             earlier = loop.train_step(run, run.loader.step(number), last)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["i2v", *map(long, ("t2i", "i2i", "t2v", "sana"))])
 def test_validation_waits_for_no_step(make, kind) -> None:
     """A sample of more denoising steps waits as often; so does the eval loss of more rows."""

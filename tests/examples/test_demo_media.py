@@ -28,7 +28,7 @@ def _captions(path: Path) -> list[str]:
     return path.with_suffix(".txt").read_text().splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_picture_opens_and_has_captions(media: Path) -> None:
     pictures = [path for path in (media / "images").iterdir() if path.suffix != ".txt"]
     assert len(pictures) == len(demo_media.IMAGES) >= 4
@@ -81,7 +81,7 @@ def _state(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> None:
     before = _state(media)
     demo_media.write_media(media)

@@ -161,7 +161,7 @@ def wide_sana(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in NAMES])
 def test_a_recipe_trains_a_tiny_model_with_its_own_settings(
     name: str,

@@ -269,7 +269,7 @@ def test_a_plan_of_another_version_is_none(photos):
     assert plan(photos).details["generation"].startswith("000002-")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("remote", "other_settings"), in_turn([False, True], [False, True]))
 def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_settings):
     """The second publishes while the first has its tables: no unit is planned twice, what the second has is kept."""

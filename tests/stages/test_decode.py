@@ -245,7 +245,7 @@ def test_trackers_that_cannot_be_written_to_are_no_traceback(project) -> None:
         home.run(decode.run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pictures_are_added_to_the_trackers(project, wandb_offline) -> None:
     """Those that are decoded now, each at its step: as TensorBoard and Weights & Biases have them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

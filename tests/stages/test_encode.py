@@ -109,7 +109,7 @@ def test_a_part_goes_on_with_units_of_others(project) -> None:
     assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("unit_mib", "parts", "root"),
     in_turn([0.004, 128], [("0/1", "0/1"), ("0/2", "1/2")], [f"s3://{BUCKET}/work", "work"]),

@@ -277,7 +277,7 @@ def test_no_name_reaches_the_terminal_as_control_characters(images: Outcome, nam
         assert not strange and not re.search(r"^(?:name|line)\.png|^\S*0;title", text, re.MULTILINE), (strange, text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_terminal_that_knows_ascii_alone_is_no_reason_to_crash(images: Outcome) -> None:
     images.home.config()
     command = [sys.executable, "-m", "stages.cli", "discover", "--config", str(images.home.folder / "pipeline.yaml")]
@@ -332,7 +332,7 @@ NOT_DECORD = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_decord_gives_the_same_frames_or_a_reject(videos: Outcome) -> None:
     pytest.importorskip("decord")
     found = through(videos.home, "latents.decoder=decord", stages=("discover", "bucket", "latents", "preview"))

@@ -133,6 +133,7 @@ def test_damaged_and_short_answers_end_nothing(home: Project, s3: S3Server, tmp_
     assert Store(ROOT).list_names() == before
 
 
+@pytest.mark.long
 def test_killed_in_an_upload_and_in_trouble(home: Project, s3: S3Server) -> None:
     """encode-text is killed while a shard is on its way, and started again beside a store that throttles and cuts."""
     home.run(discover.run)

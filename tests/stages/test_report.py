@@ -248,7 +248,7 @@ def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
     assert re.findall(r"<td>([\w.]+)</td>", table[: table.index("</table>")]) == ["train.experts", "high", "low"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, often) -> None:
     made = FakeRun(home)
     steps = often(5_000, 100_000)

@@ -24,7 +24,7 @@ def home(project: Callable[..., Project]) -> Project:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where others came, and the limit of each is lower; what was decoded again is made again."""
     home.settings["datasets"][0]["minimum_image_size"] = 32

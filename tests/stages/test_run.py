@@ -230,7 +230,7 @@ def test_every_program_reports_in_snake_case(
             assert list(odd_keys(document)) == [], program
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("after", [long("discover"), long("encode-latents"), "index"])
 def test_what_is_edited_between_stages_is_planned(forked_programs, home: Project, monkeypatch, after: str) -> None:
     """And encoded, where the stages before had done the ones before."""

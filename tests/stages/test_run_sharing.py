@@ -61,6 +61,7 @@ def no_secret(home: Project, said: str) -> None:
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.long
 def test_a_run_tells_and_shares_and_a_dead_webhook_changes_nothing(
     forked_programs: None, home: Project, models: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

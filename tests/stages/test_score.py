@@ -155,7 +155,7 @@ def test_only_what_is_new_or_changed_is_scored_again(home: Project, monkeypatch:
     assert [point.value for point in curve.points] == [changed["scores"]["clip_score"], added["scores"]["clip_score"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_model_or_another_setting_scores_everything_again(home: Project, tmp_path: Path) -> None:
     from examples.tiny_models import build
 

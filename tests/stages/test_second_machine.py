@@ -48,7 +48,7 @@ def start_elsewhere(home: Project, elsewhere: Path, locks_reach: bool) -> Forked
     return machine(command, cwd=elsewhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("locks_reach", [True, False])
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "-u", "hostname", "x"], capture_output=True).returncode != 0,

@@ -66,6 +66,7 @@ def check_pictures(home: Project, *names: str) -> None:
             np.testing.assert_array_equal(np.asarray(Image.open(picture(home, name, step))), decoded(home, latent))
 
 
+@pytest.mark.long
 def test_latents_of_two_ranks_are_decoded_once_and_a_step_is_scored_whole(
     forked_programs: None,
     project: Callable[..., Project],
@@ -107,6 +108,7 @@ def wait_for(first: Path) -> None:
     before_latents(lambda name, step: None if step == 0 else until(first.exists))
 
 
+@pytest.mark.long
 def test_pictures_are_made_beside_training_on_a_rolling_cache(
     forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_on_first_opening(whole, readers, case) -> None:
         named(damage, whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", IN_PLACE)
 def test_while_it_is_open(whole, readers, case, forked) -> None:
     """Reading on in a map of a file that was cut would kill the process, so it is forked."""

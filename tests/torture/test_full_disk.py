@@ -76,6 +76,7 @@ def test_full_at_every_step(tmp_path, shards, format, before, steps) -> None:
     assert at >= 8
 
 
+@pytest.mark.long
 def test_killed_at_every_step(tmp_path, shards, format, before, steps, forked, often) -> None:
     whole = Store(tmp_path / "whole")
     shards.write(whole, format, width=WIDE)

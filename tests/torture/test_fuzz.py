@@ -274,6 +274,7 @@ RAW = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", RAW)
 def test_descriptions_that_are_no_plain_json(tmp_path, safely, rel, case) -> None:
     store = Store(tmp_path)

@@ -157,6 +157,7 @@ def test_several_rows_in_a_batch_and_many_batches(tmp_path, safely) -> None:
     safely(lambda: refused(store, ARROW, "3000 rows, and its description names 1"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", [2**31 - 1, -1, 4096, -(2**31)])
 @pytest.mark.parametrize("column", ["id", "info", "checksum", "a_shape", "a"])
 def test_offsets_that_lead_out_of_a_column(tmp_path, safely, column, offset) -> None:

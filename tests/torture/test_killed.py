@@ -153,6 +153,7 @@ def tables(home: Project) -> dict[str, bytes]:
     return {name: store.read_bytes(name) for name in store.list_names("")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [discover, bucket])
 def test_discover_and_bucket_at_every_rename(project, steps, forked, program, often) -> None:
     home = project("kandinsky5-image-t2i")

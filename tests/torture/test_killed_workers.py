@@ -93,6 +93,7 @@ def at_work(request, home, steps) -> Iterator[tuple]:
     yield stage, lambda act: steps.arm(at, act, only), f"cache.format={format}"
 
 
+@pytest.mark.long
 def test_all_are_killed_at_once(at_work, workers) -> None:
     stage, arm, override = at_work
     expected = stage.whole(override)
@@ -110,6 +111,7 @@ def test_all_are_killed_at_once(at_work, workers) -> None:
     assert stage.check(expected, override) == 0
 
 
+@pytest.mark.long
 def test_the_program_alone_is_killed(at_work, workers, tmp_path) -> None:
     """Its workers end by themselves; the next run need not wait for that."""
     stage, arm, override = at_work
@@ -150,6 +152,7 @@ def test_one_worker_is_killed(at_work, workers, tmp_path) -> None:
     assert running.alone() and stage.files() == expected
 
 
+@pytest.mark.long
 def test_a_text_that_always_kills_its_worker_is_named_and_the_rest_is_done(
     home, workers, tmp_path, monkeypatch
 ) -> None:

@@ -202,6 +202,7 @@ def resealed(data: bytes) -> bytes:
     )
 
 
+@pytest.mark.long
 def test_nothing_kills_a_process_though_the_checksum_is_right(store, rel, forked, often) -> None:
     if rel.endswith(".json"):
         pytest.skip("has no buffers")

@@ -31,7 +31,7 @@ class KernelCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("also_compiled", [False, long(True)])
 def test_a_backend_trains_as_torchs_own_choice_does(ready, also_compiled) -> None:

@@ -93,6 +93,7 @@ def test_kandinsky_lora_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.25 * loss["after"], loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> None:
     """At most 0.6 of the first loss; exchanged captions cost at least half more."""
@@ -102,6 +103,7 @@ def test_sana_full_rank_learns_pictures_by_their_captions(learn, seed: int) -> N
     assert loss["swapped"] > 1.5 * loss["after"], loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "steps", "share", "more"), [("i2i", 70, 0.75, 1.25), long("i2v", 90, 0.8, 1.15)])
 def test_conditions_are_read(learn, kind: str, steps: int, share: float, more: float) -> None:
     """What follows from the source image, or from the first frame, is learned, and another's misleads."""

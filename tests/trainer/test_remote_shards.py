@@ -93,6 +93,7 @@ def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, 
     assert len({name.partition(".")[0] for name in gets(s3)}) == 1 and fetched(second) <= 1
 
 
+@pytest.mark.long
 def test_killed_in_a_fetch_and_resumed(remote, s3, program) -> None:
     assert program(remote.here)[0] == OK
     arrived = threading.Semaphore(0)

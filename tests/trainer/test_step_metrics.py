@@ -32,7 +32,7 @@ def noise_of(
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(1, 2), (4, 3)])
 def test_the_noise_scale_is_the_trace_of_the_covariance_over_the_squared_gradient(batch_size, accumulate) -> None:
     first = torch.full((200,), 0.1)  # |G|^2 is 2, tr(S) 200 x 0.09

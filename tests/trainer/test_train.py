@@ -95,7 +95,7 @@ def test_accumulation_equals_one_large_batch(ready, kind) -> None:
         assert norms == pytest.approx(runs[0][1], rel=1e-4 if kind == "sana" else 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "adapter"), [("t2i", {"rank": 4}), ("sana", {"type": "full"})])
 def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
     found = []
@@ -200,7 +200,7 @@ def test_ranks_with_other_held_out_samples_do_not_train(make_config, make_set, m
     assert message.splitlines()[1:] == [f"  rank 1 on {socket.gethostname()}: held-out samples: differ"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_with_other_base_weights_do_not_train(ready, tmp_path) -> None:
     """One bit of the second rank's copy differs; with a whole copy elsewhere both train."""
     config = ready("t2i", steps=1)

@@ -74,6 +74,7 @@ def test_averages_are_resumed_validated_and_saved(ready, make_config, weights) -
         assert ours[0] == theirs[0] and ours[-1] != theirs[-1], "with the average, if that is asked for"
 
 
+@pytest.mark.long
 def test_bfloat16_weights_with_kahan_summation_follow_float32_masters(ready) -> None:
     """Weights and what they lost together move as the masters do, within 15 % (4 % seen);
     without the summation, 9 in 10 weights don't move at all."""

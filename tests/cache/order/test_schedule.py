@@ -121,7 +121,7 @@ def test_an_epoch_draws_every_sample_once_and_its_repeats(plan_spans, seed, epoc
         assert len(batch.rows) == batch_size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(spans(), st.integers(0, 2**40), st.integers(1, 4))
 def test_over_the_epochs_every_row_is_drawn_its_share(plan_spans, seed, epochs) -> None:

@@ -26,7 +26,7 @@ def fill(store: Store, numbers: range, reason: str = "corrupt") -> dict[str, lis
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lists_are_merged_and_those_that_changed_are_read_again(s3: S3Server, monkeypatch) -> None:
     monkeypatch.setattr(rejects, "MIN_UNMERGED", 5)
     store = Store(f"s3://{BUCKET}/work")

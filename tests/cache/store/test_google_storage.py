@@ -61,6 +61,7 @@ def test_what_is_replaced_while_it_is_read_is_refused(store: Store) -> None:
             file.read(10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dropped", long("throttled"), long("broken"), long("cut")])
 def test_trouble_that_passes_does_no_harm(store: Store, google: GoogleServer, kind: str) -> None:
     """Each pause is a second or more; a connection that is lost before an answer is retried at once."""

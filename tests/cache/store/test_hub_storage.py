@@ -127,6 +127,7 @@ def test_short_answers_are_asked_for_again(hub: HubServer) -> None:
         assert ask() == wanted, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "said"), [(429, "asked too often"), (CUT, "can't be reached or broke off"), (500, "broke off")]
 )

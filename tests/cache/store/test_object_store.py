@@ -92,6 +92,7 @@ def test_requests_of_a_shard(store: Store, s3: S3Server, form: str, opened: int)
     assert len(s3.requests) <= 12
 
 
+@pytest.mark.long
 def test_a_listing_is_a_request_for_each_thousand(store: Store, s3: S3Server) -> None:
     for number in range(1100):
         s3.put(f"work/{CACHE}/text-{number:04}.arrow")
@@ -146,6 +147,7 @@ def test_every_operation(store: Store, s3: S3Server) -> None:
 PASSING = ("throttled", "cut", long("broken"), long("dropped"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", PASSING)
 def test_a_store_in_trouble_for_a_while(store: Store, s3: S3Server, trouble: str, small_parts: bytes) -> None:
     """Every operation succeeds in the end, with the same bytes."""
@@ -311,6 +313,7 @@ def test_a_completion_whose_answer_is_lost(store: Store, s3: S3Server, small_par
     assert store.list_files(temporaries=True) == []
 
 
+@pytest.mark.long
 def test_a_process_killed_in_an_upload(store: Store, s3: S3Server, small_parts: bytes) -> None:
     """Nothing is there under the final name; the next writer of this machine removes what it left in the scratch
     folder, and a sweep aborts the upload."""

@@ -59,6 +59,7 @@ def asks(store: Store) -> dict[str, Callable[[], object]]:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrong", "bare"), in_turn(WRONG, [False, True]))
 def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, wrong: str, bare: bool) -> None:
     """bare: the store gives no checksums, as many that speak S3's protocol."""
@@ -69,6 +70,7 @@ def test_wrong_answers_are_asked_for_again(store: Store, s3: S3Server, wrong: st
         assert ask() is True, name
 
 
+@pytest.mark.long
 def test_what_stays_damaged_is_damage(store: Store, s3: S3Server) -> None:
     """After so many answers and no more. What is missing is asked for once."""
     for name, ask in asks(store).items():

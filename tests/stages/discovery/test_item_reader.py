@@ -50,7 +50,7 @@ def stalling(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         over.set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, monkeypatch: pytest.MonkeyPatch) -> None:
     url, folder = stalling
     home = project()

@@ -75,7 +75,7 @@ def test_each_way_to_run_out_of_memory_is_known(error) -> None:
     assert not model_loading.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, batches, monkeypatch) -> None:
     encode = flux.Autoencoder.encode
 

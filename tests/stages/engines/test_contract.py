@@ -74,7 +74,7 @@ class Ending(Iterator[Unit]):
         return self.left.pop(0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_units_may_end_sooner_and_what_was_taken_is_done(engine: Engine, job: Job, tmp_path: Path) -> None:
     units = Ending(4)
     assert {result.unit_id for result in engine.run_units(Echo, job, units, lambda n: None)} == {"u0", "u1", "u2", "u3"}
@@ -93,7 +93,7 @@ def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
     assert len(list(tmp_path.glob("cleaned-*"))) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: Job, tmp_path: Path) -> None:
     with closing(engine.run_units(Echo, job, iter(make_units("u0", "slow-1", "slow-2")), lambda n: None)) as results:
         assert next(results).unit_id == "u0"

@@ -60,7 +60,7 @@ def test_tensorboard_has_clips_that_play_and_scores(tmp_path) -> None:
     assert [(it.step, it.value) for it in events.Scalars("scores/eval")] == [(60, 1.0)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_and_biases_have_clips_and_scores_in_runs_of_their_own(tmp_path, wandb_offline, monkeypatch) -> None:
     import wandb
 

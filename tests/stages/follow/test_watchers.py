@@ -276,6 +276,7 @@ def test_a_watch_is_told_once_and_interrupted_the_second_time(tmp_path) -> None:
     assert looks == [False, True] and watch.told
 
 
+@pytest.mark.long
 def test_a_watch_says_what_it_waits_for_and_how_long(project, capsys) -> None:
     home = project()
     trained = FakeRun(home, "run", "train.steps=1000", "validation.every=200")

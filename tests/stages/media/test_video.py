@@ -73,6 +73,7 @@ def test_every_container_gives_its_facts_and_the_same_frames_from_wherever_it_is
         assert all(np.array_equal(one, other) for one, other in zip(whole[first:], late, strict=True)), first
 
 
+@pytest.mark.long
 def test_the_frame_at_or_before_each_time_whatever_the_rate_and_the_threads(videos):
     for rate in (8, 10, 16, 24, 30, 60):
         count = frames_available(2.0, rate)

@@ -41,7 +41,7 @@ def taken(home, decoder: str) -> dict[str, list[list[int]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_frames_neither_repeat_nor_are_left_out(project) -> None:
     home = project("kandinsky5-video-t2v")
     home.settings["datasets"][0] |= {

@@ -26,6 +26,7 @@ def on(device: str, **settings: dict) -> dict:
     return {"device": device, "steps": STEPS, "adapter": {"rank": 2}, **settings}
 
 
+@pytest.mark.long
 def test_offload_and_compilation_change_no_loss(ready, device) -> None:
     """On a CPU one of them, as tests/trainer/setup/ has each there."""
     on_card = device == "cuda"
@@ -50,6 +51,7 @@ def test_offload_and_compilation_change_no_loss(ready, device) -> None:
         assert losses == pytest.approx(found["plain"], rel=tolerance), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw-fused", "bnb-adamw8bit-paged", "bnb-lion8bit"])
 def test_an_optimizer_on_a_device_goes_on_after_a_stop(make_config, make_set, device, name) -> None:
     """At a width where bitsandbytes keeps its states in 8 bits. On a CPU one of them, as test_optimizers.py has all."""
@@ -65,6 +67,7 @@ def test_an_optimizer_on_a_device_goes_on_after_a_stop(make_config, make_set, de
     assert lines(cut) == pytest.approx(lines(whole), rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set, device, tmp_path, request) -> None:
     if device == "cpu":
         request.getfixturevalue("forked_programs")
@@ -98,6 +101,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_losses(make_config, make_set
     assert lines(after) == pytest.approx(lines(whole), rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_predicted_memory_is_within_15_percent_of_the_peak(device, tmp_path) -> None:
     """Of a fifth of Sana 1.6B; on a CPU, where torch counts no memory, only that both are computed."""
     model = sana.model(tiny=True)

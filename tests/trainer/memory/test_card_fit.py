@@ -98,6 +98,7 @@ def test_all_flavours_have_shapes() -> None:
             assert {"transformer", "text_encoder", "vae"} <= family.shapes.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "part"),
     [("kandinsky5-image", "flux_vae"), ("kandinsky5-video", "hunyuan_vae"), ("qwen-image", "qwen_image_vae")],

@@ -94,7 +94,7 @@ def test_a_dry_run_shows_it_and_loads_nothing(ready, program) -> None:
     assert shown["more"]["activations"] > shown["less"]["activations"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_offload_takes_from_the_device_what_it_adds_to_the_host(make_config) -> None:
     """Frozen weights of all blocks but one, and activations; trained weights stay."""
     plain, blocks, both = (
@@ -106,7 +106,7 @@ def test_offload_takes_from_the_device_what_it_adds_to_the_host(make_config) -> 
     assert both.activations < blocks.activations and both.host > blocks.host
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     """Of four: a quarter of everything, and two gathered blocks of four with what is outside of the blocks."""
     plain, shared, hosted, kept, half = (
@@ -140,7 +140,7 @@ def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_conf
         assert {name: (weight.dtype, weight.shape) for name, weight in made.named_parameters()} == expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_prediction_is_within_15_percent_of_what_training_takes(
     make_config, make_set, made, tmp_path, is_long
 ) -> None:

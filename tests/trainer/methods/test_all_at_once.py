@@ -100,6 +100,7 @@ def test_each_has_its_part(start) -> None:
     assert (gaps > 1e-4).all(), losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "way",
     [
@@ -115,12 +116,14 @@ def test_blocks_that_are_offloaded_or_compiled_or_have_other_kernels(start, way)
     assert not any(block._forward_hooks for block in run.family.blocks(run.model)), "methods leave nothing behind"
 
 
+@pytest.mark.long
 def test_nabla_that_leaves_nothing_out_is_the_plain_model(start) -> None:
     """Whose tokens stand in another order: features, masks and dropped tokens must follow it."""
     whole = NABLA | {"attention_P": 1.0}
     check_same(step_once(start("whole", nabla=whole)), step_once(start("plain")))
 
 
+@pytest.mark.long
 def test_nabla_is_that_of_its_definition(start) -> None:
     found, by_hand = step_once(start("sparse", nabla=NABLA)), ByHand()
     run = start("hand", nabla=NABLA)
@@ -131,6 +134,7 @@ def test_nabla_is_that_of_its_definition(start) -> None:
     assert abs(step_once(start("plain")).loss - found.loss) > 1e-4
 
 
+@pytest.mark.long
 def test_a_quantized_base_is_a_plain_one_of_the_same_numbers(start) -> None:
     quantized, plain = start("quantized", base_precision="int8-quanto"), start("plain")
     weights, changed = dict(quantized.model.named_parameters()), 0
@@ -148,6 +152,7 @@ def value(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().dequantize()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", ["olora", "pissa"])
 def test_adapters_that_begin_with_a_part_of_the_base(start, init) -> None:
     """Their model is the base at the start, and the chain rule leads from the gradients of its weights to theirs."""

@@ -194,7 +194,7 @@ def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
 # --- runs ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_is_the_same_bit_for_bit(make_config, make_set, made) -> None:
     """With the average that ends it, which a checkpoint keeps, and a rate of its own for the projection."""
     groups = [{"match": r"methods\.crepa\..*", "lr": 0.01}]

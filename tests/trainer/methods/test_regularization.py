@@ -96,6 +96,7 @@ def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None
     assert lines(config)[1] > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [long("ddp"), "fsdp2"])
 def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_whole_one(
     make_config, make_set, made, tmp_path, strategy

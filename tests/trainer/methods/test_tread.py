@@ -198,7 +198,7 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
     assert dropping.shape == (2, 36) and not any({*first} <= {*kept} for kept in dropping.tolist())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eval_is_not_routed(start) -> None:
     found = {}
     for name, routes in (("routed", ROUTES), ("plain", None)):

@@ -148,6 +148,7 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program
     assert found == {"step-000000", "step-000002", "step-000004"}
 
 
+@pytest.mark.long
 def test_max_time_is_a_limit_of_training_too(ready, make_config, program) -> None:
     config = ready("t2i", **ENDLESS)
     began = time.monotonic()
@@ -222,6 +223,7 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forke
             time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_under_run_a_second_ctrl_c_is_told_truly(ready, tmp_path, forked_programs, monkeypatch) -> None:
     """What train says is lost stands in the report of `run`, which promises nothing else."""
     monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(interrupt_twice_at_step_3))

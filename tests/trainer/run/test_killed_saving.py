@@ -43,6 +43,7 @@ def kill_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "adapter", "every"), [("t2i", {"rank": 2}, 3), *(long(*case, 1) for case in CASES)])
 def test_the_checkpoint_before_is_never_harmed(ready, kind, adapter, every) -> None:
     """Whenever it dies, the newest checkpoint is the old one or the new one, whole, and pruning takes none too many.

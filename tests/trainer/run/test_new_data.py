@@ -35,6 +35,7 @@ def state(config) -> dict:
     return found.state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [long(None), 2])
 def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_set, made, order) -> None:
     """Two changes; a run that is killed after the second one ends with the same numbers, bit for bit."""

@@ -59,6 +59,7 @@ def train_beside(make_config, make_set, made):
     return run
 
 
+@pytest.mark.long
 def test_prompts_join_and_leave_a_run_that_goes_on_and_losses_stay(ready, train_beside) -> None:
     look = {"prompts": NEW, "seed": 9, "eval_samples": 1, "eval_sigmas": [0.1]}
     updated, said = train_beside([{}, {"seed": [1, 2]}, look, ConfigError(["a typing error"]), {}])
@@ -101,6 +102,7 @@ def test_prompts_added_on_resume_change_no_loss(make_config, make_set, made, pro
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
+@pytest.mark.long
 def test_every_rank_takes_the_new_prompts(make_config, make_set, made, tmp_path, monkeypatch) -> None:
     """They divide them, and the latents are those of one process."""
     runs = [make_config("t2i", name=name, steps=1, batch_size=2, validation=LOOK) for name in ("one", "two")]

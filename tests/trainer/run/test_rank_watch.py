@@ -65,6 +65,7 @@ def test_a_rank_that_is_stopped(run_ranks) -> None:
     assert "has not answered for 10 s" in report["error"]["message"] and "rank 1 (" in report["error"]["message"]
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs(run_ranks, monkeypatch) -> None:
     """In a read that never returns; the other waits for it."""
 
@@ -80,6 +81,7 @@ def test_a_rank_that_hangs(run_ranks, monkeypatch) -> None:
     assert "has made no progress for 10 s (train.parallel.timeout) at reading step 4, in trainer/data.py" in message
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_it_loads(run_ranks, monkeypatch) -> None:
     """The other has loaded, and waits for it to begin training."""
 
@@ -94,6 +96,7 @@ def test_a_rank_that_is_killed_while_it_loads(run_ranks, monkeypatch) -> None:
     assert message.startswith("rank 1 (") and message.endswith("ended without a word at loading the transformer")
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_while_the_other_loads(run_ranks, monkeypatch) -> None:
     """Which would never end."""
 

@@ -11,6 +11,7 @@ from tests.trainer.runs import check_result, check_shown, lines, on_ranks, train
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_rank_0_writes_everything_and_sends_what_the_others_need(make_config, make_set, tmp_path: Path) -> None:
     """The run goes on from a checkpoint that the other can't see; a run with other ranks is not begun again."""
     look = {"eval_samples": 0, "every": 4, "steps": 1}

@@ -45,6 +45,7 @@ def merged(config: Config, path, folder) -> Config:
     return moved(config, folder)
 
 
+@pytest.mark.long
 def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assistant, tmp_path) -> None:
     options = {"steps": 2, "batch_size": 2, "adapter": {"rank": 2}, "validation": LOOK}
     plain, ours, on_merged = (ready(KIND, name=name, **options) for name in ("plain", "ours", "merged"))
@@ -62,6 +63,7 @@ def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assis
     assert kept.keys() == own.keys() and any(not torch.equal(kept[key], own[key]) for key in kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [

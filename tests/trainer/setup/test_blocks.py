@@ -95,7 +95,7 @@ def test_what_the_device_lacks_is_refused_before_a_model_is_loaded(ready, make_c
         blocks.check_offload(make_config("t2i", offload={"blocks": True}).train.offload, torch.device("cpu"), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["t2i", *map(long, ("sana", "z-image", "qwen-image", "wan", "flux2-klein", "edit-plus-i2i"))]
 )
@@ -127,7 +127,7 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_shapes_than_torch_compiles_by_default_have_graphs_too() -> None:
     said: list[str] = []
     torch.compiler.reset()

@@ -173,7 +173,7 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
     assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name if name == "nf4-bnb" else long(name) for name in NAMES])
 def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
     """Each block's feed-forward: with gradients a whole block takes a minute to compile."""
@@ -222,7 +222,7 @@ def test_what_a_model_installation_or_card_can_not_do_is_said_before_it_is_loade
 # --- runs ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [long("int8-quanto"), long("int8-torchao"), "nf4-bnb"])
 def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_config, make_set, wide, name):
     def config(run: str, **settings) -> Config:
@@ -247,7 +247,7 @@ def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_co
     assert lines(plain) != lines(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [long("int8-quanto"), long("int8-torchao"), "nf4-bnb"])
 def test_two_processes_train_a_quantized_model_as_one(make_config, make_set, wide, tmp_path, name):
     """By DDP, with gradients sent in bfloat16 in the last case, and by FSDP2 in tests/trainer/setup/test_shard.py."""

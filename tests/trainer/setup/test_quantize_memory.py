@@ -35,7 +35,7 @@ def large(tmp_path_factory) -> tuple[Path, int]:
 SHORT = ("int8-torchao",)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ("full rank", "bf16", *NAMES)])
 def test_the_host_never_holds_two_copies(make_config, large, name):
     """Memory of the process while a float32 checkpoint is loaded, quantized and its weights are set up."""

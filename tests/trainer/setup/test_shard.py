@@ -160,6 +160,7 @@ def test_one_process_has_nothing_to_share(make_config, make_set, program) -> Non
 FULL = ("sana", {"type": "full"}, {"parallel": FSDP, "ema": {"decay": 0.9}, "gradient_checkpointing_interval": 2})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "adapter", "settings", "last"),
     [long("i2v", {"rank": 4}, {"ema": {"decay": 0.9, "warmup": "none"}}, 4), (*FULL, 2), long(*FULL, 4)],

@@ -107,6 +107,7 @@ def test_companions_from_everywhere(home_of, place_of, pairs: list[Pair]) -> Non
     assert texts["webdataset"] == texts["folder"] and texts["folder"]
 
 
+@pytest.mark.long
 def test_companions_that_change_or_go(home_of, place_of, photo, pairs: list[Pair]) -> None:
     home, place = home_of("i2i-changes", "kandinsky5-image-i2i"), place_of("i2i-changes")
     home.datasets = [by_name(place, pairs, remote=True)]

@@ -174,7 +174,7 @@ def test_a_page_of_links(tmp_path: Path, serve) -> None:
     assert source.read_captions("a.txt") == ["a.txt"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     s3fs = pytest.importorskip("s3fs")
