@@ -51,6 +51,7 @@ def counted(
     return report, len(s3.requests)
 
 
+@pytest.mark.long
 def test_from_media_to_a_trained_adapter(home: Project, s3: S3Server, tmp_path: Path, is_long: bool) -> None:
     programs = [discover.run, bucket.run, encode_text.run, encode_latents.run, index.run]
     for program in programs:

@@ -210,6 +210,7 @@ def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     assert report.details["buckets"][0]["encoded"] == 6 - count
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
     lowest = sorted(row["sample_id"] for row in rows(photos).values())

@@ -204,6 +204,7 @@ def _number(value: float | None) -> float:
     return np.nan if value is None else value
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side(home: Project) -> None:
     first, second = (
         FakeRun(home, "first", "train.adapter.rank=32"),

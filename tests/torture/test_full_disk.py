@@ -11,7 +11,7 @@ from cache.shards import shard, shard_io
 from cache.store.files import StoreError
 from cache.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 WIDE = 1500  # numbers in a row of a tensor: several writes a shard
 

@@ -25,7 +25,7 @@ from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.identity import hash_bytes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 HANG_S = 10.0
 MEMORY = 512 << 20

@@ -20,7 +20,7 @@ from cache.store import arrow_ipc
 from cache.store.damage import DamageError
 from cache.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 ARROW, TAR, SIDECAR = "text/f00d/t-1.arrow", "text/f00d/t-1.tar", "text/f00d/t-1.tar.json"

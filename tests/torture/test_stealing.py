@@ -9,7 +9,7 @@ from tests.forms import long
 from tests.processes import Child
 from tests.torture.kills import Stage, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.parametrize("program", [encode_text, long(encode_latents)])

@@ -34,7 +34,7 @@ from stages.discovery import media_table
 from stages.discovery.media_table import DiscoverySettings
 from stages.maintenance import checks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MEMORY = 512 << 20
 COUNT = 5

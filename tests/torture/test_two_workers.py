@@ -9,7 +9,7 @@ import pytest
 from cache.shards import shard, shard_io
 from cache.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 WORKERS = 3
 WIDE = 2000

@@ -40,6 +40,7 @@ def job(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Job:
     return make_job(tmp_path, 2, engine="ray", ray={"address": request.getfixturevalue("cluster").address})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_left(
     engine: Engine, job: Job, tmp_path: Path

@@ -152,6 +152,7 @@ def test_references_in_prompts_are_counted_for_text_encoder_and_transformer(tmp_
     assert meter.peak <= found.activations - kept <= 6 * meter.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "share"),
     [({"quantization": "int8-quanto"}, 0.55), ({"quantization": "nf4-bnb"}, 0.35), ({"offload": "blocks"}, 0.1)],

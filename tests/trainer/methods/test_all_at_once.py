@@ -90,6 +90,7 @@ def check_same(found: SimpleNamespace, expected: SimpleNamespace, rel: float = 1
         assert error <= 10 * rel * gradient.norm().clamp(min=1e-3), (name, error, gradient.norm())
 
 
+@pytest.mark.long
 def test_each_has_its_part(start) -> None:
     assert METHODS.keys() == selection.METHODS.keys()
     losses = [step_once(start("all")).loss, step_once(start("captions", caption_dropout=0.0)).loss]

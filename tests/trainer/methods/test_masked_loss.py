@@ -53,6 +53,7 @@ def test_the_mask_multiplies_the_squared_error(make_config, make_set, made, kind
     assert first_loss(config) == pytest.approx(weighted[:, :, run.skip_frames :].mean().item(), rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_area_is_normalized_and_a_share_is_unmasked(make_config, make_set, made) -> None:
     """Each sample's loss is the weighted mean of its trained frames; of a sample without its mask, the plain mean. The

@@ -72,6 +72,7 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
     assert not all(torch.equal(*pair) for pair in zip(before, run.trainable.values(), strict=True)), "it is trained"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

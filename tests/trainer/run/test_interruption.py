@@ -194,6 +194,7 @@ def interrupt_twice_at_step_3() -> None:
     at_step(pytest.MonkeyPatch(), 3, act)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whom", ["the program", long("its group")])
 def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
     """SIGTERM to `latentpress run` alone, as from a scheduler; SIGINT to all of its group, as from a terminal."""

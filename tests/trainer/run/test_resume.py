@@ -71,6 +71,7 @@ def scalars(config) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_resumed_run_tells_every_step_once(ready) -> None:
     """In metrics.jsonl and in TensorBoard alike, though steps after the checkpoint had been told before."""
