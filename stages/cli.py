@@ -16,6 +16,7 @@ from schemas.cli.starting import begin_silently, explain_missing_libraries, prin
 
 WIDTH = 100
 PROGRAMS = {
+    "configure": "a short configuration from a few answers, with what it takes; begin here",
     "discover": "find media, captions and companions; name files by content",
     "bucket": "divide media into buckets; plan samples, texts and work units",
     "preview": "encoded samples beside their originals, or (--plan) the plan, as a page",

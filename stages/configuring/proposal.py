@@ -1,0 +1,208 @@
+"""The configuration that `configure` proposes: chosen by predictions, and described with what it takes."""
+
+import shlex
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from schemas.cli.console import Console
+from schemas.config.loading import ConfigError, parse_config, parse_override, set_value
+from schemas.config.pipeline import Config
+from schemas.config.yaml_editor import CannotEdit
+from schemas.config.yaml_editor import set_value as edit_value
+from schemas.config.yaml_reader import parse_yaml
+from schemas.errors import LatentpressError
+from schemas.libraries import find_library, is_installed, needed_libraries
+from schemas.text_format import format_bytes, format_duration
+from stages.configuring import files, rates
+from stages.configuring.answers import Answers
+from stages.configuring.choice import ROUND, choose_settings
+from stages.configuring.folder import Media
+from stages.configuring.look import Looker, Prediction, require_items
+from stages.configuring.recipes import Candidate, attempts
+from stages.encoding.stage_state import MIN_REJECT_BASE
+
+MOST_PREDICTIONS = 4  # each takes 5 to 20 s
+
+
+@dataclass
+class Proposal:
+    """file: where it will be; before: its text as it is, "" where there is none. overrides: of --set, which the file
+    gets, too."""
+
+    answers: Answers
+    file: Path
+    before: str
+    overrides: Sequence[str]
+    looker: Looker
+    console: Console
+
+    @cached_property
+    def dataset(self) -> int:
+        """The number of the dataset whose media these are."""
+        if not self.before.strip():
+            return 0
+        return files.find_dataset(self.before, self.file, self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        return self.file.absolute().parent / self.answers.folder
+
+    @cached_property
+    def media(self) -> Media:
+        first = next(attempts(self.answers))
+        found = self.looker.discover(self._draft(first, None), self.dataset)
+        require_items(found, self.answers.folder)
+        return found
+
+    def _draft(self, candidate: Candidate, media: Media | None, steps: int | None = None) -> str:
+        settings = choose_settings(self.answers, candidate, media, steps)
+        self._by_hand: list[str] = []
+        if self.before.strip():
+            text, self._by_hand = files.change_text(self.before, settings, self.dataset)
+        else:
+            text = files.write_text(settings, f"{self.answers.task}: {candidate.describe()}")
+        for override in self.overrides:
+            text = _override(text, override)
+        return text
+
+    @cached_property
+    def _chosen(self) -> tuple[Candidate, Prediction]:
+        """The first candidate that is predicted to fit the card; without a prediction the recipe of the card's size."""
+        media = self.media
+        queue, tried = deque(attempts(self.answers)), list[tuple[Candidate, Prediction]]()
+        while queue and len(tried) < MOST_PREDICTIONS:
+            candidate = queue.popleft()
+            self.console.log(f"predicting the memory of {candidate.describe()}")
+            prediction = self.looker.predict(self._draft(candidate, media), self.answers.card_gib)
+            if not prediction.memory:
+                return next(it for it in (candidate, *queue) if not it.roomy), prediction
+            if not prediction.too_large:
+                return candidate, prediction
+            tried.append((candidate, prediction))
+            if (tighter := candidate.tightened(prediction.too_large)) is not None and len(queue) < MOST_PREDICTIONS:
+                queue.appendleft(tighter)
+        candidate, prediction = min(tried, key=lambda each: each[1].most_gib)
+        large = ", ".join(f"{row['program']} {row['all_gib']} GiB" for row in prediction.memory if not row["fits"])
+        raise LatentpressError(
+            f"nothing that was tried fits a card of {self.answers.card_gib:g} GiB; the least, {candidate.describe()}, "
+            f"takes more: {large}",
+            "Name a larger card with --card, or set a smaller resolution, such as --set "
+            f"datasets.{self.answers.name}.resolution=512.",
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the file."""
+        candidate, _ = self._chosen
+        text = self._draft(candidate, self.media)
+        if (step := rates.seconds_of_step(parse_config(text, self.file))) and self.answers.seconds is not None:
+            most = max(1, int(self.answers.seconds / step[0]))
+            text = self._draft(candidate, self.media, max(ROUND, most // ROUND * ROUND) if most >= ROUND else most)
+        for line in self._by_hand:
+            self.console.warn(f"to be changed by hand: {line}")
+        return text
+
+    @cached_property
+    def config(self) -> Config:
+        return parse_config(self.text, self.file)
+
+    def describe(self) -> dict[str, Any]:
+        """Details of the report."""
+        _, prediction = self._chosen
+        plan, answers = self.looker.plan(self.text), self.answers
+        chosen = self.config
+        about: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
+        about["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
+        about |= {"sources": answers.sources} if answers.sources else {}
+        samples, used = (sum(row[key] for row in plan["datasets"]) for key in ("samples", "used"))
+        details: dict[str, Any] = {
+            "file": {
+                "path": str(self.file),
+                "text": self.text,
+                "changes": files.compare_texts(self.before, self.text, self.file.name) if self.before.strip() else "",
+            },
+            "answers": about,
+            "media": self.media.describe() | {"used": used, "samples": samples},
+            "model": f"{chosen.model.family} {chosen.model.flavour_spec.name}",
+            "excluded": plan["excluded"] if isinstance(plan["excluded"], list) else 0,
+            "memory": prediction.memory or f"not predicted: {prediction.why}",
+            "disk": [*plan["disk"]],
+            "free": self._free(chosen),
+        }
+        counts = {"encode-text": plan["texts"], "encode-latents": samples}
+        just_now = {"discover": "configure, just now", "bucket": "its dry run, just now"}
+        measured = {stage: (self.looker.seconds[stage], by) for stage, by in just_now.items()}
+        details["time"] = rates.predict_times(chosen, counts, measured)
+        if missing := self._missing(chosen):
+            details["missing"] = missing
+        self._warn()
+        return details
+
+    def _warn(self) -> None:
+        dataset, family = self.config.datasets[self.dataset], self.config.model.family_spec
+        limit, total = self.config.stages.max_reject_fraction, len(self.media) + self.media.set_aside
+        if self.media.set_aside > limit * max(total, MIN_REJECT_BASE):
+            self.console.warn(
+                f"{self.media.set_aside} of {total} items of {dataset.id} are set aside, and discover stops above "
+                f"{limit:g} of them: mend or remove them, or set stages.max_reject_fraction"
+            )
+        edge = max(dataset.resolutions(family.resolution))
+        if edge < family.resolution / 2:
+            self.console.warn(
+                f"{dataset.id}: the items are small, and {family.name} was made for {family.resolution:g}: at "
+                f"{edge:g} it learns less of details; larger ones are better"
+            )
+
+    @staticmethod
+    def _free(config: Config) -> str:
+        place = Path(config.root)
+        if "://" in config.root:
+            return "of a store: unknown"
+        with suppress(OSError):
+            folder = next(part for part in (place, *place.parents) if part.is_dir())
+            return f"{format_bytes(shutil.disk_usage(folder).free)} of the disk of {folder}"
+        return "unknown"
+
+    @staticmethod
+    def _missing(config: Config) -> list[dict[str, str]]:
+        rows = {}
+        for module, option in needed_libraries(config):
+            if not is_installed(module):
+                library = find_library(module)
+                rows[library.distribution] = {
+                    "missing": library.distribution,
+                    "for": option,
+                    "install": library.command,
+                }
+        return [*rows.values()]
+
+    def commands(self) -> list[str]:
+        """The three that follow."""
+        file = f"--config {shlex.quote(str(self.file))}"
+        hours, minutes = divmod(round((self.answers.seconds or 0) / 60), 60)
+        words = f"{hours}h" * bool(hours) + f"{minutes}m" * bool(minutes)
+        limit = f" --max-time {words}" if words else ""
+        return [
+            f"latentpress run {file} --dry-run",
+            f"latentpress run {file}{limit}",
+            f"latentpress status {file} --watch",
+        ]
+
+    def keep_media_table(self) -> None:
+        self.looker.keep_table(self.text, self.dataset)
+
+
+def _override(text: str, override: str) -> str:
+    """A text with an override of the command line in it."""
+    try:
+        key, value = parse_override(override)
+        path = set_value(parse_yaml(text).value or {}, key, value)
+        return edit_value(text, path, override.partition("=")[2], False)
+    except (CannotEdit, ValueError) as error:
+        raise ConfigError([f"--set {override.partition('=')[0].strip()}: {error}"]) from error
