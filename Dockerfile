@@ -26,6 +26,7 @@ COPY schemas schemas
 COPY cache cache
 COPY stages stages
 COPY trainer trainer
+COPY examples/recipes examples/recipes
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" \
     && useradd --uid 1000 --create-home latentpress && install -d -m 777 /home/latentpress /home/latentpress/.cache \
     && install -d -o latentpress /work

@@ -32,9 +32,10 @@ class ProposalReport(Report):
     """details: "file" has "path", "text" and "changes", the difference to the file that was there."""
 
     def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
-        """Begins with the changes of a file that was there, or with the text of a new one."""
+        """Begins with the changes of a file that was there, or with the text of a new one; with nothing where all is
+        as it was."""
         file = dict(self.details["file"])
-        lines = file.get("changes") or file.get("text") or ""
+        lines = file.get("changes") or ("" if self.skipped else file.get("text", ""))
         shown = Report(**{**vars(self), "details": {**self.details, "file": file["path"]}})
         return f"{lines.rstrip()}\n\n{shown.summary(complete, width)}".lstrip()
 
@@ -64,7 +65,7 @@ def run(
     before = read_text(file) if file.exists() else ""
     there = parse_config(before, file) if before.strip() else None
     given = Given(media, task, sources, caption, card, time, family)
-    with detected_card(card is None) as detected:
+    with detected_card(card is None, not yes) as detected:
         answers = Questions(asker, console, file, there).ask(given, detected)
     with tempfile.TemporaryDirectory(prefix="latentpress-configure-") as scratch:
         proposal = Proposal(answers, file, before, options.overrides, Looker(Path(scratch), file), console)
@@ -86,6 +87,7 @@ def run(
             proposal.keep_media_table()
     report = replace(report, done=int(written), skipped=int(not written))
     if not written:
+        console.log("nothing was written")
         report.next_steps = []
     return replace(report, details={"file": {"path": str(file)}}) if shown else report
 

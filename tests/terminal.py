@@ -17,9 +17,14 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def run_in_terminal(
-    command: Sequence[str], columns: int, cwd: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    columns: int,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    answers: Sequence[str] = (),
 ) -> tuple[int, str]:
-    """Exit status, and all that was written to the terminal, which is standard output and standard error alike."""
+    """Exit status, and all that was written to the terminal, which is standard output and standard error alike.
+    answers: typed one after the other, each when a line ends with a question, "(default): "."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     settings = {**os.environ, "TERM": "xterm-256color", **(environment or {})}
@@ -27,7 +32,7 @@ def run_in_terminal(
         settings.pop(name, None)
     process = subprocess.Popen(command, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, env=settings)
     os.close(theirs)
-    written, end = bytearray(), time.monotonic() + TIMEOUT_S
+    written, end, left = bytearray(), time.monotonic() + TIMEOUT_S, list(answers)
     try:
         while time.monotonic() < end:
             if not select.select([ours], [], [], 1.0)[0]:
@@ -39,6 +44,8 @@ def run_in_terminal(
             if not piece:
                 break
             written += piece
+            if left and _ESCAPE.sub("", written[-100:].decode(errors="replace")).endswith("): "):
+                os.write(ours, f"{left.pop(0)}\n".encode())
         return process.wait(TIMEOUT_S), written.decode(errors="replace")
     finally:
         process.kill()

@@ -17,6 +17,7 @@ from tests.ray_cluster import ray_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("schemas", "cache", "stages", "trainer")
+RECIPES = "examples/recipes"
 pytestmark = pytest.mark.long
 
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.long
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built of a copy, as building leaves files in the folder of the sources."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for name in ("latentpress", *TOP):
+    for name in ("latentpress", *TOP, RECIPES):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -67,8 +68,9 @@ def run(environment: Path, tmp_path: Path) -> Callable[..., str]:
 
 def test_it_has_one_package_with_all_that_git_tracks(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(["git", "ls-files", "latentpress", *TOP], cwd=ROOT, capture_output=True, text=True)
-    files = tracked.stdout.split()
+    command = ["git", "ls-files", "latentpress", *TOP, RECIPES]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    files = [name.removeprefix("examples/") for name in tracked.stdout.split()]
     assert names == {name if name.startswith("latentpress/") else f"latentpress/{name}" for name in files}
 
 
@@ -109,6 +111,11 @@ def test_programs_workers_and_launchers_start(run: Callable[..., str], tmp_path:
         "train",
     )
     assert json.loads((tmp_path / "output" / "run" / "result.json").read_text())["step"] == 1
+
+
+def test_configure_finds_the_recipes(run: Callable[..., str]) -> None:
+    code = "import latentpress; latentpress.add_packages(); from stages.configuring.recipes import families as names"
+    assert "sana" in run("python", "-c", f"{code}; print(names('style'))")
 
 
 def test_what_is_missing_is_installed_as_this_was(run: Callable[..., str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 
 from schemas.clips import frames_available, largest_valid_frames
+from schemas.config.encoding import Model
 from schemas.family import Family
 from schemas.geometry import choose_buckets, resolution_buckets
 from stages.configuring.answers import Answers
@@ -12,7 +13,7 @@ from stages.configuring.folder import Media
 from stages.configuring.recipes import DATASET, Candidate, Settings, default_at, is_written
 
 MOST_SET_ASIDE = 0.2  # share of items that a resolution or a length may cost, before a smaller one is chosen
-LEAST_KEPT = 0.5  # share of items, at half of the model's own resolution
+LEAST_KEPT = 0.5  # share of items, before a resolution is too low for the model
 EDGES = (768, 640, 512, 384, 256)  # resolutions below a recipe's
 PASSES = 100  # of each item: what a LoRA of few pictures takes
 LEAST_STEPS, MOST_STEPS = 500, 2000
@@ -61,7 +62,7 @@ def fit_media(answers: Answers, candidate: Candidate, media: Media) -> Settings:
     own_sizes = candidate.settings.get((*DATASET, "buckets")) == "family"
     sizes = list(flavour.sizes) if own_sizes else _sizes(edge, family)
     if _share(media, sizes) < 1 - MOST_SET_ASIDE:
-        edge = smaller_edge(media, family, edge)
+        edge = smaller_edge(media, candidate.model, edge)
         sizes = _sizes(edge, family)
         changed = {(*DATASET, "resolution"): int(edge), (*DATASET, "buckets"): "computed"}
     numbers = Counter[int](choose_buckets(media.width, media.height, sizes).tolist())
@@ -74,16 +75,23 @@ def fit_media(answers: Answers, candidate: Candidate, media: Media) -> Settings:
     return changed | {("validation", "size"): size}
 
 
-def smaller_edge(media: Media, family: Family, edge: float) -> float:
-    """The largest resolution below `edge` of which four fifths of the items cover a bucket; less than half of the
-    family's own only where that would cost more than half of them, as models lose details there."""
-    shares = {float(it): _share(media, _sizes(it, family)) for it in EDGES if it < edge}
-    shares = shares or {edge: 0.0}
-    half = min(shares, key=lambda it: abs(it - family.resolution / 2))
+def smaller_edge(media: Media, model: Model, edge: float) -> float:
+    """The largest resolution below `edge` of which four fifths of the items cover a bucket; below `least_edge` only
+    where that would cost more than half of them."""
+    family = model.family_spec
+    shares = {float(it): _share(media, _sizes(it, family)) for it in EDGES if it < edge} or {edge: 0.0}
+    least = min(shares, key=lambda it: abs(it - least_edge(model)))
     good = [it for it, share in shares.items() if share >= 1 - MOST_SET_ASIDE]
-    if good and (good[0] >= half or shares[half] < LEAST_KEPT):
+    if good and (good[0] >= least or shares[least] < LEAST_KEPT):
         return good[0]
-    return half if shares[half] >= LEAST_KEPT else max(shares, key=lambda it: (shares[it], it))
+    return least if shares[least] >= LEAST_KEPT else max(shares, key=lambda it: (shares[it], it))
+
+
+def least_edge(model: Model) -> float:
+    """A resolution below which the model loses details: half of its own, or the lower end of the sides it was made
+    for."""
+    window = model.family_spec.scale_window
+    return window.low if window is not None and model.flavour_spec.in_window else model.family_spec.resolution / 2
 
 
 def _share(media: Media, sizes: list[tuple[int, int]]) -> float:
@@ -99,10 +107,8 @@ def _sizes(edge: float, family: Family) -> list[tuple[int, int]]:
 
 def choose_frames(candidate: Candidate, family: Family, media: Media) -> dict[str, int]:
     """num_frames and min_frames: the recipe's, or fewer where most clips are shorter."""
-    most = int(candidate.settings[*DATASET, "video", "num_frames"])
-    least = int(
-        candidate.settings.get((*DATASET, "video", "min_frames"), default_at((*DATASET, "video", "min_frames")))
-    )
+    paths = [(*DATASET, "video", key) for key in ("num_frames", "min_frames")]
+    most, least = (int(candidate.settings.get(path, default_at(path))) for path in paths)
     rate = float(candidate.settings.get((*DATASET, "video", "frame_rate"), family.frame_rate))
     there = np.sort(frames_available(media.duration, rate))
     typical = int(there[int(MOST_SET_ASIDE * len(there))])  # that four fifths have

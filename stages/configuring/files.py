@@ -158,6 +158,8 @@ def find_dataset(text: str, path: Path, folder: Path) -> int:
     """The number of the dataset in a file whose media are in `folder`, or which is the only one. NotChanged where
     there are several others."""
     datasets = parse_config(text, path).datasets
+    if not datasets:
+        raise NotChanged(f"{path} has no dataset, but a training set by its path", "Write another file with --config.")
     places = [Path(dataset.root).resolve() for dataset in datasets]
     if folder.resolve() in places:
         return places.index(folder.resolve())

@@ -33,6 +33,7 @@ SOURCE_NAMES = ("before", "source", "sources", "input", "inputs", "control", "co
 LEAST_PAIRED = 0.5  # share of pictures with a source of the same name, by which a folder of sources is known
 LONGEST_PROMPT = 300  # characters of a caption that becomes a validation prompt
 PROMPTS = 2
+MOST_FOLDERS = 20  # that are looked into for media
 KINDS = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), **dict.fromkeys(VIDEO_EXTENSIONS, "video")}
 
 
@@ -63,13 +64,13 @@ def list_folder(folder: Path) -> Listing:
 
 
 def find_media(folder: Path) -> Path:
-    """The folder in `folder` that is offered: of a common name, else the only one that has media, else itself."""
-    named = [folder / name for name in MEDIA_NAMES if (folder / name).is_dir()]
-    others = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".") if not named else []
-    if len(others) > 20:
-        return folder
-    found = [path for path in (*named, *others) if list_folder(path).items]
-    return found[0] if named[:1] == found[:1] or len(found) == 1 else folder
+    """The folder in `folder` that is offered: one of a common name, else the only one that has media, else itself."""
+    for path in (folder / name for name in MEDIA_NAMES):
+        if path.is_dir() and list_folder(path).items:
+            return path
+    others = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+    found = [path for path in others if list_folder(path).items] if len(others) <= MOST_FOLDERS else []
+    return found[0] if len(found) == 1 else folder
 
 
 def find_sources(media: Path, listing: Listing) -> Path | None:

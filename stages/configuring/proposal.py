@@ -21,13 +21,14 @@ from schemas.libraries import find_library, is_installed, needed_libraries
 from schemas.text_format import format_bytes, format_duration
 from stages.configuring import files, rates
 from stages.configuring.answers import Answers
-from stages.configuring.choice import ROUND, choose_settings
+from stages.configuring.choice import ROUND, choose_settings, least_edge
 from stages.configuring.folder import Media
 from stages.configuring.look import Looker, Prediction, require_items
 from stages.configuring.recipes import Candidate, attempts
 from stages.encoding.stage_state import MIN_REJECT_BASE
 
 MOST_PREDICTIONS = 4  # each takes 5 to 20 s
+SPARE = 0.6  # share of a card's memory
 
 
 @dataclass
@@ -83,10 +84,10 @@ class Proposal:
             if not prediction.memory:
                 return next(it for it in (candidate, *queue) if not it.roomy), prediction
             if not prediction.too_large:
-                return candidate, prediction
+                return self._with_less_saved(candidate, prediction)
             tried.append((candidate, prediction))
-            if (tighter := candidate.tightened(prediction.too_large)) is not None and len(queue) < MOST_PREDICTIONS:
-                queue.appendleft(tighter)
+            if (tighter := candidate.tightened(prediction.too_large)) is not None:
+                queue.append(tighter)  # after what is meant for smaller cards
         candidate, prediction = min(tried, key=lambda each: each[1].most_gib)
         large = ", ".join(f"{row['program']} {row['all_gib']} GiB" for row in prediction.memory if not row["fits"])
         raise LatentpressError(
@@ -95,6 +96,17 @@ class Proposal:
             "Name a larger card with --card, or set a smaller resolution, such as --set "
             f"datasets.{self.answers.name}.resolution=512.",
         )
+
+    def _with_less_saved(self, candidate: Candidate, prediction: Prediction) -> tuple[Candidate, Prediction]:
+        """Without what saves memory of training, and slows it down, where much of the card would be left: as small
+        media, or few frames, leave it."""
+        faster = candidate.without_savers("train")
+        (train,) = (row for row in prediction.memory if row["program"] == "train")
+        if faster is candidate or train["all_gib"] > SPARE * self.answers.card_gib:
+            return candidate, prediction
+        self.console.log(f"predicting the memory of {candidate.describe()}, with nothing saved in training")
+        other = self.looker.predict(self._draft(faster, self.media), self.answers.card_gib)
+        return (candidate, prediction) if other.too_large or not other.memory else (faster, other)
 
     @cached_property
     def text(self) -> str:
@@ -153,10 +165,10 @@ class Proposal:
                 f"{limit:g} of them: mend or remove them, or set stages.max_reject_fraction"
             )
         edge = max(dataset.resolutions(family.resolution))
-        if edge < family.resolution / 2:
+        if edge < least_edge(self.config.model):
             self.console.warn(
-                f"{dataset.id}: the items are small, and {family.name} was made for {family.resolution:g}: at "
-                f"{edge:g} it learns less of details; larger ones are better"
+                f"{dataset.id}: most items are small for {family.name}, so resolution is {edge:g}, at which it learns "
+                "less of details: use larger ones, if there are any"
             )
 
     @staticmethod

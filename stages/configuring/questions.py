@@ -7,13 +7,14 @@ screen reader or a plain terminal reads these as well.
 import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from schemas.cli.console import Console
+from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.errors import USAGE, Interrupted, LatentpressError
@@ -111,17 +112,21 @@ def make_asker(yes: bool, file: str) -> Asker:
 
 
 @contextmanager
-def detected_card(wanted: bool) -> Iterator[Detected]:
-    """Give a function that returns the row of doctor's probe for the card with the most memory, or None; the probe,
-    which imports torch, runs while the first questions are answered."""
+def detected_card(wanted: bool, early: bool) -> Iterator[Detected]:
+    """Give a function that returns the row of doctor's probe for the card with the most memory, or None. early: the
+    probe, which imports torch, runs while the first questions are answered."""
     with ThreadPoolExecutor(1) as pool:
-        probe: Future[dict[str, Any]] | None = None
-        if wanted and is_installed("torch"):
-            probe = pool.submit(run_probe, "devices")
+
+        def probe() -> dict[str, Any]:
+            return run_probe("devices") if wanted and is_installed("torch") else {}
+
+        begun = pool.submit(probe) if early else None
 
         def find() -> dict[str, Any] | None:
-            devices = probe.result().get("devices", []) if probe is not None else []
-            return max((row for row in devices if "memory" in row), key=lambda row: row["memory"], default=None)
+            with activity("looking for a card", at_once=True):
+                found = probe() if begun is None else begun.result()
+            cards = (row for row in found.get("devices", []) if "memory" in row)
+            return max(cards, key=lambda row: row["memory"], default=None)
 
         yield find
 
@@ -151,6 +156,7 @@ class Questions:
     def ask(self, given: Given, detected: Detected) -> Answers:
         media, listing = self._ask_media(given.media)
         task = self._ask_task(given.task, media, listing)
+        family = self._choose_family(given.family, task)
         sources = self._ask_sources(given.sources, media, listing) if task == "editing" else None
         caption = self._ask_caption(given.caption, task, media, listing)
         gib = self._ask_card(given.card, detected)
@@ -165,7 +171,7 @@ class Questions:
             seconds=seconds,
             sources=None if sources is None else self._written(sources),
             caption=caption,
-            family=self._choose_family(given.family, task),
+            family=family,
             around=self._folder.is_relative_to(media.resolve()),
         )
 
@@ -182,7 +188,7 @@ class Questions:
         return "." if inside == "." else f"./{inside}"
 
     def _ask_media(self, given: str | None) -> tuple[Path, Listing]:
-        default = find_media(self._folder) if self._folder.is_dir() else Path()
+        default = find_media(self._folder) if given is None and self._folder.is_dir() else Path()
         if self.there is not None and self.there.datasets:
             default = Path(self.there.datasets[0].root)
 

@@ -18,9 +18,7 @@ Settings = dict[KeyPath, Any]
 
 _TOP = Path(__file__).resolve().parents[2]
 #: In a wheel, and in a checkout.
-FOLDER = next(
-    path for path in (_TOP / "recipes", _TOP / "examples" / "recipes") if path.is_dir() or path.parent != _TOP
-)
+FOLDER = next(path for path in (_TOP / "recipes", _TOP / "examples/recipes") if path.is_dir())
 LISTS = {task: {"editing": "editing", "motion": "motion"}.get(task, "still") for task in TASKS}
 QUICK_S = 2 * 3600.0  # at hand: the smaller model is preferred
 ROOMY = 1.4  # a card with so much more memory than the recipe's is first tried without what saves memory
@@ -68,14 +66,11 @@ class Candidate:
         """GiB of the card that it is for."""
         return max(self.least_gib, float(self.recipe.rpartition("-")[2].removesuffix("gb")))
 
-    @property
-    def saves(self) -> bool:
-        return any(path in self.settings for paths in SAVERS.values() for path in paths)
-
-    def without_savers(self) -> "Candidate":
-        savers = {path for paths in SAVERS.values() for path in paths}
+    def without_savers(self, *programs: str) -> "Candidate":
+        """Without what saves memory of these programs; the same where it has none of that."""
+        savers = {path for program in programs for path in SAVERS[program]}
         settings = {path: value for path, value in self.settings.items() if path not in savers}
-        return replace(self, settings=settings, roomy=True)
+        return self if settings == self.settings else replace(self, settings=settings, roomy=True)
 
     def tightened(self, too_large: set[str]) -> "Candidate | None":
         """With what saves memory of these programs in force; None where that is so already, or is a candidate."""
@@ -157,8 +152,8 @@ def attempts(answers: Answers) -> Iterator[Candidate]:
     else:
         found.sort(key=lambda it: it.quick)
     for candidate in found:
-        if candidate.saves and answers.card_gib >= ROOMY * candidate.made_for:
-            yield candidate.without_savers()
+        if answers.card_gib >= ROOMY * candidate.made_for and (roomy := candidate.without_savers(*SAVERS)).roomy:
+            yield roomy
         yield candidate
 
 
