@@ -127,6 +127,16 @@ class ComfyUINames:
 
 
 @dataclass(frozen=True)
+class OriginalNames:
+    """The names of modules in the original release, by which other trainers write adapters, where diffusers has others.
+    paths: as of ComfyUINames. joined: (module there, the modules here whose outputs it has, one after the other); of
+    the last, equally long segments of a path."""
+
+    paths: tuple[tuple[str, str], ...] = ()
+    joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
 class SparseAttention:
     """Attention over blocks, of checkpoints whose transformer config has `value` at `key`. side_multiple: pixels."""
 
@@ -223,7 +233,8 @@ class Family:
     that they need beside diffusers' and transformers' own. shapes: sub-folder -> its published config, of which only
     the keys that differ from the defaults of its class, for predictions without a download. one_checkpoint: a
     checkpoint is for all tasks, and its model_index.json names the pipeline of any. comfyui_names: of modules there.
-    shift_by_tokens: visual tokens of an image -> the shift of `train.timesteps.auto_shift`.
+    original_names: of modules in adapters of other trainers. shift_by_tokens: visual tokens of an
+    image -> the shift of `train.timesteps.auto_shift`.
     """
 
     name: str
@@ -273,6 +284,7 @@ class Family:
     shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     one_checkpoint: bool = False
     comfyui_names: ComfyUINames = ComfyUINames()
+    original_names: OriginalNames = OriginalNames()
 
     def published_shape(self, part: str, flavour: Flavour) -> dict[str, Any]:
         """The keys of a component's config that differ from the defaults of its class."""

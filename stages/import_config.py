@@ -158,7 +158,7 @@ def _drop_refused(draft: Draft, target: Path) -> None:
     if problems:
         errors = [f"{dotted_path(path) or 'the configuration'}: {message}" for path, message in problems]
         refused = [f"{line.key}: {line.text}" for line in draft.lines if line.outcome == "refused"]
-        step = "Correct these with --set KEY=VALUE, for example --set model.family=sana; or name all files."
+        step = "Correct these with --set KEY=VALUE, for example --set model.family=NAME; or name all files."
         raise ImportConfigError("\n".join(["no configuration can be made:", *errors, *refused]), step)
 
 
@@ -226,7 +226,7 @@ app = make_app(
     run,
     unused=NOT_DIVIDED,
     needs_config=False,
-    examples=("config/config.json", "train.sh dataset.toml --config wan.yaml", "job.yaml --dry-run --json"),
+    examples=("config/config.json", "train.sh dataset.toml --config motion.yaml", "job.yaml --dry-run --json"),
 )
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 PACKAGES = ("schemas", "cache", "stages", "trainer")
 FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs")
 #: Of libraries, of the system, or in an example.
-FOREIGN = {"fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
+FOREIGN = {"0", "lora_unet_blocks_0_self_attn_q", "fixed_size_binary", "IMG_0012", "IMG", "latent_BCTHW"}
 FOREIGN |= {
     "CUDA_VISIBLE_DEVICES",
     "COMPOSE_FILE",

@@ -9,7 +9,7 @@ import math
 
 from schemas.cleaning import VERBATIM
 from schemas.families.z_image import QWEN3_4B
-from schemas.family import ComfyUINames, Condition, Family, Flavour, Normalization, Task, Template
+from schemas.family import ComfyUINames, Condition, Family, Flavour, Normalization, OriginalNames, Task, Template
 from schemas.references import ReferenceSize
 
 _TEMPLATE = Template(
@@ -21,6 +21,34 @@ _TEMPLATE = Template(
     layers=(9, 18, 27),
     thinking=False,
     padded=True,
+)
+#: Black Forest Labs' names (flux2/model.py), as musubi-tuner, ai-toolkit and diffusion-pipe write them.
+_ORIGINAL_NAMES = OriginalNames(
+    paths=(
+        ("transformer_blocks", "double_blocks"),
+        ("single_transformer_blocks", "single_blocks"),
+        ("attn.to_qkv_mlp_proj", "linear1"),
+        ("attn.to_out.0", "img_attn.proj"),
+        ("attn.to_add_out", "txt_attn.proj"),
+        ("attn.to_out", "linear2"),
+        ("ff.linear_in", "img_mlp.0"),
+        ("ff.linear_out", "img_mlp.2"),
+        ("ff_context.linear_in", "txt_mlp.0"),
+        ("ff_context.linear_out", "txt_mlp.2"),
+        ("x_embedder", "img_in"),
+        ("context_embedder", "txt_in"),
+        ("time_guidance_embed.timestep_embedder.linear_1", "time_in.in_layer"),
+        ("time_guidance_embed.timestep_embedder.linear_2", "time_in.out_layer"),
+        ("proj_out", "final_layer.linear"),
+        ("norm_out.linear", "final_layer.adaLN_modulation.1"),
+        ("single_stream_modulation.linear", "single_stream_modulation.lin"),
+        ("double_stream_modulation_img.linear", "double_stream_modulation_img.lin"),
+        ("double_stream_modulation_txt.linear", "double_stream_modulation_txt.lin"),
+    ),
+    joined=(
+        ("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v")),
+        ("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")),
+    ),
 )
 _QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 _9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
@@ -99,6 +127,7 @@ FAMILIES = {
         pipelines=dict.fromkeys(("t2i", "i2i"), "Flux2KleinPipeline"),
         one_checkpoint=True,
         comfyui_names=ComfyUINames(prefix="transformer."),  # with the other one it knows the original names only
+        original_names=_ORIGINAL_NAMES,
         latent_settings={"tiling": False},
         shift_by_tokens=shift_by_tokens,
         video=False,

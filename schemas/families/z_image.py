@@ -7,7 +7,7 @@ it. The shift of training is musubi-tuner's default.
 
 from schemas.cleaning import VERBATIM
 from schemas.families.kandinsky5 import FLUX_VAE
-from schemas.family import Family, Flavour, Normalization, ShiftByTokens, Template
+from schemas.family import Family, Flavour, Normalization, OriginalNames, ShiftByTokens, Template
 
 _TEMPLATE = Template(
     name="z-image",
@@ -39,6 +39,10 @@ FAMILIES = {
         side_multiple=16,
         spatial_stride=8,
         temporal_stride=1,
+        original_names=OriginalNames(  # of diffusion-pipe and ComfyUI
+            paths=(("attention.to_out.0", "attention.out"),),
+            joined=(("attention.qkv", ("attention.to_q", "attention.to_k", "attention.to_v")),),
+        ),
         resolution=1024,
         text_width=2560,
         text_components=("text_encoder", "tokenizer"),

@@ -55,10 +55,7 @@ def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
 def with_tensors(layers: Mapping[str, Layer], tensors: Tensors, scale: float = 1.0) -> dict[str, Layer]:
     """The layers with their tensors, which `tensors` has by their keys; the strength multiplied by `scale`."""
     return {
-        name: replace(
-            layer, tensors={tensor: tensors[key] for tensor, key in layer.keys.items()}, scale=layer.scale * scale
-        )
-        for name, layer in layers.items()
+        name: replace(layer, tensors=layer.take(tensors), scale=layer.scale * scale) for name, layer in layers.items()
     }
 
 

@@ -8,7 +8,8 @@ comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a 
            other prefix alone (Family.comfyui_names), the file has those; which modules they mean is seen in the model
            (`trainer/adapters/names.py`)
 lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
-           Which paths they mean is seen in the model (`trainer/adapters/names.py`); ComfyUI maps them for some only
+           Which paths they mean is seen in the model (`trainer/adapters/names.py`); ComfyUI maps them for some only.
+           Kohya's LoRAs (musubi-tuner) are read likewise: lora_unet_<module path with underscores>.lora_down.weight
 
 A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/layers.py` has the tensors of a LoKr.
 Files of other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
@@ -48,6 +49,7 @@ from trainer.adapters.layers import (
 OUR_PREFIX = "latentpress."
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
+FLAT_PREFIXES = (LYCORIS_PREFIX, "lora_unet_")  # of module paths with underscores
 ALPHA = "alpha"
 #: End of a key -> which tensor of a layer it is; peft, diffusers before peft, kohya.
 _TENSORS = {
@@ -61,7 +63,7 @@ _TENSORS = {
     **{tensor: tensor for tensor in (DOWN, UP, MAGNITUDE, ALPHA, *LOKR_TENSORS)},
 }
 _KEY = re.compile(
-    r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.|lycoris_)?"
+    r"(?:(?P<part>transformer(?:_\d+)?)\.|diffusion_model\.|base_model\.model\.|lycoris_|lora_unet_)?"
     rf"(?P<module>.+)\.(?P<tensor>{'|'.join(map(re.escape, _TENSORS))})"
 )
 #: Part of a key -> what such a file is.
@@ -71,7 +73,7 @@ _OTHER_KINDS = {
     "hada_": "a LoHa",
     "lora_mid": "a LoCon with a middle layer",
     "lora_B.bias": "a LoRA with biases",
-    "lora_unet_": "a LoRA with kohya's keys (lora_unet_...)",
+    "lora_te": "an adapter of a text encoder",
     "text_encoder": "an adapter of a text encoder",
 }
 WHOLE_COPY = "Copy it again from where it was made, or name another file."
@@ -159,7 +161,7 @@ def read_adapter(source: Path) -> AdapterFile:
         raise AdapterError(f"{path} is damaged: {printable(error)}", WHOLE_COPY) from error
     notes = {key.removeprefix(OUR_PREFIX): text for key, text in header.items() if key.startswith(OUR_PREFIX)}
     form: FileFormat = "comfyui" if alphas or any(key.startswith(COMFYUI_PREFIX) for key in shapes) else "diffusers"
-    form = "lycoris" if any(key.startswith(LYCORIS_PREFIX) for key in shapes) else form
+    form = "lycoris" if any(key.startswith(FLAT_PREFIXES) for key in shapes) else form
     return AdapterFile(path, form, layers, notes)
 
 
@@ -228,8 +230,8 @@ def _other_kind(path: Path, keys: Iterable[str]) -> AdapterError:
     kind, shown = known or ("no LoRA of a transformer", ", ".join(foreign[:3]))
     return AdapterError(
         f"{path} is {kind}: it holds {printable(shown) or 'no tensors'}",
-        "LoRA files with diffusers' or ComfyUI's keys are read (<module path>.lora_A.weight and .lora_B.weight), "
-        "diffusers' DoRA (.lora_magnitude_vector, too) and LoKr (.lokr_w1 and .lokr_w2).",
+        "LoRA files with diffusers', ComfyUI's or kohya's keys are read (<module path>.lora_A.weight and "
+        ".lora_B.weight), diffusers' DoRA (.lora_magnitude_vector, too) and LoKr (.lokr_w1 and .lokr_w2).",
     )
 
 

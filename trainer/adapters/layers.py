@@ -6,7 +6,7 @@ it says; `trainer/adapters/files.py` loads its tensors. `trainer/adapters/header
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -37,13 +37,28 @@ class Lora:
     """W + scale B A. Tensors by the ends of diffusers' keys: DOWN is A (rank, inputs, ...), UP is B (outputs, rank,
     ...); of a DoRA MAGNITUDE, one number for each output: the norm of the output's weights.
 
-    keys: of the tensors in the file. tensors: empty until they are loaded.
+    keys: of the tensors in the file. tensors: empty until they are loaded. outputs: the first, and the one after
+    the last, of the file's layer, where that is of several modules.
     """
 
     keys: dict[str, str]
     shapes: Shapes
     scale: float
     tensors: Tensors = field(default_factory=dict)
+    outputs: tuple[int, int] | None = None
+
+    def take(self, tensors: Tensors) -> Tensors:
+        """Its own of the file's tensors, which are by their keys."""
+        taken = {tensor: tensors[key] for tensor, key in self.keys.items()}
+        if self.outputs is None:
+            return taken
+        return {name: tensor if name == DOWN else tensor[slice(*self.outputs)] for name, tensor in taken.items()}
+
+    def split(self, parts: int) -> "list[Lora]":
+        """The layers of so many modules of equal size, whose outputs this layer has one after the other."""
+        size = self.shapes[UP][0] // parts
+        cut = {name: shape if name == DOWN else (size, *shape[1:]) for name, shape in self.shapes.items()}
+        return [replace(self, shapes=cut, outputs=(n * size, (n + 1) * size)) for n in range(parts)]
 
     @property
     def kind(self) -> Kind:
@@ -99,6 +114,10 @@ class Lokr:
     given_rank: int | None
     tensors: Tensors = field(default_factory=dict)
     kind: ClassVar[Kind] = "LoKr"
+
+    def take(self, tensors: Tensors) -> Tensors:
+        """Its own of the file's tensors, which are by their keys."""
+        return {tensor: tensors[key] for tensor, key in self.keys.items()}
 
     @property
     def rank(self) -> int:

@@ -1,15 +1,18 @@
-"""Names of modules in adapter files: diffusers' paths, ComfyUI's own ones, and LyCORIS' with underscores."""
+"""Names of modules in adapter files: diffusers' paths, ComfyUI's and the original release's, and paths with underscores
+(LyCORIS, kohya)."""
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from schemas.catalog import FAMILIES
 from schemas.family import ComfyUINames
-from trainer.adapters.header import LYCORIS_PREFIX, AdapterError, AdapterFile, is_twice
-from trainer.adapters.layers import Layer
+from trainer.adapters.header import AdapterError, AdapterFile, is_twice
+from trainer.adapters.layers import Layer, Lokr
 
 DIFFUSERS_NAMES = ComfyUINames()
+Joined = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
@@ -31,35 +34,70 @@ def flat_name(name: str) -> str:
 
 
 def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
-    """The adapter with the model's module paths in place of LyCORIS' and ComfyUI's names, or itself where it has paths.
-    AdapterError where a name means several modules. weights: the model's "<component>.<module path>"."""
-    if adapter.format != "lycoris":
-        return _resolve_comfyui(adapter, frozenset(weights))
-    paths = defaultdict[str, list[str]](list)
-    for name in weights:
-        paths[flat_name(name)].append(name)
-    layers = {}
-    for name, layer in adapter.layers.items():
-        candidates = paths.get(flat_name(name), [name])
-        if len(candidates) > 1:
-            raise AdapterError(
-                f"{adapter.path}: {LYCORIS_PREFIX}{flat_name(name)} may be any of {', '.join(candidates)} in {model}",
-                "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
-            )
-        if candidates[0] in layers:
-            raise is_twice(adapter.path, candidates[0], LYCORIS_PREFIX + flat_name(name), candidates[0])
-        layers[candidates[0]] = layer
-    return replace(adapter, layers=layers)
-
-
-def _resolve_comfyui(adapter: AdapterFile, weights: Collection[str]) -> AdapterFile:
-    """With the paths that the names of some family's models in ComfyUI mean, where these are paths of the model."""
-    tables = [family.comfyui_names for family in FAMILIES.values()]
+    """The adapter with the model's module paths in place of other programs' names, or itself where it has paths. A
+    layer of several modules becomes one of each. AdapterError where a name may mean several. weights: the model's
+    "<component>.<module path>"."""
+    names, flat = list(weights), adapter.format == "lycoris"
+    known = set(names)
+    if not flat and known.issuperset(adapter.layers):
+        return adapter
+    meanings = [*_meanings(names, flat)]
     layers = dict[str, Layer]()
     for name, layer in adapter.layers.items():
-        meanings = (from_comfyui(name, names) for names in tables if name not in weights)
-        path = next((path for path in meanings if path in weights), name)
-        if path in layers:
-            raise is_twice(adapter.path, path, *(next(iter(each.keys.values())) for each in (layers[path], layer)))
-        layers[path] = layer
+        key = flat_name(name) if flat else name
+        candidates = next((table[key] for table in meanings if key in table), [(name,)])
+        if not flat and name in known:
+            candidates = [(name,)]
+        if len(candidates) > 1:
+            paths = ", ".join(path for path, *_ in candidates)
+            raise AdapterError(
+                f"{adapter.path}: {_start(layer)} may be any of {paths} in {model}",
+                "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
+            )
+        for path, part in zip(candidates[0], _split(adapter, name, layer, len(candidates[0])), strict=True):
+            if path in layers:
+                raise is_twice(adapter.path, path, _first_key(layers[path]), _first_key(layer))
+            layers[path] = part
     return replace(adapter, layers=layers)
+
+
+def _meanings(weights: Sequence[str], flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
+    """For diffusers' own names, and for those of each family's models elsewhere: name there -> the modules of which it
+    may be, each as one path, or the paths of several whose outputs it has."""
+    known = set(weights)
+    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if flat else {}
+    for family in FAMILIES.values():
+        tables |= {family.comfyui_names.paths: (), family.original_names.paths: family.original_names.joined}
+    for paths, joined in tables.items():
+        table = defaultdict[str, list[tuple[str, ...]]](list)
+        for name in weights:
+            there = rename(name, paths)
+            table[flat_name(there) if flat else there].append((name,))
+            for joint, (first, *others) in joined:
+                if name.endswith(f".{first}"):
+                    start = name.removesuffix(first)
+                    modules = (name, *(start + other for other in others))
+                    if known.issuperset(modules):
+                        there = rename(start + joint, paths)
+                        table[flat_name(there) if flat else there].append(modules)
+        yield table
+
+
+def _split(adapter: AdapterFile, name: str, layer: Layer, count: int) -> list[Layer]:
+    if count == 1:
+        return [layer]
+    if isinstance(layer, Lokr):
+        raise AdapterError(
+            f"{adapter.path}: {_start(layer)} is of {count} modules here, and a LoKr of them can't be divided",
+            "Train or convert it for the separate modules, or name a LoRA.",
+        )
+    return [*layer.split(count)]
+
+
+def _first_key(layer: Layer) -> str:
+    return next(iter(layer.keys.values()))
+
+
+def _start(layer: Layer) -> str:
+    """The name of its module in the file."""
+    return re.split(r"\.(?:lora_|lokr_|lora\.)", _first_key(layer))[0]
