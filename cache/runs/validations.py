@@ -45,6 +45,11 @@ def list_validations(folder: Path) -> list[ValidationFile]:
     return [ValidationFile(*key, latents.get(key), pictures.get(key)) for key in sorted(latents | pictures)]
 
 
+def latent_path(folder: Path, step: int, name: str) -> Path:
+    """The latent of a sample of the run in `folder`."""
+    return folder / "validation" / f"step-{step:06d}" / f"{name}.safetensors"
+
+
 def _list_files(folder: Path, suffixes: tuple[str, ...]) -> dict[tuple[int, str], Path]:
     """(step, name) -> file"""
     return {
@@ -76,6 +81,17 @@ def describe_latents(config: Config, folder: Path, step: int) -> list[tuple[Path
     latents = [file.latent for file in list_validations(folder) if file.step == step and file.latent]
     described = [(latent, read_description(latent)) for latent in latents]
     return sorted(described, key=lambda latent: (order.get(str(latent[1].get("prompt")), len(order)), latent[0].stem))
+
+
+def describe_sample(config: Config, latent: Path) -> dict[str, Any]:
+    """What is known of a validation sample: prompt, negative prompt and seed as the configuration has them, and what
+    the trainer wrote about its latent, such as bucket, steps and guidance, which counts more."""
+    sample = next((one for one in config.validation_samples() if one.name == latent.stem), None)
+    prompt = next((one for one in config.validation.prompts if sample is not None and one.name == sample.prompt), None)
+    known = dict[str, Any]()
+    if sample is not None and prompt is not None:
+        known = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
+    return known | read_description(latent)
 
 
 #: What a loss was measured on (`eval_on` of metrics) -> keys of a report: the lowest, and that of the checkpoints.

@@ -314,15 +314,20 @@ def _start_writeback(file: int, offset: int, length: int) -> None:
 SPACE_ADVICE = "free space, set `root` to another place, or limit the cache: cache.rolling (docs/rolling.md)"
 
 
-def find_shortage(target: str | Path, needed: int) -> str | None:
-    """Return a warning where the disk of `target` has fewer free bytes than `needed`; None for a URL. target: a folder,
-    which need not be there yet."""
+def find_free_space(target: str | Path) -> int | None:
+    """Bytes that the disk of `target` has left; None for a URL. target: a folder, which need not be there yet."""
     if "://" in str(target):
         return None
     folder = Path(target).absolute()
     there = next(part for part in (folder, *folder.parents) if part.is_dir())
-    free = shutil.disk_usage(there).free
-    if free >= needed:
+    return shutil.disk_usage(there).free
+
+
+def find_shortage(target: str | Path, needed: int) -> str | None:
+    """Return a warning where the disk of `target` has fewer free bytes than `needed`; None for a URL. target: a folder,
+    which need not be there yet."""
+    free = find_free_space(target)
+    if free is None or free >= needed:
         return None
     return (
         f"about {format_bytes(needed)} will be written, but the disk of {shown_path(target)} has {format_bytes(free)}"

@@ -15,8 +15,8 @@ from shutil import copyfile
 from typing import Any
 from urllib.parse import quote
 
-from cache.runs.training_run import read_description, spread
-from cache.runs.validations import SUFFIXES, list_validations
+from cache.runs.training_run import spread
+from cache.runs.validations import SUFFIXES, describe_sample, latent_path, list_validations
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -154,12 +154,10 @@ def _read_row(
     files: _Files, name: str, steps: Sequence[Step], limit: int, beside: Folders | None
 ) -> tuple[str, RunSamples]:
     """(its group, the row)"""
-    sample, known = files.samples.get(name), dict[str, Any]()
+    sample = files.samples.get(name)
     prompt_name = name if sample is None else sample.prompt
     prompt = next((prompt for prompt in files.config.validation.prompts if prompt.name == prompt_name), None)
-    if sample is not None and prompt is not None:
-        known = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
-    known |= read_description(files.folder / "validation" / f"step-{steps[-1]:06d}" / f"{name}.safetensors")
+    known = describe_sample(files.config, latent_path(files.folder, steps[-1], name))
     values = {"seed": known.get("seed"), "size": known.get("bucket")}
     values |= {key: known.get(key) for key in ("steps", "guidance", "guidance_low")}
     sources, problem = list[Picture](), ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -29,8 +29,10 @@ from schemas.errors import LatentpressError
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.loss_curve import MetricsHistory
 
 MAX_FORM_BYTES = 4 << 20
+DOCUMENTS = "/documents/"  # files under the output: their addresses hold a key of their own
 Form = Mapping[str, str]
 Handler = Callable[[Request], Response]
 LOCAL_S, REMOTE_S = 2.0, 30.0  # between two listings of the root, of a folder and of an object store
@@ -48,6 +50,7 @@ class Site:
         self.programs = ChildPrograms(self.output, argv.argv())
         self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
         self.config_error: LatentpressError | None = None
+        self.metrics = MetricsHistory()
         self._build_status, self._lock = build_status, threading.Lock()
         self._status: Report | LatentpressError | None = None
         self._built, self._took = 0.0, 0.0
@@ -85,6 +88,11 @@ class Site:
             builder.join(FIRST_WAIT_S)
         return self._status
 
+    def address_of(self, path: Path) -> str:
+        """Where a file under the output is served, another one when it is written again."""
+        name = quote(path.relative_to(self.output).as_posix())
+        return f"{DOCUMENTS}{self.document_key}/{name}?version={version_of(path)}"
+
     def set_aside(self) -> Sequence[SetAside]:
         """List what was set aside, again no more often than `status` is made. LatentpressError as of
         `list_set_aside`."""
@@ -115,6 +123,12 @@ class Site:
         with self._lock:
             self._status, self._built = status, time.monotonic()
             self._took, self._builder = self._built - began, None
+
+
+def version_of(path: Path | None) -> str:
+    """Changes when a file is written again; "" where there is none."""
+    stamp = None if path is None else _stamp(path)
+    return "" if stamp is None else f"{stamp[0]:x}-{stamp[1]:x}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

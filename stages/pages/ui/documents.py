@@ -19,9 +19,8 @@ from starlette.responses import FileResponse, Response
 
 from cache.runs.training_run import METRICS_FILE
 from schemas.cli.report import Report
-from stages.pages.ui.app import Page, Site, get, render, site_of
+from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, version_of
 from stages.pages.ui.flow_page import AT_WORK, build_cards, build_job_card
-from stages.pages.ui.guard import DOCUMENTS
 
 MOST_LISTED = 50
 TITLES = {"preview-plan": "Plan", "preview": "Preview", "report": "Report"}  # by job
@@ -76,7 +75,7 @@ def _show(request: Request, job: str) -> Response:
         chosen=chosen,
         url=f"{DOCUMENTS}{site.document_key}/{quote(chosen)}",
         made=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)) if path else "",
-        version=_version(path),
+        version=version_of(path),
         is_due=not documents and _is_due(site, job),
     )
 
@@ -99,15 +98,6 @@ def _is_due(site: Site, job: str) -> bool:
     return done.get("encode-latents", 0) > 0 and not (at_work or config.model.family_spec.video)
 
 
-def _version(path: Path | None) -> str:
-    """Changes when a document is made again; "" where there is none."""
-    try:
-        status = path.stat() if path else None
-    except OSError:
-        return ""
-    return f"{status.st_mtime_ns:x}-{status.st_size:x}" if status else ""
-
-
 def find_document(output: Path, name: str) -> Path | None:
     """The file under `output`, unless it is none, is hidden, of another type, or leads out by `..` or a link."""
     try:
@@ -127,6 +117,8 @@ def serve(request: Request) -> Response:
     if path is None or not hmac.compare_digest(key, site.document_key.encode()):
         raise HTTPException(404, "there is no such document")
     headers = {"content-security-policy": POLICY, "cross-origin-resource-policy": "cross-origin"}
+    if "version" in request.query_params and path.suffix.lower() != ".html":
+        headers["cache-control"] = "private, max-age=86400"
     return FileResponse(path, media_type=TYPES[path.suffix.lower()], headers=headers)
 
 

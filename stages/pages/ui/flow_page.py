@@ -1,9 +1,10 @@
-"""The first page: the stages as a flow, with their buttons. Shows what `status` says, joined with what the programs say
-of themselves; what runs is drawn again every two seconds."""
+"""The first page: the run in numbers and pictures, and the stages as a flow, with their buttons. Shows what `status`
+says, joined with what the programs say of themselves; what runs is drawn again every two seconds."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, takewhile
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -20,6 +21,7 @@ from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
 from schemas.text_format import format_duration
 from stages.pages.ui.app import Form, Page, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, STAGES, ChildPrograms, Refused, Start, list_conflicts
+from stages.pages.ui.run_summary import summarize_run
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
 AT_WORK = ("running", "stopping", "restarting")
@@ -229,8 +231,10 @@ def show(request: Request) -> Response:
     problem = status if isinstance(status, LatentpressError) else None
     steps = build_cards(config, site.programs, status)
     whole = build_run_card(site.programs, steps, status is not None and problem is None)
+    before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
+    counts = [card.count for card in before if card.count]
     content: dict[str, Any] = {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
-    return render(request, "flow.html", title="Stages", **content)
+    return render(request, "flow.html", title="Run", now=summarize_run(site, config, counts), **content)
 
 
 def act(request: Request, form: Form) -> str:
@@ -244,4 +248,4 @@ def act(request: Request, form: Form) -> str:
     return DONE_WORDS[verb].format(name)
 
 
-PAGE = Page("Stages", "/", (get("/", show), action("/jobs/{job}/{verb}", act)))
+PAGE = Page("Run", "/", (get("/", show), action("/jobs/{job}/{verb}", act)))

@@ -20,16 +20,15 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stages.pages.ui.app import fragment, read_form
+from stages.pages.ui.app import DOCUMENTS, fragment, read_form
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 FREE_PATHS = ("/login", "/style.css", "/script.js")  # without the token
-DOCUMENTS = "/documents/"  # whose addresses hold a key of their own
 TOKEN_VARIABLE, MIN_TOKEN = "LATENTPRESS_UI_TOKEN", 16
 
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "frame-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
+    "connect-src 'self'; frame-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
 HEADERS = {
     "content-security-policy": PAGE_POLICY,

@@ -1,0 +1,68 @@
+"""The top of the first page: how far the run is, its loss, memory and disk, and its newest pictures beside earlier
+ones. Before it trains, what there is for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cache.runs.training_run import METRICS_FILE, read_progress, spread
+from cache.store.files import find_free_space
+from schemas.config.pipeline import Config
+from schemas.text_format import format_bytes
+from stages.pages.ui.app import Site
+from stages.pages.ui.loss_curve import MEMORY, LossCurve, draw_losses
+from stages.pages.ui.run_samples import Row, list_files, make_row
+
+MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
+LABELS = {
+    "step": "step",
+    "left": "time left",
+    "samples_per_second": "samples per second",
+    "waiting_for_data": "waiting for data",
+    "loss": "loss",
+    "eval_loss": "eval loss",
+    "last_checkpoint": "last checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """state: of the training, as `RunProgress` has it. facts, place: texts by name, of the run, and of memory and
+    disks. curve: None before two steps are done. left_out: samples of which no row is here. without: why there
+    are none."""
+
+    run: str
+    state: str
+    facts: Mapping[str, str]
+    place: Mapping[str, str]
+    curve: LossCurve | None
+    rows: Sequence[Row]
+    left_out: int
+    without: str
+
+
+def summarize_run(site: Site, config: Config, counts: Sequence[str]) -> RunSummary:
+    """counts: what the stages before training have made, in words."""
+    progress = read_progress(config)
+    row = progress.row()
+    facts = {label: row[key] for key, label in LABELS.items() if row[key]}
+    if progress.state == "not started":
+        facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
+    lines, memory = site.metrics.read(config.run_folder / METRICS_FILE)
+    place = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{memory[key]:.1f} GiB"
+             for key in MEMORY if isinstance(memory.get(key), int | float)}  # fmt: skip
+    free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
+    place |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
+    files = list_files(config)
+    steps = spread(sorted({step for steps in files.values() for step in steps}), MOST_STEPS)
+    shown = {name: [step for step in steps if step in own] or [max(own)] for name, own in files.items()}
+    rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
+    without = "" if rows else _explain_none(config)
+    return RunSummary(
+        *(progress.run, progress.state, facts, place, draw_losses(lines), rows, len(files) - len(rows), without)
+    )
+
+
+def _explain_none(config: Config) -> str:
+    if not config.validation.prompts:
+        return "There are no pictures: validation.prompts has no prompt."
+    return "Pictures are here after the first validation."

@@ -1,0 +1,66 @@
+"""The first page of `latentpress ui`: the numbers, the loss and the newest pictures of the run."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from cache.runs.training_run import read_progress
+from stages.pages.ui.loss_curve import MetricsHistory, draw_losses
+from tests.project import Project
+from tests.stages.follow.notified_run import trained, training
+from tests.stages.report_run import FakeRun, eval_line, step_line
+from tests.stages.ui_server import UiServer
+
+PROMPTS = [{"name": "two", "prompt": "another @everyone"}, {"name": "one", "prompt": "<b>a colour</b>"}]
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    made = project(train={"steps": 40}, validation={"size": "64x64", "prompts": PROMPTS})
+    made.config()
+    return made
+
+
+def test_before_training(server: UiServer) -> None:
+    text = server.get("/").text
+    assert "Training is <b>not started</b>" in text and "free for output" in text and "<svg" not in text
+    assert "Pictures are here after the first validation" in text
+
+
+def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
+    run = trained(home)
+    run.metrics(step_line(41, device_memory_gib=31.44, seconds_left=65.0))
+    with training(run):
+        text = server.get("/").text
+        row = read_progress(run.config).row()
+    assert (row["left"], row["step"]) == ("0:01:05", "41 of 40")
+    for value in (row["state"], row["step"], row["left"], row["loss"], row["eval_loss"], "31.4 GiB", "2.0 GiB"):
+        assert f">{value}<" in text, value
+    assert "The loss by step" in text and text.count("<polyline") == 2
+    assert text.index("Steps of two") < text.index("Steps of one"), "as the configuration has them"
+    assert text.count("not decoded yet") == 2 and "<b>a colour" not in text
+    assert re.findall(r">(step \d+)</a>", text) == 2 * ["step 40", "step 20", "step 0"]
+    (address, *_) = re.findall(r'<img src="([^"]+)"', text)
+    picture = server.get(address.replace("&amp;", "&"))
+    assert picture.status == 200 and picture.headers["content-type"] == "image/png"
+
+
+def test_metrics_are_read_as_they_grow(home: Project) -> None:
+    run, history = FakeRun(home), MetricsHistory()
+    path = run.folder / "metrics.jsonl"
+    assert history.read(path) == ([], {}) and draw_losses([]) is None
+    run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 6)))
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert [line["step"] for line in history.read(path)[0]] == [0, 1, 2, 3, 4, 5]
+    with path.open("a") as file:
+        file.write('ss": null}\n{"resumed": true, "step": 3}\n')
+    run.metrics(step_line(4, loss=9.0, host_memory_gib=3.0))
+    lines, memory = history.read(path)
+    assert [(line["step"], line.get("loss")) for line in lines][3:] == [(3, 1 / 3), (4, 9.0)]
+    assert memory == {"host_memory_gib": 3.0}
+    curve = draw_losses(lines)
+    assert curve is not None and (curve.first, curve.last, len(curve.evaluations)) == (1, 4, 1)
+    path.write_text("")
+    assert history.read(path)[0] == []
