@@ -64,3 +64,35 @@ def test_metrics_are_read_as_they_grow(home: Project) -> None:
     assert curve is not None and (curve.first, curve.last, len(curve.evaluations)) == (1, 4, 1)
     path.write_text("")
     assert history.read(path)[0] == []
+
+
+def test_pictures_large_and_two_steps_beside_each_other(home: Project, server: UiServer) -> None:
+    assert "No validation was made yet" in server.get("/pictures").text
+    run = trained(home)
+    run.latent(20, "clip", prompt="waves", negative_prompt="<i>blur</i>", seed=11, guidance=3.5, bucket="64x48@12")
+    run.clip(20, "clip")
+    every = server.get("/pictures").text
+    assert every.count("<figure>") == 7 and "<video" in every
+    pair = server.get("/pictures?step=20&beside=0").text
+    assert re.findall(r">(step \d+)</a>", pair) == ["step 20", "step 0", "step 20", "step 0", "step 20"]
+
+    one = server.get("/pictures/one?name=two&step=20&beside=0").text
+    assert one.index("<h2>step 0</h2>") < one.index("<h2>step 20</h2>") and one.count("another @everyone") == 2
+    assert 'href="/pictures/one?name=two&amp;step=40&amp;beside=0" data-key="ArrowRight"' in one
+    clip = server.get("/pictures/one?name=clip&step=20").text
+    assert "&lt;i&gt;blur" in clip and "<video" in clip
+    for value in ("waves", "11", "3.5", "64x48@12"):
+        assert f">{value}<" in clip, value
+    for odd in ("name=two", "name=two&step=1", "name=..&step=20", "name=two&step=x", "step=20"):
+        assert server.get(f"/pictures/one?{odd}").status == 404, odd
+
+
+def test_a_picture_that_is_a_link_to_elsewhere_is_not_served(home: Project, server: UiServer) -> None:
+    run = FakeRun(home)
+    run.latent(1, "one")
+    outside = home.image("outside.png")
+    path = run.folder / "samples/step-000001/one.png"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(outside)
+    (address,) = re.findall(r'<img src="([^"]+)"', server.get("/pictures").text)
+    assert server.get(address.replace("&amp;", "&")).status == 404

@@ -105,6 +105,13 @@ for (const choice of document.querySelectorAll("[data-go]")) {
   choice.addEventListener("change", () => choice.form.requestSubmit());
 }
 
+// The keys of links, unless they mean something where the focus is.
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
+  if (event.target.closest("input, select, textarea, video, [tabindex='0']")) return;
+  document.querySelector(`[data-key="${CSS.escape(event.key)}"]`)?.click();
+});
+
 const log = document.getElementById("log");
 if (log) {
   log.scrollTop = log.scrollHeight;
