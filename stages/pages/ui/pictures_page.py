@@ -1,5 +1,5 @@
-"""The validation samples of the run: every sample at every step, two steps beside each other, and one of them large with
-its prompt and settings. The files themselves are served as documents are."""
+"""The validation samples of the run: every sample at every step, two steps beside each other, and one of them large
+with its prompt and settings. The files themselves are served as documents are."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ def show_one(request: Request) -> Response:
     step, beside = (_asked(request, key, steps) for key in ("step", "beside"))
     if step is None:
         raise HTTPException(404, "there is no such picture")
-    chosen = sorted({step} | ({beside} - {None}))
+    chosen = sorted({step, step if beside is None else beside})
     names = [one for one, own in files.items() if step in own]
     number, position = names.index(name), steps.index(step)
     around = {
