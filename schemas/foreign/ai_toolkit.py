@@ -205,7 +205,7 @@ SECTIONS: Mapping[str, Section] = {
     "logging": Section("logging", LOGGING),
     **DATA_SECTIONS,
 }
-_ORDER = ("datasets", "model", "network", "save", "train", "logging", "sample")
+_SECTIONS = ("model", "network", "save", "train", "logging", "sample")
 
 
 def claims(content: Any) -> str:
@@ -217,29 +217,29 @@ def claims(content: Any) -> str:
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     content = roles.get("arguments", {})
-    config = content.get("config", {})
-    processes = [item for item in config.get("process", []) if isinstance(item, dict)]
+    config = draft.section(content.get("config"), "config")
+    processes = draft.sections(config.get("process"), "process")
     if len(processes) != 1:
-        draft.say(
-            "process", "refused", f"a run is one process, and there are {len(processes)}; the first is carried over"
-        )
+        words = f"a run is one process, and there are {len(processes)}; the first is carried over"
+        draft.say("process", "refused", words)
     process = processes[0] if processes else {}
     for key in content.keys() - {"config"}:
-        draft.say(key, "not needed", "a run has neither jobs nor notes")
+        draft.say(str(key), "not needed", "a run has neither jobs nor notes")
     for key in config.keys() - {"name", "process"}:
         draft.say(f"config.{key}", "unknown", "no key of a job that is known here")
-    if name := config.get("name"):
-        draft.put(("train", "run"), run_name(name))
+    if (name := config.get("name")) and (run := draft.attempt("config.name", run_name, name, "")):
+        draft.put(("train", "run"), run)
         draft.say("config.name", "carried over", "", ("train", "run"))
-    sections = {key: process[key] for key in _ORDER if key in process}
-    draft.carry(SECTIONS["process"], {key: value for key, value in process.items() if key not in sections})
-    train = sections.get("train", {})
-    carry_datasets(draft, sections.pop("datasets", []), str(process.get("trigger_word") or ""))
-    carry_samples(draft, sections.pop("sample", {}), bool(train.get("disable_sampling")))
+    datasets = draft.sections(process.get("datasets"), "datasets")
+    sections = {key: draft.section(process[key], key) for key in _SECTIONS if process.get(key) is not None}
+    own = {key: value for key, value in process.items() if key not in (*_SECTIONS, "datasets")}
+    draft.carry(SECTIONS["process"], own)
+    carry_datasets(draft, datasets, str(process.get("trigger_word") or ""))
+    carry_samples(draft, sections.pop("sample", {}), not is_off(sections.get("train", {}).get("disable_sampling")))
     if "network" not in sections:
         draft.put(("train", "adapter", "type"), "full")
         draft.say("network", "carried over", "without it the model itself is trained", ("train", "adapter", "type"))
     elif not sections["network"].keys() & {"alpha", "linear_alpha"}:
         sections["network"] = {**sections["network"], "linear_alpha": 1.0}  # as it is there
     for key, section in sections.items():
-        draft.carry(SECTIONS[key], section if isinstance(section, dict) else {}, f"{key}.")
+        draft.carry(SECTIONS[key], section, f"{key}.")

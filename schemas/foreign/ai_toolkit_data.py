@@ -1,8 +1,10 @@
 """ai-toolkit's sections model, datasets and sample."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from schemas.foreign.datasets import new_dataset, share, use_masks
 from schemas.foreign.draft import Draft, is_off
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
 from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused
@@ -15,7 +17,6 @@ from schemas.foreign.values import (
     number,
     off,
     repeats,
-    run_name,
     shown,
     text,
     whole,
@@ -225,50 +226,45 @@ SECTIONS: Mapping[str, Section] = {
 
 
 def carry_datasets(draft: Draft, items: Sequence[Mapping[str, Any]], trigger: str) -> None:
-    rates = []
-    for number_, item in enumerate(items):
-        place_ = str(item.get("folder_path") or item.get("dataset_path") or "dataset")
-        name = run_name(place_.replace("\\", "/").rstrip("/").rpartition("/")[2] or "dataset")
-        taken = {one["id"] for one in draft.values.get("datasets", [])}
-        at = ("datasets", number_)
-        draft.put((*at, "id"), name if name not in taken else f"{name}-{number_ + 1}")
-        rates.append(number(item.get("caption_dropout_rate") or 0))
+    for item in items:
+        at, name = new_dataset(draft, item.get("folder_path") or item.get("dataset_path"))
         given = {key: value for key, value in item.items() if key != "caption_dropout_rate"}
         if trigger and not given.get("trigger_word"):
             given["trigger_word"] = trigger
-        label = f"{draft.values['datasets'][number_]['id']}: "
-        draft.carry(SECTIONS["datasets"], given, label, at)
+        draft.carry(SECTIONS["datasets"], given, f"{name}: ", at)
         draft.put((*at, "allow_upscale"), True)  # there, what is small gets smaller buckets
         if given.get("mask_path"):
-            draft.values.setdefault("train", {}).setdefault("methods", {}).setdefault("masked_loss", {})
-    if rates:
-        draft.put(("train", "caption_dropout"), max(rates))
-        same = len(set(rates)) == 1
-        words = "" if same else "the largest of all datasets, which have one here"
-        draft.say("caption_dropout_rate", "carried over" if same else "refused", words, ("train", "caption_dropout"))
+            use_masks(draft)
+    rates = [item.get("caption_dropout_rate") for item in items]
+    share(draft, "caption_dropout_rate", "train.caption_dropout", rates, 0.0)
 
 
 def carry_samples(draft: Draft, section: Mapping[str, Any], disabled: bool) -> None:
-    items = section.get("samples") or [{"prompt": words} for words in section.get("prompts", [])]
-    negative = section.get("neg") or None
-    seed, walk = whole(section.get("seed", 0)), boolean(section.get("walk_seed", False))
+    prompts = section.get("prompts")
+    items = [{"prompt": words} for words in prompts] if isinstance(prompts, list) else []
+    items = draft.sections(section.get("samples"), "sample.samples") or items
+    seed = draft.attempt("sample.seed", whole, section.get("seed") or 0, 0)
     found = []
     for index, item in enumerate([] if disabled else items):
         one: dict[str, Any] = {"name": f"sample-{index + 1}", "prompt": str(item.get("prompt", ""))}
-        if words := item.get("neg") or negative:
+        if words := item.get("neg") or section.get("neg"):
             one["negative_prompt"] = str(words)
-        if images := [
-            str(item[key]) for key in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3") if item.get(key)
-        ]:
-            one["image"] = images[0] if len(images) == 1 else images
-        if "width" in item or "height" in item:
-            draft.given = {**section, **item}
-            one["size"] = _size(None, draft)
-        for key, ours in (("sample_steps", "steps"), ("guidance_scale", "guidance")):
+        images = [item[key] for key in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3") if item.get(key)]
+        if images:
+            one["image"] = str(images[0]) if len(images) == 1 else [*map(str, images)]
+        draft.given = {**section, **item}
+        own: dict[str, tuple[Callable[..., Any], str]] = {
+            "size": (_size, "width"),
+            "steps": (whole, "sample_steps"),
+            "guidance": (number, "guidance_scale"),
+        }
+        for ours, (convert, key) in {**own, "seed": (whole, "seed")}.items():
             if item.get(key) is not None:
-                one[ours] = number(item[key]) if key == "guidance_scale" else whole(item[key])
-        if item.get("seed") is not None or walk:
-            one["seed"] = whole(item.get("seed", seed + index))
+                convert_here: Callable[[Any], Any] = partial(convert, draft=draft)
+                value = draft.attempt(f"sample.samples {index + 1}: {key}", convert_here, item[key], None)
+                one |= {ours: value} if value is not None else {}
+        if "seed" not in one and section.get("walk_seed") not in (None, False):
+            one["seed"] = seed + index
         found.append(one)
     if found:
         draft.put(("validation", "prompts"), found)

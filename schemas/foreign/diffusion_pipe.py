@@ -7,7 +7,7 @@ from schemas.foreign.diffusion_pipe_data import SECTIONS as DATA_SECTIONS
 from schemas.foreign.diffusion_pipe_data import carry_datasets
 from schemas.foreign.draft import SECRET_ADVICE, Draft, Files, is_off
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
-from schemas.foreign.optimizers import optimizer
+from schemas.foreign.optimizers import optimizer as find_optimizer
 from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused, secret
 from schemas.foreign.values import (
     DTYPES,
@@ -133,7 +133,7 @@ def _schedule(value: Any, draft: Draft) -> str:
 
 def _optimizer(value: Any, draft: Draft) -> Several:
     name = {"adamw8bitkahan": "adamw8bit"}.get(str(value).lower(), str(value))
-    return optimizer(name, draft)
+    return find_optimizer(name, draft)
 
 
 TOP = {
@@ -274,19 +274,21 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     if isinstance(datasets, dict):
         carry_datasets(draft, datasets)
     draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
-    draft.carry(SECTIONS["model"], given.get("model", {}), "model.")
+    draft.carry(SECTIONS["model"], draft.section(given.get("model"), "model"), "model.")
     if "adapter" in given:
-        draft.carry(SECTIONS["adapter"], given["adapter"], "adapter.")
+        draft.carry(SECTIONS["adapter"], draft.section(given["adapter"], "adapter"), "adapter.")
     else:
         draft.put(("train", "adapter", "type"), "full")
         draft.say("adapter", "carried over", "without it the model itself is trained", ("train", "adapter", "type"))
-    known = {key: value for key, value in given.get("optimizer", {}).items() if key in OPTIMIZER}
-    draft.carry(SECTIONS["optimizer"], known, "optimizer.")
-    for key, value in given.get("optimizer", {}).items():
-        if key not in known:
-            draft.put(("train", "optimizer", "arguments", key), value)
-            draft.say(f"optimizer.{key}", "carried over", "", ("train", "optimizer", "arguments", key))
-    draft.carry(SECTIONS["monitoring"], given.get("monitoring", {}), "monitoring.")
+    optimizer = draft.section(given.get("optimizer"), "optimizer")
+    draft.carry(
+        SECTIONS["optimizer"], {key: value for key, value in optimizer.items() if key in OPTIMIZER}, "optimizer."
+    )
+    for key in optimizer.keys() - OPTIMIZER.keys():
+        path = ("train", "optimizer", "arguments", key)
+        draft.put(path, optimizer[key])
+        draft.say(f"optimizer.{key}", "carried over", "", path)
+    draft.carry(SECTIONS["monitoring"], draft.section(given.get("monitoring"), "monitoring"), "monitoring.")
     rest = {key: value for key, value in given.items() if not isinstance(value, dict)}
     first = ("micro_batch_size_per_gpu", "gradient_accumulation_steps", "max_steps")
     draft.carry(SECTIONS["top"], {key: rest[key] for key in (*first, *rest) if key in rest})

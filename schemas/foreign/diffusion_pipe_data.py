@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
+from schemas.foreign.datasets import new_dataset, use_masks
 from schemas.foreign.draft import Draft, is_off
 from schemas.foreign.rows import NotNeeded, Row, Section, Several, dropped, refused
-from schemas.foreign.values import boolean, compact, if_true, number, off, repeats, run_name, text, whole
+from schemas.foreign.values import boolean, compact, if_true, number, off, repeats, text, whole
 
 
 def _resolutions(value: Any, draft: Draft) -> Several:
@@ -75,12 +76,9 @@ SECTIONS: Mapping[str, Section] = {
 
 def carry_datasets(draft: Draft, datasets: Mapping[str, Any]) -> None:
     common = {key: value for key, value in datasets.items() if key != "directory"}
-    for number_, item in enumerate(datasets.get("directory", [])):
-        folder = str(item.get("path", "")).replace("\\", "/").rstrip("/").rpartition("/")[2]
-        taken = {one["id"] for one in draft.values.get("datasets", [])}
-        name = run_name(folder or "dataset")
-        draft.put(("datasets", number_, "id"), name if name not in taken else f"{name}-{number_ + 1}")
-        draft.carry(SECTIONS["datasets"], {**common, **item}, f"{folder}: ", ("datasets", number_))
-        draft.put(("datasets", number_, "allow_upscale"), True)  # it enlarges what is small
+    for item in draft.sections(datasets.get("directory"), "directory"):
+        at, name = new_dataset(draft, item.get("path"))
+        draft.carry(SECTIONS["datasets"], {**common, **item}, f"{name}: ", at)
+        draft.put((*at, "allow_upscale"), True)  # it enlarges what is small
         if item.get("mask_path"):
-            draft.values.setdefault("train", {}).setdefault("methods", {}).setdefault("masked_loss", {})
+            use_masks(draft)

@@ -1,7 +1,7 @@
 """A configuration in the making: what each key of another trainer's configuration became, and the values so far."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
@@ -15,6 +15,7 @@ Path = tuple[str | int, ...]
 SECRET_NAME = re.compile(r"token$|secret|passw|api_?key|access_key|credential|webhook_url", re.IGNORECASE)
 #: An address with a password, or with a signature.
 _SECRET_ADDRESS = re.compile(r"://[^/\s]*@|[?&][^=\s]*(sign|sig|token|key|secret|credential)[^=\s]*=", re.IGNORECASE)
+WRONG_KIND = "its value is of another kind than this key takes there"
 SECRET_ADVICE = "secrets stay in the environment, and are never written into a configuration"
 
 
@@ -85,6 +86,28 @@ class Draft:
     def say(self, key: str, outcome: Outcome, text: str, *paths: Path) -> None:
         self.lines.append(Line(key, outcome, text, list(paths)))
 
+    def section(self, value: Any, name: str) -> dict[str, Any]:
+        """A section of the file, with texts for keys; none of its keys where it is of another kind, which is named."""
+        if isinstance(value, Mapping):
+            return {str(key): item for key, item in value.items()}
+        if value is not None:
+            self.say(name, "refused", "expected a section")
+        return {}
+
+    def sections(self, value: Any, name: str) -> list[dict[str, Any]]:
+        """The sections of a list; items of another kind are named."""
+        if not isinstance(value, list):
+            return [self.section(value, name)] if value else []
+        return [self.section(item, f"{name} {number}") for number, item in enumerate(value, 1) if item is not None]
+
+    def attempt(self, key: str, convert: Callable[[Any], Any], value: Any, default: Any) -> Any:
+        """A converted value; `default` where it is of another kind, which is named."""
+        try:
+            return convert(value)
+        except (TypeError, ValueError, OverflowError):
+            self.say(key, "refused", WRONG_KIND)
+            return default
+
     def carry(self, section: Section, given: Mapping[str, Any], label: str = "", at: Path = ()) -> None:
         """Carry over every key of a section. label: before its keys in the report. at: the dataset's path."""
         there = {key: value for key, value in given.items() if value is not None}
@@ -131,8 +154,8 @@ class Draft:
                 self.say(name, "not needed", str(reason))
         except Refused as reason:
             self.say(name, "refused", str(reason))
-        except (TypeError, ValueError, KeyError, AttributeError):
-            self.say(name, "refused", "its value is of another kind than this key takes there")
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError):
+            self.say(name, "refused", WRONG_KIND)
         else:
             note = row.note if paths else row.note or "it is the default"
             self.lines.append(Line(name, "carried over" if paths else "not needed", note, paths, default))

@@ -4,6 +4,7 @@ this project, so the family is chosen; datasets and training are carried over.""
 from collections.abc import Mapping
 from typing import Any
 
+from schemas.foreign.datasets import new_dataset, share
 from schemas.foreign.draft import Draft, Files, is_off
 from schemas.foreign.kohya_arguments import DEFAULTS, SHARED
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo
@@ -19,7 +20,6 @@ from schemas.foreign.values import (
     one_of,
     repeats,
     resolution,
-    run_name,
     shown,
     text,
     whole,
@@ -179,40 +179,32 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
         given = {**flatten(inside), **given}
     content = roles.get("datasets") or (files.read(str(given["dataset_config"])) if "dataset_config" in given else None)
     common = {key: given.pop(key) for key in list(given) if key in _OF_DATASETS}
-    subsets = list(_subsets(content)) if isinstance(content, dict) else []
+    subsets = _subsets(draft, content) if isinstance(content, dict) else []
     if not subsets:
         folders = [
             (common.pop(key, None), more) for key, more in (("train_data_dir", {}), ("reg_data_dir", {"is_reg": True}))
         ]
         subsets = [one for folder, more in folders if folder for one in _folders(str(folder), more, files)]
-    rates = set()
-    for number_, subset in enumerate(subsets):
-        whole_set = {**common, **subset}
-        folder = str(whole_set.get("image_dir", "")).replace("\\", "/").rstrip("/").rpartition("/")[2]
-        taken = {one["id"] for one in draft.values.get("datasets", [])}
-        name_ = run_name(folder or f"dataset-{number_ + 1}")
-        draft.put(("datasets", number_, "id"), name_ if name_ not in taken else f"{name_}-{number_ + 1}")
-        rates.add(number(whole_set.get("caption_dropout_rate") or 0))
-        draft.carry(SECTIONS["datasets"], whole_set, f"{folder}: ", ("datasets", number_))
-    if batches := {whole(subset["batch_size"]) for subset in subsets if "batch_size" in subset}:
-        draft.put(("train", "batch_size"), max(batches))
-        draft.say("batch_size", "carried over", "the largest of all datasets", ("train", "batch_size"))
-    if rates:
-        draft.put(("train", "caption_dropout"), max(rates))
-        if len(rates) > 1:
-            draft.say("caption_dropout_rate", "refused", "all datasets have one; the largest is taken")
+    for subset in subsets:
+        given_here = {**common, **subset}
+        at, name_ = new_dataset(draft, given_here.get("image_dir"))
+        draft.carry(SECTIONS["datasets"], given_here, f"{name_}: ", at)
+    if any("batch_size" in subset for subset in subsets):
+        share(draft, "batch_size", "train.batch_size", [subset.get("batch_size") for subset in subsets], 1)
+    rates = [{**common, **subset}.get("caption_dropout_rate") for subset in subsets]
+    share(draft, "caption_dropout_rate", "train.caption_dropout", rates, 0.0)
     draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
     first = ("train_batch_size", "gradient_accumulation_steps", "max_train_steps", "lr_scheduler")
     draft.carry(SECTIONS["arguments"], {key: given[key] for key in (*first, *given) if key in given})
     carry_prompts(draft, files, given.get("sample_prompts"))
 
 
-def _subsets(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    general = content.get("general", {})
+def _subsets(draft: Draft, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    general = draft.section(content.get("general"), "general")
     return [
         {**general, **{key: value for key, value in dataset.items() if key != "subsets"}, **subset}
-        for dataset in content.get("datasets", [])
-        for subset in dataset.get("subsets", [])
+        for dataset in draft.sections(content.get("datasets"), "datasets")
+        for subset in draft.sections(dataset.get("subsets"), "subsets")
     ]
 
 

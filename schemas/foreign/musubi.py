@@ -1,8 +1,10 @@
 """musubi-tuner: the dataset's TOML, and the arguments of its training scripts, as a TOML file or a command."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from schemas.foreign.datasets import new_dataset, share
 from schemas.foreign.draft import Draft, Files, is_off
 from schemas.foreign.kohya_arguments import DEFAULTS, SHARED
 from schemas.foreign.models import CHOOSE, chosen
@@ -16,7 +18,6 @@ from schemas.foreign.values import (
     off,
     repeats,
     resolution,
-    run_name,
     shown,
     text,
     whole,
@@ -267,29 +268,22 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
 
 
 def _carry_datasets(draft: Draft, content: Mapping[str, Any]) -> None:
-    general, number_ = dict(content.get("general", {})), 0
-    for index, item in enumerate(content.get("datasets", [])):
+    general, items = (
+        draft.section(content.get("general"), "general"),
+        draft.sections(content.get("datasets"), "datasets"),
+    )
+    for item in items:
         given = {**general, **item}
-        place = str(next((given[key] for key in _PLACES if key in given), f"dataset-{index + 1}"))
-        name = run_name(place.replace("\\", "/").rstrip("/").rpartition("/")[2].partition(".")[0] or "dataset")
+        place = next((given[key] for key in _PLACES if key in given), "")
         video = bool(given.keys() & {"video_directory", "video_jsonl_file"})
         lengths = given.get("target_frames", [1]) if video and given.get("frame_extraction") != "full" else [0]
+        lengths = lengths if isinstance(lengths, list) and lengths else [lengths]
         for length in lengths:
-            at = ("datasets", number_)
-            taken = {one["id"] for one in draft.values.get("datasets", [])}
-            own = f"{name}-{length}f" if len(lengths) > 1 else name
-            draft.put(
-                (*at, "id"), next(word for word in (own, *(f"{own}-{n}" for n in range(2, 999))) if word not in taken)
+            at, name = new_dataset(
+                draft, re.sub(r"\.jsonl$", "", str(place)), f"-{length}f" if len(lengths) > 1 else ""
             )
             if video:
                 draft.put((*at, "dataset_type"), "video")
             more = {"target_frames": [length]} if length and "target_frames" in given else {}
-            draft.carry(SECTIONS["datasets"], {**given, **more}, f"{draft.values['datasets'][number_]['id']}: ", at)
-            if video and not length:
-                draft.values["datasets"][number_].setdefault("video", {})
-            number_ += 1
-    if (batches := {item.get("batch_size", general.get("batch_size", 1)) for item in content.get("datasets", [])}) != {
-        1
-    }:
-        draft.put(("train", "batch_size"), max(map(whole, batches)))
-        draft.say("batch_size", "carried over", "the largest of all datasets", ("train", "batch_size"))
+            draft.carry(SECTIONS["datasets"], {**given, **more}, f"{name}: ", at)
+    share(draft, "batch_size", "train.batch_size", [{**general, **item}.get("batch_size") for item in items], 1)

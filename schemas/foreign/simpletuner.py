@@ -9,7 +9,7 @@ from schemas.foreign.simpletuner_arguments import ADAPTER, MODEL, TRAINING
 from schemas.foreign.simpletuner_data import BACKEND_ARGUMENTS, carry_datasets
 from schemas.foreign.simpletuner_data import SECTIONS as DATA_SECTIONS
 from schemas.foreign.simpletuner_more import ENCODING, METHODS, NOT_NEEDED, SHARED, VALIDATION
-from schemas.foreign.values import number, one_of, run_name, whole
+from schemas.foreign.values import NAME_CHARACTERS, number, one_of, whole
 
 NAME = "SimpleTuner"
 WHOLE = 1000  # a LoKr's dimension above which its matrices are whole, in all models here
@@ -88,18 +88,21 @@ def _plain(key: Any) -> str:
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     """Carry over a configuration. roles: the files given, by `claims`."""
-    given = {_plain(key): value for key, value in roles.get("arguments", {}).items()}
+    given = {_plain(key): value for key, value in draft.section(roles.get("arguments"), "arguments").items()}
     backends = roles.get("datasets") or _read(draft, given, files, "data_backend_config")
     common = {key: given[key] for key in BACKEND_ARGUMENTS if key in given and not is_off(given[key])}
-    if isinstance(backends, list):
-        carry_datasets(draft, [backend for backend in backends if isinstance(backend, dict)], common)
+    carry_datasets(draft, draft.sections(backends, "datasets"), common)
     draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
-    if library := _read(draft, given, files, "user_prompt_library"):
-        draft.put(("validation", "prompts"), [_library_prompt(name, item, given) for name, item in library.items()])
+    if library := draft.section(_read(draft, given, files, "user_prompt_library"), "user_prompt_library"):
+        prompts: dict[str, Any] = {}
+        for number_, (name, item) in enumerate(library.items(), 1):
+            made = NAME_CHARACTERS.sub("-", name).strip("-._")[:90] or f"prompt-{number_}"
+            prompts[made if made not in prompts else f"{made}-{number_}"] = item
+        draft.put(("validation", "prompts"), [_library_prompt(name, item, given) for name, item in prompts.items()])
     draft.carry(SECTIONS["arguments"], _in_order(given))
     if given.get("lora_type") == "lycoris" and (lycoris := _read(draft, given, files, "lycoris_config")):
-        draft.carry(SECTIONS["lycoris"], lycoris, "lycoris_config: ")
-    if given.get("validation_disable") and draft.get("validation.prompts"):
+        draft.carry(SECTIONS["lycoris"], draft.section(lycoris, "lycoris_config"), "lycoris_config: ")
+    if not is_off(given.get("validation_disable")) and draft.get("validation.prompts"):
         draft.values["validation"].pop("prompts")
 
 
@@ -113,7 +116,7 @@ def _library_prompt(name: str, item: Any, given: Mapping[str, Any]) -> dict[str,
     """A prompt of the library: its text, or a section with it."""
     words = item.get("prompt", "") if isinstance(item, dict) else item
     negative = given.get("validation_negative_prompt")
-    found = {"name": run_name(name), "prompt": str(words)}
+    found = {"name": name, "prompt": str(words)}
     return {**found, "negative_prompt": str(negative)} if negative else found
 
 

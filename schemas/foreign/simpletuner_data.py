@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from schemas.foreign.datasets import use_masks
 from schemas.foreign.draft import SECRET_ADVICE, Draft, is_off
 from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused, secret
 from schemas.foreign.values import boolean, compact, if_true, number, one_of, run_name, shown, text, whole
@@ -237,7 +238,7 @@ def _pair(draft: Draft, other: Mapping[str, Any] | None, name: str, label: str, 
         draft.say(key, "refused", f"no dataset {shown(name)} with a folder is in the file")
     elif kind == "mask":
         draft.put((*at, "mask_data"), str(other["instance_data_dir"]))
-        draft.values.setdefault("train", {}).setdefault("methods", {}).setdefault("masked_loss", {})
+        use_masks(draft)
         draft.say(key, "carried over", "its masks", (*at, "mask_data"), ("train", "methods", "masked_loss"))
     elif kind.startswith("reference"):
         path = (*at, "conditioning_data")

@@ -35,7 +35,10 @@ def boolean(value: Any, draft: Draft | None = None) -> bool:
 def number(value: Any, draft: Draft | None = None) -> float:
     if isinstance(value, bool):
         raise ValueError
-    result = float(value)
+    try:
+        result = float(value)
+    except OverflowError as error:
+        raise ValueError from error
     if not math.isfinite(result):
         raise ValueError
     return result

@@ -120,11 +120,11 @@ class Beside:
     def find(self, name: str) -> Path | None:
         given = Path(os.path.expanduser(name))
         for folder in self.folders:
-            if (folder / given).exists():
+            if os.path.exists(folder / given):  # False for a name that no file can have
                 self.found_in = self.found_in or (None if given.is_absolute() else folder)
                 return Path(os.path.normpath(folder / given))
         beside = self.folders[0] / given.name
-        return beside if beside.is_file() else None
+        return beside if os.path.isfile(beside) else None
 
     def read(self, path: str) -> Any:
         found = self.find(path) or self.find(f"{path}.toml")

@@ -210,6 +210,26 @@ export TRAINER_EXTRA_ARGS="${{TRAINER_EXTRA_ARGS}} --validation_guidance 4.5"
 
 
 @pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("simpletuner", '"--train_batch_size": 2', '"--train_batch_size": [{}]'),
+        ("ai-toolkit", "{type: lora, linear: 4, linear_alpha: 4}", "[4]"),
+        ("diffusion-pipe", "resolutions = [64]", "resolutions = [[1], 'x']\nmin_ar = 0"),
+        ("sd-scripts", "batch_size = 2", "batch_size = 'two'"),
+        long("musubi-tuner", "target_frames = [9]", "target_frames = 'nine'"),
+        long("ai-toolkit", "prompts: [a cat on a wall]", "prompts: {a: [1]}"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(name: str, old: str, new: str, tmp_path: Path) -> None:
+    files = {file: text.replace(old, new).replace("min_ar = 0.5\n", "") for file, text in EXAMPLES[name][0].items()}
+    assert files != EXAMPLES[name][0]
+    write(tmp_path, files)
+    code, report = program(tmp_path, FIRST[name], *FAMILY.get(name, []))
+    assert code in (OK, INCOMPLETE, USAGE), report
+    assert code == OK or "error" in report or any(row["reason"] == "refused" for row in report["failed"])
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("config.json", '{"model_family": "sdxl", "data_backend_config": "b.json"}', "model.family=NAME"),

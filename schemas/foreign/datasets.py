@@ -1,0 +1,40 @@
+"""What the trainers' datasets have in common: names, values that all datasets share here, masks."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from schemas.foreign.draft import Draft, Path
+from schemas.foreign.values import NAME_CHARACTERS, number
+
+
+def new_dataset(draft: Draft, place: Any, ending: str = "") -> tuple[Path, str]:
+    """A further dataset, named as the folder or file `place` and with an id that no other has; its path, and its id."""
+    folder = re.split(r"[\\/]", str(place or "").rstrip("\\/"))[-1]
+    name = NAME_CHARACTERS.sub("-", folder).strip("-._")[:80] or "dataset"
+    taken = {one.get("id") for one in draft.values.get("datasets", [])}
+    at: Path = ("datasets", len(draft.values.get("datasets", [])))
+    own, number_ = f"{name}{ending}", 2
+    while own in taken:
+        own, number_ = f"{name}{ending}-{number_}", number_ + 1
+    draft.put((*at, "id"), own)
+    return at, own
+
+
+def share(draft: Draft, key: str, dotted: str, values: Iterable[Any], default: float) -> None:
+    """Of values that each dataset has there, and all have together here, the largest; others are named."""
+    rates = [draft.attempt(key, number, default if value is None else value, default) for value in values]
+    if not rates:
+        return
+    path = tuple(dotted.split("."))
+    largest = max(rates)
+    draft.put(path, int(largest) if isinstance(default, int) else largest)
+    if len(set(rates)) > 1:
+        draft.say(key, "refused", f"datasets have several, and one here; {dotted} is the largest", path)
+    elif largest != default or key in draft.given:
+        draft.say(key, "carried over", "", path)
+
+
+def use_masks(draft: Draft) -> None:
+    train = draft.values.setdefault("train", {})
+    train.setdefault("methods", {}).setdefault("masked_loss", {})
