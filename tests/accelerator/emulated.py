@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import state
@@ -48,7 +49,10 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         return
     made, gradient, tensor.grad = value.detach(), tensor.grad, None
     made.requires_grad_(tensor.requires_grad)
-    swap_tensors(tensor, torch.nn.Parameter(made, made.requires_grad) if is_parameter(tensor) else made)
+    with patch.object(
+        torch.Tensor, "_use_count", lambda self: 1
+    ):  # what a forward pass before has kept is not looked at
+        swap_tensors(tensor, torch.nn.Parameter(made, made.requires_grad) if is_parameter(tensor) else made)
     if gradient is not None:  # torch lets no gradient be elsewhere
         gradient.data = gradient.to(value.device)
         tensor.grad = gradient

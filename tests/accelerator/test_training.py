@@ -22,6 +22,7 @@ from trainer.setup import blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 KINDS = ("t2i", "i2i", "t2v", "i2v", "sana", "z-image", "qwen-image", "wan", "wan-i2v")
+LATER = ("flux2-klein", "klein-i2i", "edit-i2i", "edit-plus-i2i", "wan-a14b", "wan-a14b-i2v")  # in the long form alone
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"rank": 2},
     "lokr": {"type": "lokr", "rank": 2},
@@ -47,6 +48,7 @@ def make(make_config, make_set) -> Callable[..., Config]:
     def get(kind: str, device: str, name: str | None = None, every: int = 2, **options: Any) -> Config:
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": every}
         settings = {"steps": 2, "batch_size": 2, "accumulate": 2, "gradient_noise_every": 0}
+        settings |= {"experts": "low"} if kind.startswith("wan-a14b") else {}  # in whose range the sigmas are
         config = make_config(kind, name=name or device, validation=look, **settings | {"device": device} | options)
         make_set(config)
         return config
@@ -58,7 +60,8 @@ def make(make_config, make_set) -> Callable[..., Config]:
     ("kind", "adapter", "way"),
     [
         *in_turn(KINDS, ADAPTERS, WAYS),
-        *(long(kind, "lora", way) for kind in ("flux2-klein", "edit-plus-i2i") for way in WAYS),
+        *(long(kind, "lora", way) for kind in LATER for way in WAYS),
+        *(long(kind, adapter, "average") for kind in LATER for adapter in ("lokr", "full")),
     ],
 )
 def test_a_run_on_the_device_is_that_of_the_cpu(make, kind, adapter, way) -> None:
@@ -78,7 +81,7 @@ def test_blocks_that_come_on_a_stream(make, monkeypatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["t2v", *map(long, KINDS)])
+@pytest.mark.parametrize("kind", ["t2v", *map(long, (*KINDS, *LATER))])
 @pytest.mark.parametrize("first", DEVICES)
 def test_a_run_goes_on_on_another_device(make, kind, first) -> None:
     """From a checkpoint of the CPU on the device, and the other way round."""

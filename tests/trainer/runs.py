@@ -90,14 +90,14 @@ def lines(config, key: str = "loss") -> dict[int, float]:
 
 def trained_weights(config) -> dict[str, torch.Tensor]:
     """Of the last checkpoint, by the names in its files."""
-    folder = Path(config.output) / "run" / "checkpoints" / f"step-{config.train.steps:06d}"
+    folder = config.run_folder / "checkpoints" / f"step-{config.train.steps:06d}"
     files = [*json.loads((folder / "state.json").read_text())["weights"], "trainable.safetensors"]
     return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 
 def result(config) -> dict[str, torch.Tensor]:
     """The adapter or model that a run has saved."""
-    folders = [Path(config.output) / "run" / name for name in ("adapter", "model/transformer")]
+    folders = [config.run_folder / name for name in ("adapter", f"model/{config.part}")]
     files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     return {name: value for path in files for name, value in load_file(path).items()}
 

@@ -25,6 +25,7 @@ from stages.discovery.sources import huggingface
 from stages.engines import sandbox
 from tests.background import answered
 from tests.processes import forget_forkserver
+from tests.project import CHECKPOINTS, SETTINGS
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE77",
@@ -308,9 +309,8 @@ def place_of(top: Path, s3_of_pipelines: Any, web: str) -> Callable[[str], Place
 @pytest.fixture(scope="module")
 def home_of(top: Path, tiny: Callable[[str], Path]) -> Callable[..., Home]:
     def make(name: str, kind: str = "kandinsky5-video-t2v", **more: Any) -> Home:
-        flavour = {"kandinsky5-video-t2v": "t2v-lite-sft-5s", "kandinsky5-image-i2i": "i2i-lite-sft"}[kind]
-        model = {"family": kind.rpartition("-")[0], "flavour": flavour, "path": str(tiny(kind))}
-        return Home(top / f"home-{name}", model | {"precision": "float32"}, **more)
+        model = SETTINGS[kind] | {"path": str(tiny(CHECKPOINTS.get(kind, kind))), "precision": "float32"}
+        return Home(top / f"home-{name}", model, **more)
 
     return make
 

@@ -59,7 +59,8 @@ def in_manifest(place: Any, pairs: list[Pair]) -> dict:
 
 def in_cells(place: Any, pairs: list[Pair]) -> dict:
     images = {
-        name: [{"bytes": getattr(pair, name), "path": None} for pair in pairs] for name in ("target", "source", "mask")
+        name: [{"bytes": data, "path": None} if (data := getattr(pair, name)) else None for pair in pairs]
+        for name in ("target", "source", "mask")
     }
     made = hf.Dataset.from_dict({**images, "caption": [pair.caption for pair in pairs]})
     for name in images:
@@ -75,7 +76,13 @@ def in_tar(place: Any, pairs: list[Pair]) -> dict:
     with wds.TarWriter(out, mtime=0, encoder=False) as sink:
         for pair in pairs:
             members = {"jpg": pair.target, "source.png": pair.source, "mask.png": pair.mask}
-            sink.write({"__key__": pair.stem, **members, "txt": pair.caption.encode()})
+            sink.write(
+                {
+                    "__key__": pair.stem,
+                    **{name: data for name, data in members.items() if data},
+                    "txt": pair.caption.encode(),
+                }
+            )
     place.local({"0.tar": out.getvalue()})
     columns = {"conditioning_column": "source.png", "mask_column": "mask.png"}
     return {"instance_data_dir": f"{place.folder}/0.tar", **columns}
@@ -105,6 +112,38 @@ def test_companions_from_everywhere(home_of, place_of, pairs: list[Pair]) -> Non
     assert all(found == shards["folder"] for found in shards.values()) and shards["folder"]
     assert all(found == plans["folder"] for found in plans.values()) and len(plans["folder"][0]) == 2
     assert texts["webdataset"] == texts["folder"] and texts["folder"]
+
+
+def references_by_name(place: Any, pairs: list[Pair]) -> dict:
+    files = three(pairs)
+    del files[f"masks/{pairs[1].stem}.jpg"]
+    folder = place.local(files)
+    return {"instance_data_dir": f"{folder}/media", "conditioning_data": [f"{folder}/sources", f"{folder}/masks"]}
+
+
+def references_in_cells(place: Any, pairs: list[Pair]) -> dict:
+    given = [replace(pairs[0]), replace(pairs[1], mask=b"")]
+    return in_cells(place, given) | {"conditioning_column": ["source", "mask"], "mask_column": None}
+
+
+def references_in_tar(place: Any, pairs: list[Pair]) -> dict:
+    given = [replace(pairs[0]), replace(pairs[1], mask=b"")]
+    return in_tar(place, given) | {"conditioning_column": ["source.png", "mask.png"], "mask_column": None}
+
+
+@pytest.mark.long
+def test_references_from_everywhere(home_of, place_of, pairs: list[Pair]) -> None:
+    """Two of the first item and one of the second, in the order of the columns: one plan, and one set of shards."""
+    shards, plans = {}, {}
+    for offer in (references_by_name, references_in_cells, references_in_tar):
+        home = home_of(offer.__name__, "flux2-klein-i2i")
+        home.datasets = [offer(place_of(offer.__name__), pairs)]
+        reports = home.run(discover, bucket, encode_latents)
+        assert not any(report.set_aside for report in reports), offer
+        shards[offer], plans[offer] = home.shards("latents"), (home.roles(), home.plan.units("text"))
+    assert sorted(len(ids) for ids in home.active()["references"].to_pylist() if ids) == [1, 2]
+    assert all(found == shards[references_by_name] for found in shards.values()) and len(shards[references_by_name]) > 1
+    assert all(found == plans[references_by_name] for found in plans.values())
 
 
 @pytest.mark.long
