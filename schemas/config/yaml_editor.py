@@ -1,11 +1,12 @@
-"""Changes one value of a YAML text and leaves every other character as it is, comments included.
+"""Changes one value or one item of a YAML text and leaves every other character as it is, comments included.
 
 What was changed is read again and compared: a text from which anything else would be read is never returned.
 """
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -60,14 +61,52 @@ def set_value(text: str, path: KeyPath, value: str | None, is_text: bool) -> str
     written = None if value is None else quote(value) if is_text else value.strip()
     new = None if written is None else parse_yaml(written).value
     before = parse_yaml(text).value
-    changed = _change(text, path, written)
+    return _checked(_change(text, path, written), _expected(before, path, new, remove=written is None))
+
+
+def _checked(changed: str, expected: Any) -> str:
+    """The changed text, where the expected value is read from it."""
     try:
         after = parse_yaml(changed).value
     except YamlError as error:
         raise CannotEdit("it is written in a form that has to be edited in the text") from error
-    if _without_empty(after) != _without_empty(_expected(before, path, new, remove=written is None)):
+    if _without_empty(after) != _without_empty(expected):
         raise CannotEdit("it is written in a form that has to be edited in the text")
     return changed
+
+
+def add_item(text: str, path: KeyPath, item: Mapping[str, str]) -> str:
+    """The text with another section at the end of the list at `path`, which is added where there is none. item: texts
+    by key. Errors as of `set_value`."""
+    before = parse_yaml(text).value
+    there = value_at(before, path)
+    if not isinstance(there, list | None):
+        raise CannotEdit("there is something else in place of the list: edit it in the text")
+    expected = _expected(before, path, [*(there or []), dict(item)], remove=False)
+    return _checked(_append(text, path, [f"{key}: {quote(value)}" for key, value in item.items()]), expected)
+
+
+def remove_item(text: str, path: KeyPath) -> str:
+    """The text without the item at `path`, and without the list where it was the only one. Errors as of `set_value`."""
+    before, root = parse_yaml(text).value, _compose(text)
+    *above, number = path
+    there, items = value_at(before, tuple(above)), _find(root, above)
+    if not isinstance(items, SequenceNode) or not isinstance(number, int) or number >= len(items.value):
+        raise CannotEdit("there is no such item")
+    if len(items.value) == 1:
+        return set_value(text, tuple(above), None, is_text=False)
+    node = items.value[number]
+    if items.flow_style:
+        start, end = node.start_mark.index, node.end_mark.index
+        if number + 1 < len(items.value):
+            end = items.value[number + 1].start_mark.index
+        else:
+            start = _last_index(items.value[number - 1])
+    else:
+        dash = text.rfind("-", 0, node.start_mark.index)
+        start, end = text.rfind("\n", 0, dash) + 1, _item_end(text, node, items.start_mark.column)
+    kept = [item for position, item in enumerate(there) if position != number]
+    return _checked(text[:start] + text[end:], _expected(before, tuple(above), kept, remove=False))
 
 
 def quote(text: str) -> str:
@@ -117,6 +156,41 @@ def _change(text: str, path: KeyPath, written: str | None) -> str:
     if not isinstance(above, MappingNode) or any(isinstance(step, int) for step in path[depth:]):
         raise CannotEdit("there is no such item: add it in the text")
     return _add(text, above, path[depth:], written)
+
+
+def _append(text: str, path: KeyPath, fields: Sequence[str]) -> str:
+    """fields: each "key: value"."""
+    root, flow = _compose(text), f"{{{', '.join(fields)}}}"
+    there = _find(root, path)
+    if isinstance(there, SequenceNode) and there.flow_style:
+        end = there.end_mark.index - 1
+        before = text[:end].rstrip()
+        between = "" if before.endswith("[") else " " if before.endswith(",") else ", "
+        return before + between + flow + text[end:]
+    if isinstance(there, SequenceNode):
+        column = there.start_mark.column
+        return _insert(text, _item_end(text, there.value[-1], column), _item(fields, column))
+    depth = next(n for n in range(len(path) - 1, -1, -1) if n == 0 or _find(root, path[:n]) is not None)
+    above = _find(root, path[:depth])
+    if not isinstance(above, MappingNode) or above.flow_style or _find(above, path[depth : depth + 1]) is not None:
+        return _change(text, path, f"[{flow}]")
+    column = above.value[0][0].start_mark.column
+    keys = _block(path[depth:], "", column).replace(" \n", "\n")
+    item = _item(fields, column + len(INDENT) * (len(path) - depth))
+    return _insert(text, _line_end(text, _last_index(above)), keys + item)
+
+
+def _item_end(text: str, node: Node, column: int) -> int:
+    """After the lines of an item of a list at `column`, with the comments that go on below its last value."""
+    end = _line_end(text, _last_index(node))
+    while comment := re.compile(rf" {{{column + 1},}}#.*\n?").match(text, end):
+        end = comment.end()
+    return end
+
+
+def _item(fields: Sequence[str], column: int) -> str:
+    """Lines of an item of a list."""
+    return "".join(f"{' ' * column}{'  ' if number else '- '}{field}\n" for number, field in enumerate(fields))
 
 
 def _is_empty(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from schemas.catalog import FAMILIES
 from schemas.config.loading import ConfigError, load_config
-from stages.pages.ui.config_page import build_form, changed_text
+from schemas.config.yaml_reader import parse_yaml
+from stages.pages.ui.config_form import build_form, changed_text
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer
@@ -78,6 +80,48 @@ def test_fields_that_were_not_touched_leave_what_was_typed_into_the_text() -> No
     base = "train:\n  steps: 5\n"
     typed = "train:\n  steps: 6  # typed\n"
     assert changed_text(typed, base, {"train.steps": "5", "train.seed": "3"}) == (typed + "  seed: 3\n", [])
+
+
+def test_a_search_and_what_is_set(server: UiServer) -> None:
+    def shown(query: str) -> list[str]:
+        text = server.get(f"/configuration?{query}").text
+        return re.findall(r'<div class="field"><label for="field:([^"]+)"', text)
+
+    assert "train.optimizer.lr" in shown("find=OPTIMIZER+rate") and "train.steps" not in shown("find=OPTIMIZER+rate")
+    assert "train.steps" in shown("only_set=on") and "train.optimizer.lr" not in shown("only_set=on")
+    assert shown("find=train.steps&only_set=on") == ["train.steps"]
+    assert shown("find=no+such+option") == []
+    assert "No option is like that" in server.get("/configuration?find=no+such+option").text
+
+
+def test_items_are_added_and_removed(server: UiServer) -> None:
+    text = file_of(server).read_text()
+
+    def change(text: str, base: str = "", **fields: str) -> tuple[str, list[str]]:
+        answer = server.post("/configuration/check", text=text, base=base or text, **fields).json
+        return answer["text"], answer["problems"]
+
+    added, problems = change(text, add="datasets", **{"new:datasets": "/data/My <photos>/"})
+    assert problems == [] and parse_yaml(added).value["datasets"][1] == {
+        "id": "my-photos",
+        "instance_data_dir": "/data/My <photos>/",
+    }
+    twice, _ = change(added, add="datasets", **{"new:datasets": "photos"})
+    assert [dataset["id"] for dataset in parse_yaml(twice).value["datasets"]] == ["photos", "my-photos", "photos-2"]
+    prompted, _ = change(text, add="validation.prompts", **{"new:validation.prompts": "A fox: in the snow"})
+    assert parse_yaml(prompted).value["validation"]["prompts"] == [
+        {"name": "a-fox-in-the-snow", "prompt": "A fox: in the snow"}
+    ]
+    assert parse_yaml(change(twice, remove="datasets.1")[0]).value["datasets"][1]["id"] == "photos-2"
+    assert "prompts" not in change(prompted, remove="validation.prompts.0")[0]
+    for fields in (
+        {"add": "datasets"},
+        {"remove": "train"},
+        {"remove": "datasets.9"},
+        {"remove": "datasets.0", "base": twice},  # the form is of another text
+    ):
+        same, problems = change(text, **fields)
+        assert same == text and len(problems) == 1, fields
 
 
 def test_errors_are_those_of_the_command_line(server: UiServer) -> None:
@@ -200,6 +244,17 @@ def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser:
             page, f"[...document.getElementById('field:model.flavour').options].map((one) => one.value) == '{listed}'"
         )
         assert flavour.input_value() == chosen
+    page.locator("input[name=find]").fill("steps warm")
+    until(page, "document.getElementById('field:train.steps').closest('.field').hidden")
+    page.locator("input[name=find]").fill("")
+    page.locator('[id="group:validation"] > summary').click()
+    page.locator("[name='new:validation.prompts']").fill("a fox")
+    page.locator("[name='new:validation.prompts']").press("Enter")
+    until(page, "document.getElementById('group:validation.prompts.0')?.open")
+    assert "a fox" in text.input_value() and steps.input_value() == "77"
+    page.get_by_role("button", name="Remove prompts: a-fox").click()
+    until(page, "document.getElementById('group:validation.prompts.0') === null")
+    until(page, "!document.getElementById('sound').hidden")
     page.get_by_role("button", name="Save").press("Enter")
     until(page, "document.getElementById('said').textContent.startsWith('saved to')")
     assert load_config(file_of(server)).train.steps == 77 and errors == []

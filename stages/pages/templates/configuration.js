@@ -5,7 +5,7 @@ const PAUSE_MS = 400;
 const form = document.getElementById("configuration"), text = document.getElementById("text");
 const numbers = document.getElementById("numbers"), errors = document.getElementById("errors");
 const problems = document.getElementById("problems"), sound = document.getElementById("sound");
-let turn = 0, waiting = 0, wrong = new Set(), saved = text.value;
+let turn = 0, waiting = 0, wrong = new Set(), saved = text.dataset.unsaved === undefined ? text.value : null;
 
 function number() {
   const count = text.value.split("\n").length;
@@ -36,6 +36,51 @@ function list(found) {
   sound.hidden = found.length > 0;
 }
 
+function tell(found) {
+  problems.replaceChildren(...found.map((problem) => {
+    const line = document.createElement("p");
+    line.textContent = problem;
+    return line;
+  }));
+  problems.hidden = !found.length;
+}
+
+// Hides what does not have each word, or is not set, as the server does without a script.
+function filter() {
+  const words = form.elements.find.value.toLowerCase().split(/\s+/), only = form.elements.only_set.checked;
+  const active = only || words.some((word) => word);
+  for (const field of form.querySelectorAll(".field")) {
+    const input = field.querySelector("input, select"), about = field.querySelector("p").textContent;
+    const told = `${field.querySelector("label").htmlFor.slice("field:".length)} ${about}`.toLowerCase();
+    field.hidden = (only && input?.value === "") || !words.every((word) => told.includes(word));
+  }
+  for (const group of [...form.querySelectorAll("details.group")].reverse()) { // inner ones first
+    group.hidden = ![...group.children].some((part) => part.matches(".field, .group") && !part.hidden);
+    if (active && !group.hidden) group.open = true;
+  }
+}
+
+// Adds or removes an item: the server answers with the whole page, as the form has other fields then.
+async function edit(button) {
+  const own = ++turn, fields = new URLSearchParams(new FormData(form)), list = button.name === "add" && button.value;
+  fields.set(button.name, button.value);
+  const answer = await ask("/configuration/check", { method: "POST", body: fields });
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  if (own !== turn) return;
+  const told = fresh.getElementById("problems").textContent.trim();
+  tell(told ? [told] : []);
+  if (told) return;
+  const opened = [...form.querySelectorAll("details[open]")].map((group) => group.id);
+  form.querySelector(".form").replaceWith(fresh.querySelector(".form"));
+  for (const id of opened) { const group = document.getElementById(id); if (group) group.open = true; }
+  const place = list && [...form.querySelectorAll("details.group")].filter((one) => one.id.startsWith(`group:${list}.`)
+    && /^\d+$/.test(one.id.slice(`group:${list}.`.length))).pop();
+  if (place) { place.open = true; place.querySelector("summary").focus(); }
+  text.value = form.elements.base.value = fresh.getElementById("text").value;
+  number();
+  await send("check");
+}
+
 async function send(verb) {
   const own = ++turn, before = text.value;
   const answer = await ask(`/configuration/${verb}`, {
@@ -57,12 +102,7 @@ async function send(verb) {
     field.value = value;
   }
   list(told.errors);
-  problems.replaceChildren(...told.problems.map((problem) => {
-    const line = document.createElement("p");
-    line.textContent = problem;
-    return line;
-  }));
-  problems.hidden = !told.problems.length;
+  tell(told.problems);
   if (told.message) { saved = told.text; say(told.message, false); }
   number();
 }
@@ -72,9 +112,20 @@ const sent = (verb) => send(verb).catch(() => say("That was not answered; is `la
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   clearTimeout(waiting);
+  if (event.submitter?.id === "filter") { filter(); return; }
+  if (event.submitter?.name) {
+    edit(event.submitter).catch(() => say("That was not answered; is `latentpress ui` still there?", true));
+    return;
+  }
   sent(event.submitter && event.submitter.formAction.endsWith("/save") ? "save" : "check");
 });
-form.addEventListener("change", (event) => { if (event.target !== text) sent("check"); });
+form.addEventListener("change", ({ target }) => { if (target.name.startsWith("field:")) sent("check"); });
+form.addEventListener("input", ({ target }) => { if (["find", "only_set"].includes(target.name)) filter(); });
+form.addEventListener("keydown", (event) => { // not Check, the first button
+  if (event.key !== "Enter" || !/^(find$|new:)/.test(event.target.name)) return;
+  event.preventDefault();
+  event.target.closest("div").querySelector("button").click();
+});
 text.addEventListener("input", () => {
   number();
   clearTimeout(waiting);

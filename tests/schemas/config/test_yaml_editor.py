@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from schemas.config.yaml_editor import CannotEdit, quote, read_value, set_value
+from schemas.config.yaml_editor import CannotEdit, add_item, quote, read_value, remove_item, set_value
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 
 TEXT = """\
@@ -159,3 +159,53 @@ def read_other(value: Any, path: list) -> Any:
 @given(TEXTS)
 def test_a_text_is_quoted_so_that_it_is_read_again(text: str) -> None:
     assert parse_yaml(f"a: {quote(text)}").value == {"a": text}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "changed"),
+    [
+        ("z: 1\n", "a", 'z: 1\na:\n  - id: "x: y"\n    b: c\n'),
+        ("", "a", 'a: [{id: "x: y", b: c}]\n'),
+        ("v:\n  s: 1\nz: 1\n", "v.a", 'v:\n  s: 1\n  a:\n    - id: "x: y"\n      b: c\nz: 1\n'),
+        ("v:\n  a: # none\n", "v.a", 'v:\n  a: [{id: "x: y", b: c}] # none\n'),
+        (
+            "a:\n- id: p # one\n  #     goes on\n# after\nz: 1\n",
+            "a",
+            'a:\n- id: p # one\n  #     goes on\n- id: "x: y"\n  b: c\n# after\nz: 1\n',
+        ),
+        ('{"a": [\n {"id": 1}\n]}', "a", '{"a": [\n {"id": 1}, {id: "x: y", b: c}]}'),
+        ("a: []\n", "a", 'a: [{id: "x: y", b: c}]\n'),
+        ("a: 3\n", "a", None),
+        ("a: [1 # one\n]\n", "a", None),
+    ],
+)
+def test_an_item_is_added(text: str, path: str, changed: str | None) -> None:
+    item = {"id": "x: y", "b": "c"}
+    if changed is None:
+        with pytest.raises(CannotEdit):
+            add_item(text, tuple(path.split(".")), item)
+    else:
+        result = add_item(text, tuple(path.split(".")), item)
+        assert parse_yaml(result).value == parse_yaml(changed).value and result == changed
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "changed"),
+    [
+        ("a:\n# 1\n- id: p # p\n  #   p\n# 2\n- id: q\nz: 1\n", 0, "a:\n# 1\n# 2\n- id: q\nz: 1\n"),
+        ("a:\n# 1\n- id: p\n# 2\n- id: q\n  x: |\n    y\nz: 1\n", 1, "a:\n# 1\n- id: p\n# 2\nz: 1\n"),
+        ("a:\n  -\n    id: p\n  - id: q\n", 0, "a:\n  - id: q\n"),
+        ("a:\n- id: p\nz: 1\n", 0, "z: 1\n"),
+        ("a: [{id: p}, {id: q}]\n", 0, "a: [{id: q}]\n"),
+        ("a: [{id: p}, {id: q}]\n", 1, "a: [{id: p}]\n"),
+        ("a: [{id: p}]\n", 1, None),
+        ("a: 3\n", 0, None),
+        ("a: &x\n- &y {id: p}\n- *y\n", 0, None),
+    ],
+)
+def test_an_item_is_removed(text: str, number: int, changed: str | None) -> None:
+    if changed is None:
+        with pytest.raises(CannotEdit):
+            remove_item(text, ("a", number))
+    else:
+        assert remove_item(text, ("a", number)) == changed
