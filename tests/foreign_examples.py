@@ -66,6 +66,7 @@ MUSUBI = {
     "train.sh": """#!/bin/bash
 # the model
 WEIGHTS=/weights
+python wan_cache_latents.py --dataset_config other.toml --vae "$WEIGHTS/vae.safetensors"
 accelerate launch --num_cpu_threads_per_process 1 --mixed_precision bf16 \\
     wan_train_network.py --task t2v-1.3B --dit "$WEIGHTS/wan2.1_t2v_1.3B_bf16.safetensors" \\
     --dataset_config dataset.toml --sdpa --mixed_precision no --gradient_checkpointing \\
@@ -73,6 +74,7 @@ accelerate launch --num_cpu_threads_per_process 1 --mixed_precision bf16 \\
     --max_train_steps 2 --save_every_n_steps 2 --network_module networks.lora_wan --network_dim 4 \\
     --timestep_sampling shift --discrete_flow_shift 3.0 --seed 42 \\
     --output_dir out --output_name motion --sample_prompts prompts.txt --sample_every_n_steps 2
+python wan_generate_video.py --task t2v-14B --prompt "a clip" --lora_weight out/motion.safetensors
 """,
     "dataset.toml": """
 [general]

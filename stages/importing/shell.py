@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,16 @@ def read_script(text: str) -> Script:
             for word in rest:
                 _assign(script, word, number)
         elif any(word.startswith("--") for word in words):
-            script.command = words
+            if not script.command or _trains(words) or not _trains(script.command):
+                script.command = words
         elif words and words[0] not in _CONTROL:
             script.problems.append((name, "it is no assignment and has no options; commands are never run"))
     return script
+
+
+def _trains(words: Sequence[str]) -> bool:
+    """Tell a command that trains from those that encode before it, or make samples after it."""
+    return any("train" in re.split(r"[\\/]", word)[-1] for word in words if word.endswith((".py", "-train")))
 
 
 def _assign(script: Script, word: str, number: int) -> None:
