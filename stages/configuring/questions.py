@@ -76,15 +76,16 @@ class Terminal:
 
     def ask(self, question: str, flag: str, given: str | None, default: str, parse: Callable[[str], Value]) -> Value:
         from rich.markup import escape
-        from rich.prompt import Prompt
 
         if given is not None:
             return Defaults().ask(question, flag, given, default, parse)
         while True:
-            try:
-                text = Prompt.ask(escape(question), console=self._console, default=default)
-            except EOFError as error:
-                raise Interrupted("configure: the answers ended", "Nothing was written; start again.") from error
+            prompt = f"{escape(question)} [bold cyan]({escape(default)})[/]: "
+            # Not input(), in which a second signal, as the first one's handler sends it, is an error of Python's.
+            text = self._console.input(prompt, stream=sys.stdin)
+            if not text:
+                raise Interrupted("configure: the answers ended", "Nothing was written; start again.")
+            text = text.strip() or default
             try:
                 return parse(text)
             except ValueError as error:
