@@ -32,6 +32,7 @@ PROGRAMS = {
     "push": "the adapter or model, with a model card, to the Hugging Face Hub",
     "export-adapter": "an adapter for ComfyUI or diffusers, or merged into a model",
     "run": "discover to report in order, skipping what is done; push where hub.repo is set",
+    "queue": "runs one after the other: add, remove, reorder, and work them off",
     "export": "a training set as self-contained shards",
     "import": "an export into ordinary shards and a training set",
     "import-config": "another trainer's configuration -> pipeline.yaml, with what became of each key",

@@ -43,6 +43,7 @@ def run(
     # uvicorn and starlette are of the extra `ui`.
     from stages.pages.ui.app import Site
     from stages.pages.ui.guard import LOOPBACK_NAMES, MIN_TOKEN, TOKEN_VARIABLE, Token
+    from stages.pages.ui.queue_page import go_on
     from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
 
     report = Report(program="ui", dry_run=options.dry_run, what="pages")
@@ -71,6 +72,8 @@ def run(
                 f"open {address}login?code={token.code}   (works once; Ctrl-C ends the page, not what it started)"
             )
             console.log(f"other browsers: {address}login" + ("" if given else f" with the token {text}"))
+        if go_on(site):
+            console.log("the queue, which was interrupted, goes on")
         report.details["address"] = address
         report.details["stopped"] = (
             f"by {answer_until_stopped(make_server(app), listener)}; programs that it started go on"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -40,26 +40,28 @@ class StageProcesses:
     take seconds.
     """
 
-    def __init__(self, extra_options: Mapping[str, list[str]]) -> None:
-        """extra_options: by program, in addition to those of all."""
-        self._extra_options = extra_options
+    def __init__(self, extra_options: Mapping[str, list[str]], files: Sequence[int] = ()) -> None:
+        """extra_options: by program, in addition to those of all. files: open ones that the programs inherit."""
+        self._extra_options, self._files = extra_options, files
         self._process: subprocess.Popen | None = None
-        self._stopped = False
+        self.is_stopped = False
 
     def run(self, stage: str, options: Options) -> tuple[int, dict]:
         """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
         module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
         command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
-        if self._stopped:
+        if self.is_stopped:
             return INCOMPLETE, {}
         alone = threading.current_thread() is threading.main_thread()  # of several one would erase another's line
         with signals_blocked(signal.SIGINT):  # until it handles them
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=child_environment(), pass_fds=self._files
+            )
         with process as self._process:
             if alone:
                 show_starting(stage)
-            if self._stopped:  # since it was checked above
+            if self.is_stopped:  # since it was checked above
                 self._process.terminate()
             lines = list[str]()
             for line in self._process.stdout or ():
@@ -75,7 +77,7 @@ class StageProcesses:
 
     def stop(self) -> None:
         """Terminate the running program, which ends in its own way; `run` still waits for it."""
-        self._stopped = True
+        self.is_stopped = True
         if self._process is not None:
             self._process.terminate()
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cache.runs.run_queue import RunQueue
 from cache.store.files import explained
 from schemas.cli.process_record import (
     NOTES_VARIABLE,
@@ -55,14 +56,16 @@ JOBS: dict[str, tuple[str, ...]] = {
     **{name: (f"stages.{name.replace('-', '_')}",) for name in (*STAGES, "run", "report", "preview")},
     "train": ("trainer",),
     "preview-plan": ("stages.preview", "--plan"),
+    "queue": ("stages.queue", "run"),
 }
 
 
 def list_conflicts(name: str) -> list[str]:
-    """Jobs beside which this one is not started: `run` and the stages that it runs."""
-    if name == "run":
-        return list(STAGES)
-    return ["run"] if name in STAGES else []
+    """Jobs beside which this one is not started: `run` and the stages that it runs, and the queue, which runs `run`."""
+    whole = ("run", "queue")
+    if name in whole:
+        return [*STAGES, *(other for other in whole if other != name)]
+    return [*whole] if name in STAGES else []
 
 
 class Refused(LatentpressError):
@@ -80,7 +83,7 @@ class ChildPrograms:
     """The jobs of one output folder. argv: the options that all of them get."""
 
     def __init__(self, output: Path, argv: Sequence[str]) -> None:
-        self._folder, self._argv = output / FOLDER, list(argv)
+        self._folder, self._argv, self.queue = output / FOLDER, list(argv), RunQueue(output)
         self._children: dict[str, subprocess.Popen] = {}
         self._restarting: set[str] = set()
         self._lock = threading.RLock()
@@ -112,7 +115,9 @@ class ChildPrograms:
             return start
 
     def _refuse_beside(self, name: str, other: str) -> None:
-        last = self.last_start(other)
+        last: ProcessRecord | None = self.last_start(other)
+        if other == "queue" and not (last and last.is_running):  # it may have been started on a command line
+            last = self.queue.worker()
         if last is None or not (last.is_running or last.runs_elsewhere):
             return
         where = "" if last.is_running else f" on {last.host}"

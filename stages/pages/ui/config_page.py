@@ -81,7 +81,7 @@ def find_errors(site: Site, text: str) -> list[tuple[int, str]]:
     """(line, or 0 where it is not in the text; what is wrong), as programs say it."""
     path = site.options.config
     try:
-        parse_config(text, path, site.options.overrides, lambda file: _why_not_read(site, file))
+        parse_config(text, path, site.options.overrides, lambda file: why_not_read(site, file))
     except ConfigError as error:
         pattern = re.compile(rf"{re.escape(str(path))}:(\d+): (.*)", re.DOTALL)
         matches = [(pattern.fullmatch(line), line) for line in error.errors]
@@ -91,7 +91,7 @@ def find_errors(site: Site, text: str) -> list[tuple[int, str]]:
     return []
 
 
-def _why_not_read(site: Site, file: Path) -> str:
+def why_not_read(site: Site, file: Path) -> str:
     """Errors repeat parts of a prompts file. So none is opened because a request names it, unless it is where this page
     reads anyway, or the configuration that is in force names it."""
     if str(file) == site.config().validation.prompts_file:

@@ -61,7 +61,7 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
     """Steps in order; stages that need not wait for each other are one step."""
     rows = status.details.get("stages", []) if isinstance(status, Report) else []
     by_stage = {row["stage"]: row for row in rows}
-    notes = _notes_by_program(programs)
+    notes = _notes_by_program(programs, config)
     steps: list[list[Card]] = []
     for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
@@ -196,10 +196,11 @@ def _add_pictures(card: Card, config: Config) -> None:
     _settle(card, done == total and (total > 0 or read_progress(config).state == "finished"))
 
 
-def _notes_by_program(programs: ChildPrograms) -> dict[str, list[tuple[str, ProcessRecord]]]:
-    """The notes of what runs now: program -> (job, note); `run` has those of its stages."""
+def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list[tuple[str, ProcessRecord]]]:
+    """The notes of what runs now: program -> (job, note); `run` has those of its stages, and the queue those
+    of the run that it is at, if that is the configuration's."""
     notes: dict[str, list[tuple[str, ProcessRecord]]] = {}
-    for job in (*STAGES, "run"):
+    for job in (*STAGES, "run", *(("queue",) if programs.queue.runs(config.run_folder) else ())):
         for note in programs.notes(job):
             if note.is_running:
                 notes.setdefault(note.program, []).append((job, note))

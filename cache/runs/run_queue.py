@@ -1,0 +1,253 @@
+"""A queue of runs below an output folder: what is to be trained one after the other, and what became of each.
+
+    <output>/.queue/entries.json  the entries in their order, replaced whole
+    <output>/.queue/edit.lock     held while they are changed
+    <output>/.queue/work.lock     held by the program that works them off (stages/queue.py)
+    <output>/.queue/queue.json    that program's record (schemas/cli/process_record.py)
+
+Any number of pages and programs may change it at once, also while it is worked off. An entry that is running stays so
+when its program is killed: the next one begins with it, and `latentpress run` skips what is done.
+"""
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cache.store.files import explained, replacing
+from schemas.cli.process_record import MAX_CHARS, Moment, ProcessRecord, read_record, storable_text
+from schemas.errors import LatentpressError
+
+FOLDER = ".queue"  # a run's name can't begin with a dot
+MOST_ENTRIES = 1000
+POLL_S = 0.2
+EntryState = Literal["waiting", "running", "finished", "failed"]
+UNFINISHED: tuple[EntryState, ...] = ("running", "waiting")
+
+
+class QueueError(LatentpressError):
+    """What was asked of the queue can't be done."""
+
+
+class QueueEntry(BaseModel):
+    """A run: config is the absolute path of its file, which is read when its turn comes, overrides are as of --set.
+    folder: of the run, when it was added. attempts: how often it was started. reason, advice: of a failed one."""
+
+    model_config = ConfigDict(frozen=True, str_max_length=MAX_CHARS, extra="ignore", allow_inf_nan=False)
+
+    id: int = Field(gt=0)
+    config: str
+    overrides: tuple[str, ...] = ()
+    folder: str
+    state: EntryState = "waiting"
+    added: Moment = Field(default_factory=time.time)
+    began: Moment | None = None
+    ended: Moment | None = None
+    attempts: int = 0
+    reason: str = ""
+    advice: str = ""
+
+    @property
+    def run(self) -> str:
+        return Path(self.folder).name
+
+
+class QueueState(BaseModel):
+    """entries: in the order of their turns. is_on: it is to be worked off: from its start until it is empty or somebody
+    stops it, also while no program does, as after the machine went down."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    entries: tuple[QueueEntry, ...] = Field(default=(), max_length=MOST_ENTRIES)
+    next_id: int = Field(default=1, gt=0)
+    is_on: bool = False
+
+    def find(self, number: int) -> QueueEntry:
+        """The entry of this id. QueueError where there is none."""
+        for entry in self.entries:
+            if entry.id == number:
+                return entry
+        known = ", ".join(str(entry.id) for entry in self.entries) or "none"
+        raise QueueError(f"the queue has no entry {number}; it has: {known}", "latentpress queue")
+
+    @property
+    def unfinished(self) -> list[QueueEntry]:
+        """The entries to work off, in the order of their turns: first one that is running."""
+        return sorted(
+            (entry for entry in self.entries if entry.state in UNFINISHED), key=lambda entry: entry.state != "running"
+        )
+
+
+Change = Callable[[QueueState], QueueState]
+
+
+class RunQueue:
+    """The queue of an output folder."""
+
+    def __init__(self, output: Path) -> None:
+        self.folder = output / FOLDER
+        self._path = self.folder / "entries.json"
+
+    def read(self) -> QueueState:
+        """The queue as it is now, empty where there is none. QueueError where its file is damaged."""
+        try:
+            with explained(str(self._path)):
+                return QueueState.model_validate_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return QueueState()
+        except ValidationError as error:
+            step = "move it away, and add the runs again"
+            raise QueueError(f"{self._path} is no queue: {error.errors()[0]['msg']}", step) from error
+
+    def worker(self) -> ProcessRecord | None:
+        """The record of the program that works it off, or did last."""
+        return read_record(ProcessRecord, self.folder / "queue.json")
+
+    def runs(self, folder: Path) -> bool:
+        """Whether it is at a run of this folder now. A queue that can't be read is at none."""
+        with suppress(LatentpressError):
+            return any(entry.state == "running" and entry.folder == str(folder) for entry in self.read().entries)
+        return False
+
+    def change(self, change: Change) -> QueueState:
+        """Replace the queue by what `change` makes of it, while nobody else changes it."""
+        with explained(str(self.folder)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "edit.lock").open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                before = self.read()
+                after = change(before)
+                if after != before:
+                    with replacing(self._path) as temporary:
+                        temporary.write_text(after.model_dump_json(indent=1), encoding="utf-8")
+                return after
+
+    def add(self, config: Path, overrides: Sequence[str], folder: Path) -> QueueEntry:
+        """Add a run at the end. QueueError where an entry that is not finished has its folder."""
+
+        def append(state: QueueState) -> QueueState:
+            for other in state.unfinished:
+                if other.folder == str(folder):
+                    message = f"entry {other.id}, which is {other.state}, trains in {folder}, too"
+                    raise QueueError(message, "give this one a folder of its own: --set train.run=NAME")
+            if len(state.entries) >= MOST_ENTRIES:
+                raise QueueError(f"the queue has {MOST_ENTRIES} entries", "latentpress queue clear")
+            entry = QueueEntry(
+                id=state.next_id, config=str(config.absolute()), overrides=tuple(overrides), folder=str(folder)
+            )
+            return state.model_copy(update={"entries": (*state.entries, entry), "next_id": state.next_id + 1})
+
+        return self.change(append).entries[-1]
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Remove entries. The program that runs one of them stops it, and goes on with the next."""
+
+        def drop(state: QueueState) -> QueueState:
+            removed = {state.find(number).id for number in numbers}
+            kept = tuple(entry for entry in state.entries if entry.id not in removed)
+            return state.model_copy(update={"entries": kept})
+
+        self.change(drop)
+
+    def clear(self) -> list[int]:
+        """Remove what is finished or failed; returns the ids."""
+        removed = list[int]()
+
+        def drop(state: QueueState) -> QueueState:
+            removed[:] = [entry.id for entry in state.entries if entry.state not in UNFINISHED]
+            kept = tuple(entry for entry in state.entries if entry.state in UNFINISHED)
+            return state.model_copy(update={"entries": kept})
+
+        self.change(drop)
+        return removed
+
+    def move(self, number: int, places: int) -> None:
+        """Move an entry by so many places, up where they are negative, as far as there are any."""
+
+        def reorder(state: QueueState) -> QueueState:
+            entries, entry = list(state.entries), state.find(number)
+            place = entries.index(entry)
+            entries.insert(min(max(place + places, 0), len(entries) - 1), entries.pop(place))
+            return state.model_copy(update={"entries": tuple(entries)})
+
+        self.change(reorder)
+
+    def retry(self, number: int) -> None:
+        """Let a finished or failed entry wait again, in its place."""
+
+        def wait(state: QueueState) -> QueueState:
+            entry = state.find(number)
+            if entry.state in UNFINISHED:
+                raise QueueError(f"entry {number} is {entry.state}", "wait for its end")
+            return _with(state, entry, state="waiting", reason="", advice="", ended=None)
+
+        self.change(wait)
+
+    def switch(self, is_on: bool) -> None:
+        """Say whether it is to be worked off. The program that does ends where it is not."""
+        self.change(lambda state: state.model_copy(update={"is_on": is_on}))
+
+    def take_next(self) -> QueueEntry | None:
+        """Mark the next entry as running, and return it. None where the queue is off or has nothing to do; then it is
+        off."""
+        taken = list[QueueEntry]()
+
+        def take(state: QueueState) -> QueueState:
+            if not state.is_on or not state.unfinished:
+                return state.model_copy(update={"is_on": False})
+            entry = state.unfinished[0]
+            attempts = entry.attempts + 1
+            state = _with(state, entry, state="running", began=time.time(), ended=None, attempts=attempts)
+            taken.append(state.find(entry.id))
+            return state
+
+        self.change(take)
+        return taken[0] if taken else None
+
+    def finish(self, number: int, state: EntryState, reason: str = "", advice: str = "") -> None:
+        """Write down what became of a running entry, if it was not removed meanwhile. "waiting": it was stopped."""
+        change: dict[str, object] = {"state": state, "reason": storable_text(reason), "advice": storable_text(advice)}
+        change["ended"] = None if state in UNFINISHED else time.time()
+
+        def end(queue: QueueState) -> QueueState:
+            entry = next((entry for entry in queue.entries if entry.id == number), None)
+            return queue if entry is None else _with(queue, entry, **change)
+
+        self.change(end)
+
+    @contextmanager
+    def working(self, wait_s: float) -> Iterator[None]:
+        """While the body runs, no other program works this queue off. QueueError where one does for `wait_s`."""
+        with explained(str(self.folder)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / "work.lock").open("wb")
+        with file:
+            with explained(str(self.folder)):
+                is_alone = _lock_within(file.fileno(), wait_s)
+            if not is_alone:
+                worker = self.worker()
+                who = f": process {worker.process} on {worker.host}" if worker else ""
+                raise QueueError(f"another program works this queue off{who}", "latentpress queue")
+            yield
+
+
+def _with(queue: QueueState, entry: QueueEntry, /, **changes: object) -> QueueState:
+    """The queue with one entry changed."""
+    changed = entry.model_copy(update=changes)
+    return queue.model_copy(update={"entries": tuple(changed if one is entry else one for one in queue.entries)})
+
+
+def _lock_within(descriptor: int, wait_s: float) -> bool:
+    """Lock a file; False where another process has it for so long."""
+    end = time.monotonic() + wait_s
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(POLL_S)

@@ -1,0 +1,142 @@
+"""The queue of runs: added with the page's configuration, in their order, with what became of each. The program that
+works it off is `latentpress queue run`, which goes on when the page ends; it is told to stop by the queue's file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cache.runs.run_queue import QueueEntry, QueueState
+from cache.runs.training_run import METRICS_FILE, read_last_metrics
+from schemas.cli.process_record import ProcessRecord
+from schemas.config.loading import parse_config, read_text
+from schemas.errors import LatentpressError
+from schemas.text_format import format_duration
+from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
+from stages.pages.ui.child_programs import Refused
+from stages.pages.ui.config_page import why_not_read
+from stages.pages.ui.flow_page import build_job_card
+
+PATH = "/queue"
+STATES = {"waiting": "to do", "finished": "done"}  # of entries, as states of cards; the others are called alike
+
+
+@dataclass(frozen=True)
+class Row:
+    """An entry as it is shown. css: the state of a card. facts: how far it is. can: what its buttons do."""
+
+    entry: QueueEntry
+    css: str
+    facts: str
+    can: tuple[str, ...]
+
+
+def show(request: Request) -> Response:
+    site = site_of(request)
+    problem, state = None, QueueState()
+    try:
+        state = site.programs.queue.read()
+    except LatentpressError as error:
+        problem = error
+    worker = site.programs.queue.worker()
+    return render(
+        request,
+        "queue.html",
+        title="Queue",
+        problem=problem,
+        rows=[_row(entry, place, state) for place, entry in enumerate(state.entries)],
+        is_on=state.is_on,
+        worker=worker if worker is not None and _is_at_work(worker) else None,
+        unfinished=len(state.unfinished),
+        can_clear=len(state.unfinished) < len(state.entries),
+        last=build_job_card("queue", "", site.programs),
+        given=site.options.overrides,
+    )
+
+
+def _is_at_work(worker: ProcessRecord) -> bool:
+    return worker.is_running or worker.runs_elsewhere
+
+
+def _row(entry: QueueEntry, place: int, state: QueueState) -> Row:
+    verbs = ["up"] if place else []
+    verbs += ["down"] if place < len(state.entries) - 1 else []
+    verbs += ["again"] if entry not in state.unfinished else []
+    facts = ""
+    if entry.state == "running":
+        lines = [line for line in read_last_metrics(Path(entry.folder) / METRICS_FILE) if "loss" in line]
+        facts = f"step {lines[-1]['step']}" if lines else "before its first step"
+        if lines and lines[-1].get("seconds_left"):
+            facts += f", {format_duration(lines[-1]['seconds_left'])} left"
+    elif entry.ended is not None and entry.began is not None:
+        facts = f"took {format_duration(max(0.0, entry.ended - entry.began))}"
+    return Row(entry, STATES.get(entry.state, entry.state), facts, (*verbs, "remove"))
+
+
+def add(request: Request, form: Form) -> str:
+    """Add the page's configuration as it is, with these overrides."""
+    site = site_of(request)
+    overrides = [line.strip() for line in form.get("overrides", "").splitlines() if line.strip()]
+    if name := form.get("run", "").strip():
+        overrides.append(f"train.run={name}")
+    path, overrides = site.options.config.absolute(), [*site.options.overrides, *overrides]
+    config = parse_config(read_text(path), path, overrides, lambda file: why_not_read(site, file))
+    if (Path(config.output), config.root) != (site.output, site.root):
+        raise Refused("a run of this queue has the page's root and output", "leave them out")
+    entry = site.programs.queue.add(path, overrides, config.run_folder)
+    return f"{entry.run} was added as entry {entry.id}"
+
+
+def act(request: Request, form: Form) -> str:
+    queue, number, verb = site_of(request).programs.queue, request.path_params["number"], request.path_params["verb"]
+    if verb in ("up", "down"):
+        queue.move(number, -1 if verb == "up" else 1)
+        return f"entry {number} was moved {verb}"
+    if verb == "again":
+        queue.retry(number)
+        return f"entry {number} waits again"
+    if verb != "remove":
+        raise HTTPException(404, f"there is no {verb} of an entry")
+    state = queue.read().find(number).state
+    queue.remove([number])
+    return f"entry {number} was removed" + ("; its run is being stopped" if state == "running" else "")
+
+
+def switch(request: Request, form: Form) -> str:
+    """Start or stop what works it off, or remove what has ended."""
+    site, verb = site_of(request), request.path_params["verb"]
+    if verb == "clear":
+        return f"{len(site.programs.queue.clear())} entries were removed"
+    if verb == "stop":
+        site.programs.queue.switch(False)
+        return "it is being stopped; the run keeps what is done, and is the first when it goes on"
+    if verb != "start":
+        raise HTTPException(404, f"there is no {verb} of the queue")
+    site.programs.start("queue")
+    return "the queue was started"
+
+
+def go_on(site: Site) -> bool:
+    """Start the queue where it is to be worked off and nobody does, as after the machine went down."""
+    try:
+        state, worker = site.programs.queue.read(), site.programs.queue.worker()
+        if not (state.is_on and state.unfinished) or (worker is not None and _is_at_work(worker)):
+            return False
+        site.programs.start("queue")
+    except LatentpressError:  # the page says it, or another page was faster
+        return False
+    return True
+
+
+PAGE = Page(
+    "Queue",
+    PATH,
+    (
+        get(PATH, show),
+        action(f"{PATH}/add", add, PATH),
+        action(PATH + "/{number:int}/{verb}", act, PATH),
+        action(PATH + "/{verb}", switch, PATH),
+    ),
+)

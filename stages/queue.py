@@ -1,0 +1,205 @@
+"""queue: runs one after the other, each a `latentpress run` with a configuration; one that fails stops none after it.
+
+The queue is kept under `output` (cache/runs/run_queue.py) and changed by this program and by the page of
+`latentpress ui`. `queue run` works it off; when it is killed, the next `queue run` goes on with what was running.
+"""
+
+import shlex
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from cache.runs.run_queue import QueueEntry, RunQueue
+from cache.runs.training_run import is_running, read_failure
+from cache.store.files import check_folder
+from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, Report, make_app
+from schemas.cli.interruption import StopHandler, hangup_ignored
+from schemas.cli.kept_log import LOGS
+from schemas.cli.process_record import ProcessRecord, noted, read_record
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from stages.encoding.stage import refuse_partition
+from stages.engines.card_lock import CardLock
+from stages.engines.stage_processes import StageProcesses
+
+Verb = Literal["list", "add", "remove", "up", "down", "again", "clear", "run", "stop"]
+OF_ENTRIES = ("remove", "up", "down", "again")
+LOCK_WAIT_S = 5.0  # for a program that has just worked the queue off
+POLL_S = 1.0  # between two looks at what others made of the queue
+
+
+class WrongVerb(LatentpressError):
+    """Words of the command line that mean nothing."""
+
+    exit_code = USAGE
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    verb: Annotated[
+        str,
+        typer.Argument(
+            metavar="[VERB]",
+            help="list; add (this --config with its --set, at the end); remove, up, down, again (of entries); clear "
+            "(what is finished or failed); run (work it off); stop (whoever does).",
+            show_default=False,
+        ),
+    ] = "list",
+    entries: Annotated[
+        list[int] | None, typer.Argument(metavar="[ENTRY...]", min=1, max=10**9, show_default=False)
+    ] = None,
+) -> Report:
+    refuse_partition(options, "queue")
+    numbers = entries or []
+    if verb not in get_args(Verb):
+        raise WrongVerb(f"{verb!r} is no verb of queue", f"choose from: {', '.join(get_args(Verb))}")
+    if bool(numbers) != (verb in OF_ENTRIES):
+        wants = "needs the numbers of entries" if verb in OF_ENTRIES else "takes no entries"
+        raise WrongVerb(f"queue {verb} {wants}", f"write: latentpress queue {verb}{' 1' * (verb in OF_ENTRIES)}")
+    check_folder(config.output)
+    queue = RunQueue(Path(config.output))
+    report = Report(program="queue", dry_run=options.dry_run, what="runs")
+    if verb == "run" and not options.dry_run:
+        _work_off(queue, options, console, report)
+    elif not options.dry_run:
+        _change(queue, verb, numbers, config, options)
+    state = queue.read()
+    report.details |= {"entries": [_row(entry) for entry in state.entries] or "none"}
+    waiting = state.unfinished
+    if verb == "run":
+        report.remaining = len(waiting)
+    worker = queue.worker()
+    at_work = worker is not None and (worker.is_running or worker.runs_elsewhere)
+    report.details["worked_off"] = f"by process {worker.process} on {worker.host}" if worker and at_work else "no"
+    if waiting and not at_work:
+        report.next_steps = [f"latentpress queue run --config {shlex.quote(str(options.config))}"]
+    return report
+
+
+def _change(queue: RunQueue, verb: str, numbers: Sequence[int], config: Config, options: Options) -> None:
+    if verb == "add":
+        queue.add(options.config, options.overrides, config.run_folder)
+    elif verb == "remove":
+        queue.remove(numbers)
+    elif verb == "clear":
+        queue.clear()
+    elif verb == "stop":
+        queue.switch(False)
+    for number in numbers:
+        if verb == "again":
+            queue.retry(number)
+        elif verb in ("up", "down"):
+            queue.move(number, -1 if verb == "up" else 1)
+
+
+def _row(entry: QueueEntry) -> dict[str, Any]:
+    reason = f"{entry.reason}; {entry.advice}" if entry.advice else entry.reason
+    row = {"entry": entry.id, "state": entry.state, "run": entry.run, "config": entry.config}
+    return row | {"set": " ".join(entry.overrides), "attempts": entry.attempts, "reason": reason}
+
+
+def _work_off(queue: RunQueue, options: Options, console: Console, report: Report) -> None:
+    worker = _Worker(queue, options, console)
+    stop_handler = StopHandler(None, worker.stop)
+    with queue.working(LOCK_WAIT_S), noted("queue", queue.folder), hangup_ignored(), stop_handler.stop_on_signals():
+        queue.switch(True)
+        while not worker.is_stopped and (entry := queue.take_next()) is not None:
+            state, reason, advice = worker.run(entry)
+            queue.finish(entry.id, state, reason, advice)
+            report.done += state == "finished"
+            if state == "failed":
+                report.failed.append({"item": entry.run, "reason": "failed", "message": reason})
+                console.warn(f"entry {entry.id}, {entry.run}, failed: {reason}")
+        if stop_handler.reason == "SIGINT":  # a person, and not the end of the machine
+            queue.switch(False)
+    if stop_handler.reason:
+        report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
+
+
+class _Worker:
+    """Runs an entry at a time, until it is stopped: by a signal, by the queue's file, or as the entry is gone."""
+
+    def __init__(self, queue: RunQueue, options: Options, console: Console) -> None:
+        self.is_stopped = False
+        self._queue, self._options, self._console = queue, options, console
+        self._processes = StageProcesses({})
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._processes.stop()
+
+    def run(self, entry: QueueEntry) -> tuple[Any, str, str]:
+        """The state of the entry afterwards, with the reason and the next step where it failed."""
+        self._console.log(f"--- entry {entry.id}: {entry.run}, {entry.config} {' '.join(entry.overrides)}".rstrip())
+        options = replace(self._options, config=Path(entry.config), overrides=entry.overrides)
+        ended = threading.Event()
+        with CardLock(self._options.device) as card:
+            self._processes = StageProcesses({}, card.descriptors)
+            watcher = threading.Thread(target=self._watch, args=(entry, self._processes, ended), daemon=True)
+            watcher.start()
+            if self.is_stopped:  # before there were these processes
+                self._processes.stop()
+            try:
+                code, document = INCOMPLETE, dict[str, Any]()
+                if self._is_free(entry, card, ended):
+                    code, document = self._processes.run("run", options)
+            finally:
+                ended.set()
+                watcher.join()
+        if code == OK:
+            return "finished", "", ""
+        if self._processes.is_stopped:
+            return "waiting", "", ""
+        error = document.get("error", {})
+        failure = read_failure(Path(entry.folder))
+        if error.get("message"):
+            return "failed", error["message"], error.get("next_step", "")
+        if code > 0 and failure is not None:
+            return "failed", f"{failure.program}: {failure.reason}", failure.advice
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return "failed", f"it ended with {how}", "its log says more: latentpress queue again, once that is corrected"
+
+    def _is_free(self, entry: QueueEntry, card: CardLock, ended: threading.Event) -> bool:
+        """Wait until neither another queue has the card nor another program the run. False where it was stopped."""
+        said = False
+        while not self._processes.is_stopped:
+            folder = Path(entry.folder)
+            record = read_record(ProcessRecord, folder / LOGS / "run.json")
+            if card.acquire() and not (is_running(folder) or (record is not None and record.is_running)):
+                return True
+            if not said:
+                self._console.log("waiting: another program has the card, or works on the same run")
+                said = True
+            ended.wait(POLL_S)
+        return False
+
+    def _watch(self, entry: QueueEntry, processes: StageProcesses, ended: threading.Event) -> None:
+        while not ended.wait(POLL_S):
+            try:
+                state = self._queue.read()
+            except LatentpressError:  # it is named when the entry has ended
+                continue
+            if not state.is_on:
+                self.is_stopped = True
+            if not state.is_on or all(other.id != entry.id for other in state.entries):
+                processes.stop()
+                return
+
+
+app = make_app(
+    "queue",
+    "Runs one after the other: add them, and work them off; a failed one stops none after it.",
+    run,
+    examples=["add --set train.run=second", "run", "remove 2"],
+    unused=("shard",),
+)
+
+if __name__ == "__main__":
+    app()
