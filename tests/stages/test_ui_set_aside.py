@@ -1,11 +1,17 @@
 """The page of `latentpress ui` with what was set aside: by reason with the remedy, and searched."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from stages import bucket, discover
+from stages.maintenance.set_aside import SetAside
+from stages.pages.ui import make_thumbnails
+from stages.pages.ui.child_programs import ChildPrograms
 from stages.pages.ui.records import MOST_SHOWN
+from stages.pages.ui.thumbnail_files import can_have_thumbnail
 from tests.project import Project
 from tests.stages.ui_server import UiServer
 
@@ -57,3 +63,45 @@ def test_many_items_have_pages(home: Project, server: UiServer) -> None:
     assert f"1 to {MOST_SHOWN} are shown" in first and "bad0000.png" in first and "bad0204.png" not in first
     second = server.get(f"/set-aside?words=bad&first={MOST_SHOWN}").text
     assert f"{MOST_SHOWN + 1} to {MOST_SHOWN + 5} are shown" in second and "bad0204.png" in second
+
+
+@pytest.mark.slow
+def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Project, server: UiServer) -> None:
+    home.run(discover.run)
+    home.run(bucket.run)
+    before = server.get("/set-aside").text
+    assert 'data-make="start-thumbnails"' in before and "<img" not in before
+    assert home.run(make_thumbnails.run).done == 2, "tiny.png and without.png can be read"
+    text = server.get("/set-aside").text
+    assert "data-make" not in text, "of the others there is none"
+    addresses = re.findall(r'<img src="(/set-aside/[0-9a-f]{32}\.webp)"', text)
+    assert len(addresses) == 2 and text.count("no picture") == 2
+    for address in addresses:
+        answer = server.get(address)
+        assert answer.status == 200 and answer.headers["content-type"] == "image/webp"
+    folder = home.folder / "output/.ui/thumbnails"
+    (folder / f"{'0' * 32}.webp").symlink_to(home.media / "good.png")
+    for other in ("0" * 32, "../starts/discover", "..%2f..%2fx", "A" * 32, "good"):
+        assert server.get(f"/set-aside/{other}.webp").status == 404, other
+
+
+def test_only_paths_below_the_dataset_have_thumbnails() -> None:
+    item = SetAside("discover", "photos", "i", "a/b.png", "unreadable", "m", "r")
+    assert can_have_thumbnail(item)
+    for path in ("", "/etc/x.png", "../x.png", "a/../../x.png"):
+        assert not can_have_thumbnail(replace(item, path=path)), path
+
+
+def test_trying_again_starts_the_stage(home: Project, server: UiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.run(discover.run)
+    assert 'action="/jobs/discover/retry"' in server.get("/set-aside").text
+    started = []
+    monkeypatch.setattr(ChildPrograms, "start", lambda self, name, *more: started.append((name, *more)))
+    for stage in ("discover", "encode-text", "encode-latents"):
+        assert "tries again what was set aside" in server.post(f"/jobs/{stage}/retry").json["message"]
+    assert started == [
+        ("discover",),
+        ("encode-text", "--retry-set-aside"),
+        ("encode-latents", "--retry-set-aside"),
+    ]
+    assert server.post("/jobs/report/retry").status == 404

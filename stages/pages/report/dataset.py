@@ -1,12 +1,10 @@
 """The data of a run, in one glance: buckets, captions and what was cut off of them, and what was set aside."""
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,22 +21,18 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import shorten
 from stages.discovery.media_locations import spread_evenly
-from stages.discovery.sources.base import Source, open_source
 from stages.encoding import stage_registry
-from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.maintenance.set_aside import SetAside, list_set_aside
-from stages.media.files import MediaError, MediaPath
-from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
+from stages.pages.pictures import Picture
 from stages.pages.report.plots import Plot, draw_bars
+from stages.pages.thumbnails import read_thumbnails
 from stages.planning.summary import only_trained
 
 MAX_BUCKETS = 30  # bars
 MAX_LISTED = 100  # rows of what was set aside
 MAX_THUMBNAILS = 24
-THUMBNAIL_BOX, THUMBNAIL_BYTES = (96, 96), 4000
 MAX_OPENED_SHARDS = 256  # of text, for captions that were cut off
 MAX_CUT_SHOWN = 10
-THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
 TableRow = dict[str, Any]
 MAX_COMPARED = 2000  # captions; all pairs of so many take a second
 MAX_PAIRS = 6
@@ -211,46 +205,9 @@ def _show_set_aside(glance: DataGlance, store: Store, config: Config, plan: Plan
         {"stage": stage, "reason": reason, "items": count} for (stage, reason), count in counts.most_common()
     ]
     listed = items[:MAX_LISTED]
-    pictures = dict(_read_thumbnails(config, listed[:MAX_THUMBNAILS]))
+    pictures = dict(read_thumbnails(config, listed[:MAX_THUMBNAILS]))
     glance.set_aside = [(item, pictures.get(number)) for number, item in enumerate(listed)]
     if not items:
         glance.facts.append("Nothing was set aside.")
     elif len(listed) < len(items):
         glance.facts.append(f"{len(listed)} of {len(items)} items set aside are listed; latentpress status --rejects.")
-
-
-def _read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterable[tuple[int, Picture]]:
-    """(number, picture) of the items whose files can be read in spite of all; in sandboxed processes, once."""
-    sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
-    files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
-    waiting = []
-    for number, path in files:
-        key = picture_key(path, THUMBNAIL_BOX)
-        if (kept := kept_pictures.find(key, THUMBNAIL_BYTES)) is None:
-            waiting.append((number, path, key))
-        elif kept.picture is not None:
-            yield number, kept.picture
-    if not waiting:
-        return
-    pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
-        _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
-    )
-    with pool:
-        results = pool.map(path for _, path, _ in waiting)
-        for (number, _, key), (_, result) in zip(waiting, results, strict=True):
-            picture = None if isinstance(result, WorkerFailure | MediaError) else result
-            kept_pictures.add(key, THUMBNAIL_BYTES, picture)
-            if picture is not None:
-                yield number, picture
-
-
-def _open(sources: dict[str, Source], item: SetAside) -> MediaPath | None:
-    for name in [item.dataset] if item.dataset else sources:
-        with suppress(MediaError, LatentpressError, OSError, KeyError, ValueError):
-            if os.path.exists(sources[name].backing_file("", item.path)):
-                return sources[name].open(item.path)
-    return None
-
-
-def _make_thumbnailer() -> Callable[[MediaPath], Picture | None]:
-    return partial(shrink_file, box=THUMBNAIL_BOX, max_bytes=THUMBNAIL_BYTES)

@@ -30,6 +30,7 @@ from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.ui.child_programs import ChildPrograms
 from stages.pages.ui.loss_curve import MetricsHistory
+from stages.pages.ui.thumbnail_files import ThumbnailFiles
 
 MAX_FORM_BYTES = 4 << 20
 DOCUMENTS = "/documents/"  # files under the output: their addresses hold a key of their own
@@ -50,7 +51,7 @@ class Site:
         self.programs = ChildPrograms(self.output, argv.argv())
         self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
         self.config_error: LatentpressError | None = None
-        self.metrics = MetricsHistory()
+        self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output)
         self._build_status, self._lock = build_status, threading.Lock()
         self._status: Report | LatentpressError | None = None
         self._built, self._took = 0.0, 0.0

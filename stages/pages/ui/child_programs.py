@@ -57,6 +57,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "train": ("trainer",),
     "preview-plan": ("stages.preview", "--plan"),
     "queue": ("stages.queue", "run"),
+    "thumbnails": ("stages.pages.ui.make_thumbnails",),
 }
 
 
@@ -89,9 +90,13 @@ class ChildPrograms:
         self._lock = threading.RLock()
         self._holds_file = False  # the thread that has the lock has that of the folder, too
 
-    def start(self, name: str) -> Start:
-        """Start a job. Refused where it, or one that it conflicts with, is at work."""
-        module, *words = JOBS[name]
+    def retry(self, name: str) -> Start:
+        """Start a stage so that it tries again what it set aside, also of files that have not changed."""
+        return self.start(name, *(["--retry-set-aside"] if name.startswith("encode-") else []))
+
+    def start(self, name: str, *more: str) -> Start:
+        """Start a job. Refused where it, or one that it conflicts with, is at work. more: options."""
+        module, *words = (*JOBS[name], *more)
         with self._locked():
             for other in (name, *list_conflicts(name)):
                 self._refuse_beside(name, other)

@@ -28,6 +28,7 @@ AT_WORK = ("running", "stopping", "restarting")
 WORTH_A_WORD = ("running", "lost", "failed")  # of the states of jobs on all machines
 DONE_WORDS = {
     "start": "{} was started",
+    "retry": "{} was started, and tries again what was set aside",
     "stop": "{} was told to stop; it keeps what is done",
     "restart": "{} starts again as soon as it has stopped",
     "kill": "{} was killed",
@@ -240,10 +241,10 @@ def show(request: Request) -> Response:
 
 def act(request: Request, form: Form) -> str:
     site, name, verb = site_of(request), request.path_params["job"], request.path_params["verb"]
-    if name not in JOBS or verb not in DONE_WORDS:
+    if name not in JOBS or verb not in DONE_WORDS or (verb == "retry" and name not in STAGES):
         raise HTTPException(404, f"there is no {verb} of {name}")
     site.config()
-    if site.config_error is not None and verb in ("start", "restart"):
+    if site.config_error is not None and verb in ("start", "retry", "restart"):
         raise Refused(f"the configuration is not valid: {site.config_error.message}", "correct it first")
     getattr(site.programs, verb)(name)
     return DONE_WORDS[verb].format(name)

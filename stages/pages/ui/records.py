@@ -8,7 +8,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from cache.runs.training_run import is_running
 from schemas.cli.kept_log import LOGS
@@ -17,6 +17,8 @@ from schemas.text_format import escape_unprintable, shorten
 from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason
 from stages.pages.ui.app import Page, Site, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
+from stages.pages.ui.flow_page import build_job_card
+from stages.pages.ui.thumbnail_files import MOST_MADE, can_have_thumbnail, thumbnail_id
 
 BESIDE = "beside-"  # before the name of a watcher
 SET_ASIDE_PATH = "/set-aside"
@@ -129,6 +131,11 @@ def show_set_aside(request: Request) -> Response:
     except LatentpressError as problem:
         error = problem
     chosen = search(items, **given)
+    site = site_of(request)
+    known = site.thumbnails.list_known()
+    card = build_job_card("thumbnails", "thumbnails of those that can be read", site.programs)
+    last = site.programs.last_start("thumbnails")
+    has_new = any(can_have_thumbnail(item) and thumbnail_id(item) not in known for item in items[:MOST_MADE])
     first = request.query_params.get("first", "")
     start = min(int(first), len(chosen)) if first.isdecimal() and len(first) < 10 else 0
     return render(
@@ -145,7 +152,19 @@ def show_set_aside(request: Request) -> Response:
         stages=list(dict.fromkeys(item.stage for item in items)),
         reasons=sorted({item.reason for item in items}),
         given=given,
+        card=card,
+        is_due=has_new and (last is None or last.exit_code == 0),  # not where it was stopped or has failed
+        thumbnails={item: known.get(thumbnail_id(item), False) for item in chosen[start : start + MOST_SHOWN]},
+        stage_cards={stage: build_job_card(stage, "", site.programs) for stage in {item.stage for item in chosen}},
+        thumbnail_id=thumbnail_id,
     )
+
+
+def show_thumbnail(request: Request) -> Response:
+    path = site_of(request).thumbnails.find(request.path_params["name"])
+    if path is None:
+        raise HTTPException(404, "there is no such thumbnail")
+    return FileResponse(path, media_type="image/webp")
 
 
 def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> list[SetAside]:
@@ -159,6 +178,10 @@ def search(items: Iterable[SetAside], words: str, stage: str, reason: str) -> li
 
 
 PAGES = (
-    Page("Set aside", SET_ASIDE_PATH, (get(SET_ASIDE_PATH, show_set_aside),)),
+    Page(
+        "Set aside",
+        SET_ASIDE_PATH,
+        (get(SET_ASIDE_PATH, show_set_aside), get(f"{SET_ASIDE_PATH}/{{name}}.webp", show_thumbnail)),
+    ),
     Page("Logs", "/logs", (get("/logs", show_logs), get("/logs/{job}", show_logs), get("/logs/{job}/tail", tail))),
 )

@@ -1,0 +1,55 @@
+"""Thumbnails of what was set aside, where the file can be read in spite of all: decoded in a sandboxed process, as the
+files may be damaged or hostile."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from stages.discovery.sources.base import Source, open_source
+from stages.engines.sandbox import SandboxPool, WorkerFailure
+from stages.maintenance.set_aside import SetAside
+from stages.media.files import MediaError, MediaPath
+from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
+
+THUMBNAIL_BOX, THUMBNAIL_BYTES = (96, 96), 4000
+THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
+
+
+def read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterator[tuple[int, Picture]]:
+    """(number, picture) of the items that have one; what is read is kept in memory."""
+    sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
+    files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
+    waiting = []
+    for number, path in files:
+        key = picture_key(path, THUMBNAIL_BOX)
+        if (kept := kept_pictures.find(key, THUMBNAIL_BYTES)) is None:
+            waiting.append((number, path, key))
+        elif kept.picture is not None:
+            yield number, kept.picture
+    if not waiting:
+        return
+    pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
+        _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
+    )
+    with pool:
+        results = pool.map(path for _, path, _ in waiting)
+        for (number, _, key), (_, result) in zip(waiting, results, strict=True):
+            picture = None if isinstance(result, WorkerFailure | MediaError) else result
+            kept_pictures.add(key, THUMBNAIL_BYTES, picture)
+            if picture is not None:
+                yield number, picture
+
+
+def _open(sources: dict[str, Source], item: SetAside) -> MediaPath | None:
+    for name in [item.dataset] if item.dataset else sources:
+        with suppress(MediaError, LatentpressError, OSError, KeyError, ValueError):
+            if os.path.exists(sources[name].backing_file("", item.path)):
+                return sources[name].open(item.path)
+    return None
+
+
+def _make_thumbnailer() -> Callable[[MediaPath], Picture | None]:
+    return partial(shrink_file, box=THUMBNAIL_BOX, max_bytes=THUMBNAIL_BYTES)

@@ -1,0 +1,51 @@
+"""The thumbnails of what was set aside, as the page shows them: files that a program of its own makes, so that the page
+never decodes a file and never reads what a decoder's process says.
+
+    <output>/.ui/thumbnails/<id>.webp   of an item
+    <output>/.ui/thumbnails/<id>.none   none could be made of it
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import xxhash
+
+from stages.maintenance.set_aside import SetAside
+from stages.pages.ui.child_programs import FOLDER
+
+MOST_KEPT = 1000  # files, of about 4 kB each
+MOST_MADE = 500  # by one start, the first ones of the list
+PICTURE, NONE = ".webp", ".none"
+_ID = re.compile("[0-9a-f]{32}")
+
+
+def thumbnail_id(item: SetAside) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{item.dataset}\0{item.path}".encode("utf-8", "surrogatepass"))
+
+
+def can_have_thumbnail(item: SetAside) -> bool:
+    """Whether the item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
+    path = PurePosixPath(item.path)
+    return bool(item.path) and not path.is_absolute() and ".." not in path.parts
+
+
+class ThumbnailFiles:
+    def __init__(self, output: Path) -> None:
+        self.folder = output / FOLDER / "thumbnails"
+
+    def find(self, name: str) -> Path | None:
+        """The picture of this id; None where there is none, or is something else in its place."""
+        path = self.folder / f"{name}{PICTURE}"
+        return path if _ID.fullmatch(name) and path.is_file() and not path.is_symlink() else None
+
+    def list_known(self) -> dict[str, bool]:
+        """id -> whether there is a picture; False where none could be made."""
+        if not self.folder.is_dir():
+            return {}
+        return {path.stem: path.suffix == PICTURE for path in self.folder.iterdir() if path.suffix in (PICTURE, NONE)}
+
+    def remove_old(self) -> None:
+        """Keep the newest MOST_KEPT."""
+        files = sorted(self.folder.glob("*.*"), key=lambda path: path.stat().st_mtime_ns)
+        for path in files[: max(0, len(files) - MOST_KEPT)]:
+            path.unlink(missing_ok=True)
