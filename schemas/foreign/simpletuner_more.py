@@ -122,6 +122,14 @@ def _trackers(value: Any, draft: Draft) -> list[str]:
     return known
 
 
+def _push(value: Any, draft: Draft) -> Any:
+    if is_off(value):
+        raise NotNeeded("nothing is uploaded without hub.repo")
+    if draft.given.get("hub_model_id"):
+        raise NotNeeded("hub_model_id says where to")
+    raise Refused("there is no hub_model_id: write hub.repo: USER/NAME")
+
+
 def _repo(value: Any, draft: Draft) -> Any:
     if is_off(draft.given.get("push_to_hub")):
         raise NotNeeded("push_to_hub is off")
@@ -173,11 +181,12 @@ VALIDATION = {
               "validation_method", "validation_external_script", "validation_external_background"),
 }  # fmt: skip
 SHARED = {
+    **dropped("the datasets that it names are read", "data_backend_config"),
     "report_to": Row("train.trackers", _trackers, "metrics.jsonl is always written"),
     "tracker_run_name": Row("train.run", run_name),
     **dropped("wandb's project is the environment variable WANDB_PROJECT", "tracker_project_name"),
     "hub_model_id": Row("hub.repo", _repo, "to which `run` uploads at its end"),
-    "push_to_hub": Row("hub.repo", one_of({"true": None, "false": None}, ""), "to which `run` uploads at its end"),
+    "push_to_hub": Row("hub.repo", _push, "to which `run` uploads at its end"),
     "model_card_private": Row("hub.private", only_with("push_to_hub", boolean)),
     **dropped("latentpress push uploads a checkpoint at any time", "push_checkpoints_to_hub", "push_to_hub_background"),
     **dropped("the card is written from the run", "model_card_note", "model_card_safe_for_work", "modelspec_comment"),
@@ -229,7 +238,7 @@ NOT_NEEDED = {
               "dynamo_dynamic", "dynamo_use_regional_compilation", "fuse_optimizer", "gradient_precision",
               "optimizer_release_gradients", "seed_for_each_device", "unet_attention_slice", "fuse_qkv_projections",
               "ema_cpu_only", "ema_foreach_disable", "config_backend", "env", "venv_path", "disk_low_threshold",
-              "disk_low_action", "checkpointing_use_tempdir", "simpletuner_log_level", "data_backend_config",
+              "disk_low_action", "checkpointing_use_tempdir", "simpletuner_log_level",
               "training_dynamo_backend", "save_text_encoder", "disable_segmented_timestep_sampling",
               "strict_epoch_limit", "enable_watermark", "quantize_activations", "flow_timesteps_mode"),
     **dropped("of models that are not trained here", "t5_padding", "flux_guidance_mode", "flux_guidance_value",
