@@ -1,5 +1,6 @@
 """Several reference images of a sample, from the files to the batch, against the pipeline."""
 
+import subprocess
 from pathlib import Path
 
 import diffusers
@@ -22,6 +23,7 @@ from stages.media.image import load_image
 from stages.media.sample_reader import normalize_pixels, resize_and_crop
 from tests.forms import long
 from tests.project import Project
+from tests.torture.test_rolling import finish, losses, start
 from trainer.batch import Batch
 from trainer.reading import BatchReader, to_tensor
 
@@ -247,3 +249,26 @@ def test_a_reference_that_is_damaged_sets_aside_the_samples_that_have_it(referen
     assert {data.bucket(row): not absent[row] for row in rows.tolist()} == {
         name: name.count("+") == 1 for name in BUCKETS
     }
+
+
+@pytest.mark.long
+def test_a_rolling_run_has_the_losses_of_a_full_cache(project) -> None:
+    """Of units of samples, of their references and of texts, which together take more than the limit."""
+    limit_gb, found = 0.0014, []
+    for rolling in ({}, {"rolling": {"max_gb": limit_gb}}):
+        home = project("flux2-klein-i2i", cache={"unit_mib": 0.25} | rolling)
+        home.settings["datasets"][0] |= {"conditioning_data": ["one", "two"]}
+        home.settings["train"] = {"run": "r", "steps": 8, "threads": 1, "adapter": {"rank": 2}, "shuffle_shards": 2}
+        home.settings["validation"] = {"eval_samples": 0}
+        home.settings["stages"]["order"] = ["discover", "bucket", "encode-text", "encode-latents", "index", "train"]
+        for seed in range(8):
+            home.image(f"{seed}.png", (64, 64), f"picture number {seed}", seed)
+            home.image(f"../one/{seed}.png", (96, 80), caption=None, seed=seed % 3 + 10)
+            if seed % 2:
+                home.image(f"../two/{seed}.png", (64, 96), caption=None, seed=seed % 3 + 20)
+        home.config()
+        finish(start(home, "run", "--json", stdout=subprocess.PIPE))
+        found.append(losses(home))
+        sizes = sum(len(data) for kind in ("text", "latents") for data in home.shards(kind).values())
+        assert (sizes < limit_gb * 1e9) == bool(rolling)
+    assert found[0] == found[1] and len(found[0]) == 8
