@@ -56,6 +56,7 @@ FLAVOURS = {
     "i2i": DemoRun("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", *_EDIT, "webdataset", steps=240),
     "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5, steps=800),
     "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5),
+    "wan": DemoRun("wan2.1-t2v", "wan2.1", "t2v-1.3b", "wan_vae", *_CLIP[1:], frames=5, steps=480),
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
     "qwen-image": DemoRun("qwen-image", "qwen-image", "qwen-image", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
@@ -138,7 +139,10 @@ def log(message: str) -> None:
 def discard_outdated(out: Path) -> None:
     """Remove an earlier demo's models, and what was made with them, unless the same code and media made them."""
     digest = hashlib.sha256()
-    code = [ROOT / "examples" / name for name in ("demo_models.py", "tiny_models.py", "tiny_shapes.py")]
+    code = [
+        ROOT / "examples" / name
+        for name in ("demo_models.py", "demo_transformers.py", "tiny_models.py", "tiny_shapes.py")
+    ]
     for path in (*code, *sorted(path for path in (out / "media").rglob("*") if path.is_file())):
         digest.update(path.read_bytes())
     models = out / "models"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from examples.demo_transformers import make_transformer
 from examples.tiny_models import build, make_untrained
 from examples.tiny_shapes import KINDS
 
@@ -57,17 +58,10 @@ RECIPES = {
         ("images",), (96, 96, 1), (64, 64, 1), 4, 500, {"block_out_channels": (8, 16, 32, 32)}
     ),
     "qwen_image_vae": Recipe(("images",), (96, 96, 1), (64, 64, 1), 4, 400),
+    "wan_vae": Recipe(("videos",), (96, 64, 5), (48, 48, 5), 2, 300, {"dim_mult": [1, 2, 4, 8]}),
 }  # fmt: skip
 #: Autoencoders of clips, of which a picture is one of one frame.
-OF_CLIPS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage")
-TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "image": {"model_dim": 128, "ff_dim": 384},
-    "video": {"model_dim": 128, "ff_dim": 384},
-    "sana": {"num_attention_heads": 4, "num_cross_attention_heads": 4, "cross_attention_dim": 128, "num_layers": 3},
-    "z_image": {"dim": 128, "axes_dims": (16, 24, 24)},
-    "qwen_image": {"num_attention_heads": 4},
-    "flux2": {"num_attention_heads": 4},
-}
+OF_CLIPS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
 
 
 # --- autoencoders ---
@@ -252,7 +246,7 @@ def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
     """Set the scaling factor, or the means and deviations, by which the latents get deviation 1, and a constant
     deviation of the posterior."""
     deviation, channels = z_NCTHW.std(), z_NCTHW.shape[1]
-    if part == "qwen_image_vae":
+    if part in ("qwen_image_vae", "wan_vae"):
         mean, deviation = (find(z_NCTHW.transpose(0, 1).flatten(1), 1) for find in (torch.mean, torch.std))
         vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
     elif part == "flux2_vae":
@@ -266,54 +260,6 @@ def finish_autoencoder(vae: Any, part: str, z_NCTHW: torch.Tensor) -> None:
     last = vae.encoder.conv_out if part == "flux_vae" else vae.quant_conv
     last.weight[channels:] = 0
     last.bias[channels:] = 2 * torch.log(NOISE * deviation)
-
-
-# --- transformers ---
-
-
-def make_transformer(part: str, **overrides: Any) -> Any:
-    """A transformer that begins as the identity and can learn where its tokens are.
-
-    A transformer of the classes' own weights must first learn to carry the noise through. And Kandinsky 5 knows
-    positions by rotary embeddings alone, which are relative: in pure noise, all that tells a token its place is how
-    many others it attends to. So self-attention begins with windows of random width and direction, from biases of
-    queries and keys. 300 steps then gave six captions their photographs; without, their colors in the wrong places.
-    """
-    torch.manual_seed(0)
-    model = make_untrained(part, **TRANSFORMERS[part], **overrides)
-    with torch.no_grad():
-        if part == "sana":
-            _carry_through(model.patch_embed.proj.weight.flatten(1), model.proj_out.weight, range(32))
-            return model
-        if part == "z_image":  # the pipeline negates its output
-            _carry_through(model.all_x_embedder["2-1"].weight, model.all_final_layer["2-1"].linear.weight, range(64))
-            model.all_final_layer["2-1"].linear.weight.neg_()
-            return model
-        if part == "qwen_image":
-            _carry_through(model.img_in.weight, model.proj_out.weight, range(64))
-            return model
-        if part == "flux2":
-            _carry_through(model.x_embedder.weight, model.proj_out.weight, range(128))
-            return model
-        channels, inputs = 16, model.visual_embeddings.in_layer.in_features // 4
-        # The input has a patch's channels last, the output has them first.
-        order = [place * inputs + channel for channel in range(channels) for place in range(4)]
-        _carry_through(model.visual_embeddings.in_layer.weight, model.out_layer.out_layer.weight, order)
-        for block in model.visual_transformer_blocks:
-            for projection in (block.self_attention.to_query, block.self_attention.to_key):
-                projection.bias.normal_()
-            block.self_attention.to_query.weight *= 0.5
-            gates = block.visual_modulation.out_layer.bias.view(9, -1)  # shift, scale and gate, three times
-            gates[2::3] = 0.5
-    return model
-
-
-def _carry_through(into: torch.Tensor, out: torch.Tensor, columns: Sequence[int]) -> None:
-    """Let `out` undo what `into` makes of the input's `columns`."""
-    basis = torch.nn.init.orthogonal_(torch.empty(len(into), len(columns)))
-    gain = (len(into) / len(columns)) ** 0.5
-    into[:, list(columns)] = basis * gain
-    out.copy_(basis.T / gain)
 
 
 # --- checkpoints ---
