@@ -20,6 +20,8 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
     home.config()
     run = FakeRun(home)
     run.metrics(*(step_line(step) for step in range(1, 4)))
+    run.latent(3, "one", prompt="<img src=x onerror=alert(1)>" + "x" * 500, bucket="64x48@12")
+    run.clip(3, "one", size=(640, 480))
     (run.folder / "report.html").write_text("<p>a report</p>" + "<p>long</p>" * 100)
     preview = home.folder / "output/preview/latents-0123456789ab.html"
     preview.parent.mkdir()
@@ -32,7 +34,10 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
         page, dialogs, requests = context.new_page(), [], []
         page.on("dialog", lambda dialog: dialogs.append(dialog.message))
         page.on("request", lambda request: requests.append(request.url))
-        for path in ("/", "/configuration", "/set-aside", "/logs", "/logs/run", "/plan", "/preview", "/report"):
+        for path in (
+            *("/", "/pictures", "/pictures/one?name=one&step=3", "/configuration", "/set-aside", "/logs", "/logs/run"),
+            *("/plan", "/preview", "/report"),
+        ):
             page.goto(server.url + path)
             if path == "/preview":
                 page.frame_locator("#document").locator("#said", has_text="a preview").wait_for()
