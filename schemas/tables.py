@@ -55,6 +55,10 @@ MEDIA_SCHEMA = pa.schema(
 )
 EXTRA_PREFIX = "extra."
 
+#: captions/edits/<number>.arrow: captions that a person edited, one row per media id, sorted by it. captions: the
+#: alternatives, at least one. edited: seconds since 1970.
+CAPTION_EDITS_SCHEMA = pa.schema([("media_id", _str), ("captions", pa.list_(_str)), ("edited", _float)])
+
 #: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation, or of a
 #: reference image, which has a row of its own, that of its companion (`schemas.references.SOURCE_ROLES`), in whose
 #: place its path is.

@@ -14,6 +14,7 @@ import typer
 from cache.models.compatibility import bucket_side_multiple
 from cache.order.schedule import small_bucket_advice
 from cache.sets import plans, rejects
+from cache.sets.caption_edits import apply_edits, read_edits
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
@@ -63,7 +64,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     multiple = bucket_side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
     with activity("planning"):
-        media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
+        edits = read_edits(store)
+        media = {dataset.id: apply_edits(read_configured_media(store, dataset), edits) for dataset in used}
         plan = build_plan(config, media, multiple)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
@@ -84,6 +86,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         "validation": plan.validation,
     }
     report.details = _report_details(config, plan, new_samples, new_texts)
+    if edited := sum(_count_edited(table, edits) for table in media.values()):
+        report.details["edited_captions"] = edited
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
     if config.cache.limit is None and (shortage := find_shortage(config.root, needed)):
         console.warn(f"{shortage}; {SPACE_ADVICE}")
@@ -170,6 +174,11 @@ def _require_training_samples(plan: DraftPlan) -> None:
 
 def _new_rows(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
     return table.filter(pc.invert(pc.is_in(table.column(key), value_set=known))) if len(known) else table
+
+
+def _count_edited(media: pa.Table, edits: pa.Table) -> int:
+    """Items with captions that a person edited."""
+    return pc.sum(pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())).as_py() or 0
 
 
 def _count_equal(table: pa.Table, column: str, value: str) -> int:

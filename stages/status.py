@@ -16,6 +16,7 @@ import typer
 from cache.models.weights import WeightsError
 from cache.runs.training_run import read_progress
 from cache.sets import rejects, set_lookup
+from cache.sets.caption_edits import read_edits
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
 from cache.sets.trainset import SetError
@@ -97,6 +98,8 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     set_aside = sum(len(rejected_files.get(name, [])) for name in datasets)
     rows = [_row("discover", "files", listed_files, report.remaining, set_aside, listed["media"])]
     report.details |= {"stages": rows, "training": [read_progress(run).row() for run in config.expert_runs]}
+    if edited := len(read_edits(store)):
+        report.details["edited_captions"] = edited
     note = read_record(ProcessRecord, config.run_folder / LOGS / "run.json")
     if note is not None and note.is_running:
         report.details["run_goes_on"] = True

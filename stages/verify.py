@@ -60,6 +60,11 @@ def run(
     if removed := store.remove_stale_temps(STALE):
         console.log(f"removed {len(removed)} temporary files that killed processes left")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
+    for rel in [rel for rel in damaged_tables if repair and rel.startswith("captions/")]:
+        moved = checks.move_edits_to_damaged(store, rel)
+        console.warn(f"{rel} is kept as {moved}: the edits of captions in the table before it count")
+        report.details.setdefault("moved_tables", []).append(moved)
+        del damaged_tables[rel]
     if damaged_tables and repair:  # plans before shards, which are compared with them
         _repair_tables(config, options, console, damaged_tables, "plans")
     damaged_shards, report.failed = check_shards(store, present, options.workers, console)

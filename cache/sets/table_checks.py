@@ -110,6 +110,14 @@ def check_media(table: pa.Table) -> None:
     _check_lists(table, "captions", 0)
 
 
+def check_caption_edits(table: pa.Table) -> None:
+    _check_columns(table, tables.CAPTION_EDITS_SCHEMA, tables.CAPTION_EDITS_SCHEMA.names)
+    _check_ids(table, "media_id")
+    _check_lists(table, "captions", 1)
+    if len(pc.unique(table["media_id"])) < len(table):
+        raise ValueError("a media id is there twice")
+
+
 def check_rejects(table: pa.Table) -> None:
     _check_columns(table, tables.REJECTS_SCHEMA, ("item", "reason", "message", "retry"))
 

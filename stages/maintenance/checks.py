@@ -242,13 +242,22 @@ def move_to_damaged(store: Store, rel: str) -> str:
     return f"damaged/{target}{suffix}"
 
 
+def move_edits_to_damaged(store: Store, rel: str) -> str:
+    """Move a damaged table of edited captions below damaged/, so that the one before it counts; returns its path."""
+    stem, number = rel.removesuffix(".arrow"), 1
+    while store.exists(f"damaged/{stem}.{number}.arrow"):
+        number += 1
+    store.move(rel, f"damaged/{stem}.{number}.arrow")
+    return f"damaged/{stem}.{number}.arrow"
+
+
 DamageByPath = dict[str, list[DamageError]]
 
 
 def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
     """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
     damaged = DamageByPath()
-    names = [name for top in ("media", "plans", "sets", "rejects") for name in _table_paths(store, top)]
+    names = [name for top in ("media", "captions", "plans", "sets", "rejects") for name in _table_paths(store, top)]
     for name in names:
         try:
             _check_file(store, name)
@@ -278,6 +287,8 @@ def _check_file(store: Store, rel: str) -> None:
     table = file.removesuffix(".arrow")
     if top == "media":
         store.read_table(rel, media_table.check_media_table)
+    elif top == "captions":
+        store.read_table(rel, table_checks.check_caption_edits)
     elif top == "rejects":
         merged = name in ENCODE_PROGRAMS.values() and rel.count("/") == 2
         store.read_table(rel, table_checks.check_merged_rejects if merged else table_checks.check_rejects)

@@ -11,12 +11,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
-from stages.pages.ui import config_page, documents, flow_page, pictures_page, queue_page, records
+from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
 from stages.pages.ui.app import Site, build_app
 from stages.pages.ui.guard import Guard, Token, list_names, login_route
 
 #: In the order of the navigation.
-PAGES = (flow_page.PAGE, pictures_page.PAGE, queue_page.PAGE, config_page.PAGE, *records.PAGES, *documents.PAGES)
+PAGES = (
+    flow_page.PAGE,
+    pictures_page.PAGE,
+    queue_page.PAGE,
+    config_page.PAGE,
+    captions_page.PAGE,
+    *records.PAGES,
+    *documents.PAGES,
+)
 MAX_REQUESTS = 200  # at a time
 MAX_CONNECTIONS = 50  # at a time, of one address
 REQUEST_S = 20.0  # in which a request has to come

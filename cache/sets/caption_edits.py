@@ -1,0 +1,91 @@
+"""Captions that a person edited, by media id: captions/edits/<number>.arrow under the root, of
+schemas.tables.CAPTION_EDITS_SCHEMA. They come before those of the user's files, which are not touched.
+
+Each change writes the whole table under the next number, which one of several writers gets; the newest table counts,
+and the last ones stay, so that damage costs the last change only.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.sets.table_checks import check_caption_edits
+from cache.store import arrow_ipc
+from cache.store.exclusive import create_new
+from cache.store.layout import is_project_file
+from cache.store.store import Store
+from schemas.errors import LatentpressError
+from schemas.tables import CAPTION_EDITS_SCHEMA
+
+FOLDER = "captions/edits"
+KEPT_TABLES = 5
+MOST_TRIES = 50  # of a change while others change, too
+
+
+class ChangedMeanwhile(LatentpressError):
+    """Somebody else edited the same caption."""
+
+
+def list_edit_tables(store: Store) -> list[str]:
+    """Paths of the tables, the newest last."""
+    return [f"{FOLDER}/{name}" for name in store.list_names(FOLDER) if is_project_file(f"{FOLDER}/{name}")]
+
+
+def read_edits(store: Store) -> pa.Table:
+    """The edited captions, each media id once; empty where there are none. DamageError where the table is damaged."""
+    return _read_newest(store)[1]
+
+
+def _read_newest(store: Store) -> tuple[str, pa.Table]:
+    """The newest table's path, "" where there is none, and the table."""
+    for _ in range(MOST_TRIES):
+        tables = list_edit_tables(store)
+        if not tables:
+            break
+        try:
+            return tables[-1], store.read_table(tables[-1], check_caption_edits)
+        except FileNotFoundError:  # others have changed it so often since it was listed
+            continue
+    return "", CAPTION_EDITS_SCHEMA.empty_table()
+
+
+def apply_edits(media: pa.Table, edits: pa.Table) -> pa.Table:
+    """A media table with the edited captions in the place of those that `discover` found."""
+    if not len(edits) or not len(media):
+        return media
+    row = pc.index_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
+    if row.null_count == len(row):
+        return media
+    number = media.schema.get_field_index("captions")
+    edited = edits["captions"].combine_chunks().take(row.combine_chunks())
+    captions = pc.if_else(edited.is_valid(), edited, media["captions"].combine_chunks())
+    return media.set_column(number, media.schema.field(number), captions.cast(media.schema.field(number).type))
+
+
+def write_edit(
+    store: Store, media_id: str, captions: Sequence[str] | None, before: Sequence[str] | None = None
+) -> None:
+    """Keep these captions of an item, at least one, or with None those of its files again. before: those that it was
+    seen with edited, None where it was not; ChangedMeanwhile where others are kept now."""
+    for _ in range(MOST_TRIES):
+        path, edits = _read_newest(store)
+        is_it = pc.equal(edits["media_id"], media_id)
+        now = edits.filter(is_it)["captions"].to_pylist()
+        if now != ([] if before is None else [list(before)]):
+            raise ChangedMeanwhile("the caption was edited meanwhile", "load the page again, and edit what it has now")
+        others = edits.filter(pc.invert(is_it))
+        if captions is None and not now:
+            return
+        row = {"media_id": media_id, "captions": list(captions or ()), "edited": time.time()}
+        new = pa.Table.from_pylist([] if captions is None else [row], CAPTION_EDITS_SCHEMA)
+        table = pa.concat_tables([others, new]).sort_by("media_id").combine_chunks()
+        check_caption_edits(table)
+        number = int(path[-len("000000.arrow") :].removesuffix(".arrow")) + 1 if path else 1
+        if create_new(store, f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
+            for old in list_edit_tables(store)[:-KEPT_TABLES]:
+                store.remove(old)
+            return
+    raise LatentpressError(f"{store.path(FOLDER)} is being changed all the time", "try it again")

@@ -1,0 +1,48 @@
+"""The page of `latentpress ui` with captions: listed, searched, edited, and taken back."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from cache.store.store import Store
+from stages import discover
+from stages.discovery.media_table import read_media_table
+from stages.pages.ui.captions_page import MOST_SHOWN
+from tests.project import Project
+from tests.stages.ui_server import UiServer
+
+
+@pytest.fixture
+def home(project: Callable[..., Project]) -> Project:
+    made = project()
+    made.image("a.png", (64, 48), "a <b>bold</b> caption", 1)
+    made.image("b.png", (64, 48), "Another one\nand a second", 2)
+    made.config()
+    return made
+
+
+def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
+    assert "has not been discovered yet" in server.get("/captions").text
+    home.run(discover.run)
+    text = server.get("/captions").text
+    assert "2 of 2 items, 0 edited" in text and "a &lt;b&gt;bold" in text and "<b>bold" not in text
+    assert "1 of 2 items" in server.get("/captions?words=ANOTHER+second").text
+    table = read_media_table(Store(home.root), "photos").to_pydict()
+    a = dict(zip(table["path"], table["media_id"], strict=True))["a.png"]
+    assert server.post(f"/captions/{a}/save", text=" \n").status == 409
+    assert server.post(f"/captions/{a}/save", text="  a <i>new</i> one \r\n\r\nand more").status == 200
+    again = server.post(f"/captions/{a}/save", text="late")
+    assert again.status == 409 and "edited meanwhile" in again.json["error"]
+    edited = server.get("/captions?edited=1&words=new").text
+    assert "1 of 2 items, 1 edited" in edited and "a &lt;i&gt;new" in edited and "a &lt;b&gt;bold" in edited
+    before = json.dumps(["a <i>new</i> one", "and more"])
+    assert server.post(f"/captions/{a}/restore", before=before).status == 200
+    assert "0 edited" in server.get("/captions").text
+    for path in (f"/captions/{'0' * 32}/save", "/captions/x/save", f"/captions/{a}/remove"):
+        assert server.post(path, text="x").status == 404
+    for odd in ("[1]", "{", '"x"'):
+        assert server.post(f"/captions/{a}/save", text="x", before=odd).status == 400
+    for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
+        assert server.get(f"/captions{odd}").status == 200
+    assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MOST_SHOWN > 2
