@@ -223,7 +223,8 @@ def read_progress(config: Config, folder: Path | None = None) -> RunProgress:
         state = "stopped" if lines or saved else "not started"
     last = lines[-1] if lines else {}
     if running:
-        since_start = [] if _was_started_since(folder) else parse_metrics(content.rpartition(b'"resumed"')[2])
+        _, resumed, rest = content.rpartition(b'"resumed"')
+        since_start = [] if _was_started_since(folder) else parse_metrics(rest) if resumed else metrics
         last = next((line for line in reversed(since_start) if "loss" in line), {})
     speed, waited = last.get("samples_per_s"), last.get("data_wait_share")
     left = last.get("seconds_left") if running else None

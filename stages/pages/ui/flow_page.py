@@ -58,8 +58,14 @@ class Card:
     set_aside: int = 0  # items
 
 
-def build_cards(config: Config, programs: ChildPrograms, status: Report | LatentpressError | None) -> list[list[Card]]:
-    """Steps in order; stages that need not wait for each other are one step."""
+def build_cards(
+    config: Config,
+    programs: ChildPrograms,
+    status: Report | LatentpressError | None,
+    progress: RunProgress | None = None,
+) -> list[list[Card]]:
+    """Steps in order; stages that need not wait for each other are one step. progress: of the run, if it is known."""
+    progress = progress or read_progress(config)
     rows = status.details.get("stages", []) if isinstance(status, Report) else []
     by_stage = {row["stage"]: row for row in rows}
     notes = _notes_by_program(programs, config)
@@ -67,7 +73,7 @@ def build_cards(config: Config, programs: ChildPrograms, status: Report | Latent
     for name in config.stage_order:
         card = build_job_card(name, STAGES[name], programs)
         _add_state(card, notes.get(name, ()))
-        _add_counts(card, config, status, by_stage.get(name))
+        _add_counts(card, config, status, by_stage.get(name), progress)
         _add_tasks(card, notes.get(name, ()))
         together = name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-")
         if together:
@@ -134,12 +140,14 @@ def _ago(moment: float) -> str:
     return f"{seconds // 3600} h" if seconds < 48 * 3600 else f"{seconds // 86400} days"
 
 
-def _add_counts(card: Card, config: Config, status: Report | LatentpressError | None, row: Any) -> None:
+def _add_counts(
+    card: Card, config: Config, status: Report | LatentpressError | None, row: Any, progress: RunProgress
+) -> None:
     """Add what there is, whoever made it."""
     if card.name == "train":
-        return _add_training(card, read_progress(config))
+        return _add_training(card, progress)
     if card.name in ("decode", "score"):
-        return _add_pictures(card, config)
+        return _add_pictures(card, config, progress.state == "finished")
     if card.name == "index":
         made = status.details.get("training_set", "") if isinstance(status, Report) else ""
         card.facts += [made.partition(":")[0] if made.startswith("none yet") else made] if made else []
@@ -159,7 +167,7 @@ def _add_counts(card: Card, config: Config, status: Report | LatentpressError | 
             card.facts.append(f"jobs: {jobs}")
     card.set_aside = row["set_aside"]
     if config.cache.limit is not None:  # its shards come and go
-        return _settle(card, read_progress(config).state == "finished")
+        return _settle(card, progress.state == "finished")
     return _settle(card, not remaining and (done or row["set_aside"]) > 0)
 
 
@@ -185,7 +193,7 @@ def _add_training(card: Card, progress: RunProgress) -> None:
         _settle(card, progress.state == "finished")
 
 
-def _add_pictures(card: Card, config: Config) -> None:
+def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
     """Count those that are decoded, or scored. A run that made none has nothing to decode or to score."""
     files = [file for file in list_validations(config.run_folder) if file.latent is not None]
     done, total = sum(file.picture is not None for file in files), len(files)
@@ -194,7 +202,7 @@ def _add_pictures(card: Card, config: Config) -> None:
         done = sum(file.picture is not None and file.step in scored for file in files)
     if files:
         card.done, card.total, card.count = done, total, f"{done} of {total} pictures and clips"
-    _settle(card, done == total and (total > 0 or read_progress(config).state == "finished"))
+    _settle(card, done == total and (total > 0 or is_finished))
 
 
 def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list[tuple[str, ProcessRecord]]]:
@@ -231,12 +239,13 @@ def show(request: Request) -> Response:
     site = site_of(request)
     config, status = site.config(), site.status()
     problem = status if isinstance(status, LatentpressError) else None
-    steps = build_cards(config, site.programs, status)
+    progress = read_progress(config)
+    steps = build_cards(config, site.programs, status, progress)
     whole = build_run_card(site.programs, steps, status is not None and problem is None)
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
     counts = [card.count for card in before if card.count]
     content: dict[str, Any] = {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
-    return render(request, "flow.html", title="Run", now=summarize_run(site, config, counts), **content)
+    return render(request, "flow.html", title="Run", now=summarize_run(site, config, progress, counts), **content)
 
 
 def act(request: Request, form: Form) -> str:

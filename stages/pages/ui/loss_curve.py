@@ -1,6 +1,7 @@
 """The losses of a run as a small curve: read from its metrics as they grow, and drawn as SVG."""
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ WIDTH, HEIGHT = 1000, 200  # of the SVG's coordinates
 MAX_POINTS = 600  # of a line
 MARGIN = 0.06  # of the range, above and below
 PIECE_BYTES = 8 << 20  # read at a time
+MIN_PAUSE_FACTOR = 50  # reading and drawing take 2 % of the time at most
 KEPT = ("step", "loss", "eval_loss")
 MEMORY = ("device_memory_gib", "host_memory_gib")
 Line = Mapping[str, Any]
@@ -22,6 +24,9 @@ Line = Mapping[str, Any]
 
 class MetricsHistory:
     """The losses of a metrics.jsonl, of which only what was added since is read."""
+
+    _drawn: tuple[Path, "LossCurve | None", Line] | None = None
+    _again = 0.0  # when it may be drawn again
 
     def __init__(self) -> None:
         self._file: tuple[Path, int] | None = None  # with its inode
@@ -36,6 +41,16 @@ class MetricsHistory:
             except OSError:
                 self._file, self._lines, self._memory = None, [], {}
             return self._lines, self._memory
+
+    def draw(self, path: Path) -> tuple["LossCurve | None", Line]:
+        """(the curve, MEMORY of the last step), of a long run as they were a while ago: of many steps it takes long."""
+        began = time.monotonic()
+        if self._drawn is None or self._drawn[0] != path or began > self._again:
+            lines, memory = self.read(path)
+            self._drawn = path, draw_losses(lines), memory
+            ended = time.monotonic()
+            self._again = ended + (ended - began) * MIN_PAUSE_FACTOR
+        return self._drawn[1:]
 
     def _read_more(self, path: Path) -> None:
         with path.open("rb") as file:

@@ -4,12 +4,12 @@ ones. Before it trains, what there is for it."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cache.runs.training_run import METRICS_FILE, read_progress, spread
+from cache.runs.training_run import METRICS_FILE, RunProgress, spread
 from cache.store.files import find_free_space
 from schemas.config.pipeline import Config
 from schemas.text_format import format_bytes
 from stages.pages.ui.app import Site
-from stages.pages.ui.loss_curve import MEMORY, LossCurve, draw_losses
+from stages.pages.ui.loss_curve import MEMORY, LossCurve
 from stages.pages.ui.run_samples import Row, list_files, make_row
 
 MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
@@ -40,14 +40,13 @@ class RunSummary:
     without: str
 
 
-def summarize_run(site: Site, config: Config, counts: Sequence[str]) -> RunSummary:
+def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Sequence[str]) -> RunSummary:
     """counts: what the stages before training have made, in words."""
-    progress = read_progress(config)
     row = progress.row()
     facts = {label: row[key] for key, label in LABELS.items() if row[key]}
     if progress.state == "not started":
         facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
-    lines, memory = site.metrics.read(config.run_folder / METRICS_FILE)
+    curve, memory = site.metrics.draw(config.run_folder / METRICS_FILE)
     place = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{memory[key]:.1f} GiB"
              for key in MEMORY if isinstance(memory.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
@@ -57,9 +56,7 @@ def summarize_run(site: Site, config: Config, counts: Sequence[str]) -> RunSumma
     shown = {name: [step for step in steps if step in own] or [max(own)] for name, own in files.items()}
     rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
     without = "" if rows else _explain_none(config)
-    return RunSummary(
-        *(progress.run, progress.state, facts, place, draw_losses(lines), rows, len(files) - len(rows), without)
-    )
+    return RunSummary(*(progress.run, progress.state, facts, place, curve, rows, len(files) - len(rows), without))
 
 
 def _explain_none(config: Config) -> str:
