@@ -22,6 +22,7 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
     run.metrics(*(step_line(step) for step in range(1, 4)))
     run.latent(3, "one", prompt="<img src=x onerror=alert(1)>" + "x" * 500, bucket="64x48@12")
     run.clip(3, "one", size=(640, 480))
+    run.latent(2, "one")
     (run.folder / "report.html").write_text("<p>a report</p>" + "<p>long</p>" * 100)
     preview = home.folder / "output/preview/latents-0123456789ab.html"
     preview.parent.mkdir()
@@ -52,6 +53,12 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
             and dialogs == []
             and all(url.startswith(server.url) for url in requests)
         )
+        page.goto(f"{server.url}/pictures/one?name=one&step=3")
+        assert page.evaluate("document.querySelector('video').play().then(() => true)")
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_url("**/pictures/one?name=one&step=2")
+        page.keyboard.press("Escape")
+        page.wait_for_url("**/pictures")
         page.goto(server.url)
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == "To the content"
