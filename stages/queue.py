@@ -25,6 +25,7 @@ from schemas.errors import LatentpressError
 from stages.encoding.stage import refuse_partition
 from stages.engines.card_lock import CardLock
 from stages.engines.stage_processes import StageProcesses
+from stages.pages.ui.child_programs import ChildPrograms, list_conflicts
 
 Verb = Literal["list", "add", "remove", "up", "down", "again", "clear", "run", "stop"]
 OF_ENTRIES = ("remove", "up", "down", "again")
@@ -130,6 +131,7 @@ class _Worker:
         self.is_stopped = False
         self._queue, self._options, self._console = queue, options, console
         self._processes = StageProcesses({})
+        self._of_page = ChildPrograms(queue.folder.parent, [])
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -167,12 +169,15 @@ class _Worker:
         return "failed", f"it ended with {how}", "its log says more: latentpress queue again, once that is corrected"
 
     def _is_free(self, entry: QueueEntry, card: CardLock, ended: threading.Event) -> bool:
-        """Wait until neither another queue has the card nor another program the run. False where it was stopped."""
+        """Wait until no other queue has the card, no other program the run, and the page has started none. False where
+        it was stopped."""
         said = False
         while not self._processes.is_stopped:
             folder = Path(entry.folder)
             record = read_record(ProcessRecord, folder / LOGS / "run.json")
-            if card.acquire() and not (is_running(folder) or (record is not None and record.is_running)):
+            of_page = (self._of_page.last_start(name) for name in list_conflicts("queue"))
+            others = [one for one in (record, *of_page) if one is not None and one.is_running]
+            if card.acquire() and not (others or is_running(folder)):
                 return True
             if not said:
                 self._console.log("waiting: another program has the card, or works on the same run")

@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import pytest
 
 from cache.runs.run_queue import QueueError, QueueState, RunQueue
 from schemas.cli.console import Console, Options, Report
+from schemas.cli.process_record import find_process_start, write_record
 from schemas.errors import INCOMPLETE, LatentpressError
 from stages import queue
 from stages.engines.card_lock import CardLock
+from stages.pages.ui.child_programs import Start
 from tests.background import until
 from tests.project import Project
 
@@ -128,6 +131,18 @@ def test_removed_and_stopped_while_it_runs(home: Project) -> None:
     end()
     assert states(runs) == {"second": "finished", "long-2": "waiting", "late": "waiting"}
     assert not runs.read().is_on and runs.take_next() is None
+
+
+def test_it_waits_for_what_the_page_has_started(home: Project) -> None:
+    runs, path = add(home, "first"), home.folder / "output/.ui/starts/train.json"
+    start = Start(program="train", process_start=find_process_start(os.getpid()), log="train.log")
+    write_record(path, start)
+    end = work(home)
+    until(lambda: states(runs) == {"first": "running"}, "its turn")
+    time.sleep(0.1)
+    assert not (home.folder / "calls").exists()
+    path.unlink()
+    assert end().done == 1 and calls(home) == ["first"]
 
 
 def test_two_cards_at_once_and_one_never(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from stages import discover
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.captions_page import MOST_SHOWN
 from tests.project import Project
+from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer
 
 
@@ -46,3 +48,31 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
         assert server.get(f"/captions{odd}").status == 200
     assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MOST_SHOWN > 2
+
+
+def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  # noqa: F811
+    """An edit is saved by keys and taken back; runs are queued, moved and removed without leaving the page."""
+    home.run(discover.run)
+    page = browser.new_page()
+    errors = note_errors(page)
+    page.goto(f"{server.url}/captions?words=bold")
+    page.locator("textarea").fill("my own words")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.locator(".mark", has_text="edited").wait_for()
+    assert page.locator("textarea").input_value() == "my own words" and "words=bold" in page.url
+    page.locator("summary").click()
+    page.locator("details button").click()
+    page.locator(".mark").wait_for(state="detached")
+    assert page.locator("textarea").input_value() == "a <b>bold</b> caption"
+    page.goto(f"{server.url}/queue")
+    for name in ("one", "two"):
+        page.locator("#run-name").fill(name)
+        page.keyboard.press("Enter")
+        until(page, f"document.querySelector('#entries li:last-child h2')?.textContent === '{name}'")
+    page.locator("#up-2").click()
+    until(page, "document.querySelector('#entries li h2').textContent === 'two'")
+    page.locator("#remove-1").click()
+    until(page, "document.querySelectorAll('#entries li').length === 1")
+    assert errors == [] and page.locator("#start-queue").is_visible()
+    page.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cache.runs.run_queue import RunQueue
 from stages import discover
 from tests.project import Project
 from tests.stages.browser import browser  # noqa: F401 (a fixture)
@@ -28,7 +29,14 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
     preview.parent.mkdir()
     preview.write_text("<p id=said>a preview</p><p style='width: 3000px'>wide</p>")
     (home.media / f"{'n' * 200}.png").write_bytes(b"no picture")
+    home.image(f"{'c' * 200}.png", caption="y" * 3000)
     home.run(discover.run)
+    config = home.config()
+    queue = RunQueue(home.folder / "output")
+    queue.add(home.folder / "pipeline.yaml", [f"train.run={'r' * 100}"], config.run_folder)
+    queue.switch(True)
+    queue.take_next()
+    queue.finish(1, "failed", "<img src=x onerror=alert(1)>" + "z" * 2000, "w" * 500)
     with ui_server(home) as server:
         server.site.programs._new_log("run").write_text(f"{'x' * 3000}\n<img src=x onerror=alert(1)>\n")
         context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
@@ -37,7 +45,7 @@ def test_pages_on_a_phone_and_by_keys(project: Callable[..., Project], browser: 
         page.on("request", lambda request: requests.append(request.url))
         for path in (
             *("/", "/pictures", "/pictures/one?name=one&step=3", "/configuration", "/set-aside", "/logs", "/logs/run"),
-            *("/plan", "/preview", "/report"),
+            *("/plan", "/preview", "/report", "/queue", "/captions"),
         ):
             page.goto(server.url + path)
             if path == "/preview":
