@@ -253,7 +253,6 @@ app = make_app(
     "bucket",
     "Divide media into buckets and plan samples, texts and work units.",
     run,
-    extra="media",
     unused=NOT_DIVIDED,
 )
 

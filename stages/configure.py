@@ -97,7 +97,6 @@ app = make_app(
     "Write a short configuration from a few answers: what is in a folder of media, what to train, on which card, in "
     "which time. Asks in a terminal; a file that is there is changed after its difference was shown.",
     run,
-    extra="media",
     examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
     unused=NOT_DIVIDED,
     needs_config=False,

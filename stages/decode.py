@@ -291,7 +291,7 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
         container.mux(stream.encode())
 
 
-app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"], extra="encode")
+app = make_app("decode", "Turn validation latents into pictures and videos.", run, examples=["--watch"])
 
 if __name__ == "__main__":
     app()

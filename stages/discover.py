@@ -313,7 +313,7 @@ def _sum_values(values: Any) -> int:
     return pc.sum(values).as_py() or 0
 
 
-app = make_app("discover", "Find media and captions; read headers; name files by content.", run, extra="media")
+app = make_app("discover", "Find media and captions; read headers; name files by content.", run)
 
 if __name__ == "__main__":
     app()

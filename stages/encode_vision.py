@@ -9,7 +9,7 @@ from stages.encoding.stage_registry import VISION as STAGE
 
 run = STAGE.run
 ABOUT = "Encode images and clips with DINOv2, for CREPA (train.methods.crepa)."
-app = make_app("encode-vision", ABOUT, run, extra="encode")
+app = make_app("encode-vision", ABOUT, run)
 
 if __name__ == "__main__":
     app()

@@ -119,7 +119,6 @@ app = make_app(
     "Tell webhooks what happens to a run; --dry-run shows the requests.",
     run,
     examples=["--watch"],
-    extra="media",
     unused=NOT_DIVIDED,
 )
 

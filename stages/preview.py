@@ -266,7 +266,6 @@ app = make_app(
     "Show encoded samples beside their originals, or with --plan what would be encoded, as an HTML page.",
     run,
     examples=("--samples 12 --device cuda", "--plan", "--plan --bucket 640x384@29"),
-    extra="media",
 )
 
 if __name__ == "__main__":

@@ -117,7 +117,6 @@ app = make_app(
     "Upload the adapter or model to the Hugging Face Hub, with a model card; --dry-run writes the card alone.",
     run,
     examples=["--repo user/name"],
-    extra="media",
     unused=NOT_DIVIDED,
 )
 

@@ -178,7 +178,6 @@ app = make_app(
     "One HTML page of a run, or of several: curves, samples, data, costs, settings.",
     run,
     examples=["first second", "--pictures-beside"],
-    extra="report",
     unused=NOT_DIVIDED,
 )
 

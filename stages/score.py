@@ -320,7 +320,6 @@ app = make_app(
     "Measure how decoded validation samples fit their prompts, by step; which step is the best.",
     run,
     examples=["--watch", "--device cuda"],
-    extra="encode",
 )
 
 if __name__ == "__main__":

@@ -91,7 +91,6 @@ app = make_app(
     "A local web page: start, stop and watch the stages, see plan, pictures, report and logs.",
     run,
     examples=["--port 8500", "--host 0.0.0.0"],
-    extra="ui",
 )
 
 if __name__ == "__main__":

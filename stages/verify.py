@@ -252,7 +252,6 @@ app = make_app(
     "With --repair exit code 4 means that some damage remains: shards of other configurations are only moved away.",
     run,
     examples=["--repair", "--workers 4 --json"],
-    extra="encode",
 )
 
 if __name__ == "__main__":

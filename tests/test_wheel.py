@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,24 +13,9 @@ import pytest
 from PIL import Image
 
 from tests.ray_cluster import ray_cluster
+from tests.wheels import RECIPES, ROOT, TOP, clean_environment
 
-ROOT = Path(__file__).resolve().parent.parent
-TOP = ("schemas", "cache", "stages", "trainer")
-RECIPES = "examples/recipes"
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of a copy, as building leaves files in the folder of the sources."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for name in ("latentpress", *TOP, RECIPES):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", built, source)
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True)
-    return next(built.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +39,7 @@ def run(environment: Path, tmp_path: Path) -> Callable[..., str]:
     """run(*command) -> what a command of the environment printed, in an empty folder; it ended with `code`."""
 
     def start(*command: str, code: int = 0) -> str:
-        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-        kept |= {"PATH": f"{environment}:{kept['PATH']}", "OMP_NUM_THREADS": "1"}
+        kept = clean_environment(PATH=f"{environment}:{os.environ['PATH']}")
         done = subprocess.run(
             [environment / command[0], *command[1:]], cwd=tmp_path, env=kept, capture_output=True, text=True
         )

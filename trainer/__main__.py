@@ -318,7 +318,6 @@ app = make_app(
     "Train an adapter or a model on a training set. --dry-run predicts the memory that it takes, by part, and tries "
     "the attention backend; for that it imports torch and reads the transformer's config.json.",
     run,
-    extra="train",
     unused=("shard", "workers"),
 )
 

@@ -287,7 +287,6 @@ app = make_app(
     "Convert an adapter to another format, or merge it into a model.",
     run,
     examples=["--format comfyui", "--merge --to merged", "--from other.safetensors --format diffusers --to output"],
-    extra="train",
     unused=("shard", "workers"),
 )
 

@@ -54,7 +54,7 @@ from schemas.cli.progress import (
     show_activities,
 )
 from schemas.cli.report import Report, fold_message, report_width
-from schemas.cli.starting import OUR_PACKAGES, hide_line, install_command, print_for_reader, show_starting
+from schemas.cli.starting import EXTRAS, OUR_PACKAGES, hide_line, install_command, print_for_reader, show_starting
 from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
 from schemas.import_time import silence_libraries
 from schemas.text_format import escape_lines, to_json_values
@@ -242,15 +242,14 @@ def make_app(
     run: RunFunction,
     *,
     examples: Sequence[str] = (),
-    extra: str = "",
     unused: Sequence[str] = (),
     needs_config: bool = True,
 ) -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
-    examples: argument lines for --help. extra: the installation extra that the error names where a library is missing.
-    unused: common options that --help leaves out. They are read, so that the program can say why it has none.
-    needs_config: False for a program that gets None for the configuration, which it reads itself.
+    examples: argument lines for --help. unused: common options that --help leaves out. They are read, so that the
+    program can say why it has none. needs_config: False for a program that gets None for the configuration, which it
+    reads itself.
     """
 
     hide_line()  # this module's program has been imported
@@ -267,7 +266,9 @@ def make_app(
     ) -> None:
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         with interrupted_by_sigterm():
-            raise typer.Exit(run_program(name, run, options, own_options, extra=extra, needs_config=needs_config))
+            raise typer.Exit(
+                run_program(name, run, options, own_options, extra=EXTRAS.get(name, ""), needs_config=needs_config)
+            )
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):

@@ -10,6 +10,14 @@ from types import TracebackType
 from typing import TextIO
 
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
+#: The extra that a program is installed with, of those that need one.
+EXTRAS = {
+    **dict.fromkeys(("configure", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
+    **dict.fromkeys(("encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"), "encode"),
+    **dict.fromkeys(("train", "export-adapter"), "train"),
+    "report": "report",
+    "ui": "ui",
+}
 PIPE_CLOSED = 141  # the exit code that a shell gives SIGPIPE
 
 
@@ -60,7 +68,7 @@ def explain_missing_libraries() -> None:
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Instead of `sys.excepthook`: end the process. What is imported here may not be imported at the top, where the
     working directory may still have a module of that name (`remove_working_directory`)."""
-    missing = find_missing(error) if isinstance(error, ModuleNotFoundError) else []
+    missing, extra = find_missing(error) if isinstance(error, ModuleNotFoundError) else ([], "")
     if not missing:
         return sys.__excepthook__(kind, error, trace)
     import json
@@ -68,8 +76,9 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
     from schemas.cli.starting import hide_line
     from schemas.errors import LatentpressError
 
-    step = f"Install latentpress with its dependencies: {install_command()}"
-    shown = LatentpressError(f"latentpress needs libraries that are not installed: {', '.join(missing)}", step)
+    step = f"Install {'what this program needs' if extra else 'latentpress with its dependencies'}: "
+    step, who = step + install_command(extra), _program() if extra else "latentpress"
+    shown = LatentpressError(f"{who} needs libraries that are not installed: {', '.join(missing)}", step)
     hide_line()
     print(f"error: {shown}", file=sys.stderr)
     if "--json" in sys.argv:
@@ -88,30 +97,39 @@ def install_command(extra: str = "") -> str:
     return f"pip install -e '.[{extra}]'" if clone else f"pip install 'latentpress[{extra}]'"
 
 
-def find_missing(error: ModuleNotFoundError) -> list[str]:
-    """The distributions that latentpress needs and that are not installed, by their metadata; else the package that was
-    not found, which one of those needs. Empty for a module of our own, or of a package that is there."""
+def find_missing(error: ModuleNotFoundError) -> tuple[list[str], str]:
+    """The distributions that are not installed, by the metadata of latentpress, and the extra that brings them: those
+    of latentpress itself (""), or else of the program's extra. Else the package that was not found, which one of those
+    needs; nothing for a module of our own, or of a package that is there."""
     import re
     from importlib.metadata import PackageNotFoundError, requires, version
     from importlib.util import find_spec
 
-    missing = list[str]()
+    def is_missing(name: str) -> bool:
+        try:
+            return not version(name)
+        except PackageNotFoundError:
+            return True
+
     try:
-        needed = [line for line in requires("latentpress") or () if "extra ==" not in line]
+        needed = requires("latentpress") or []
     except PackageNotFoundError:  # sources on PYTHONPATH
         needed = []
-    for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in needed):
-        try:
-            version(name)
-        except PackageNotFoundError:
-            missing.append(name)
+    extra = EXTRAS.get(_program(), "")
+    for kind, lines in (
+        ("", [line for line in needed if "extra ==" not in line]),
+        (extra, [line for line in needed if f'extra == "{extra}"' in line]),
+    ):
+        names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines]
+        if missing := [name for name in names if is_missing(name)]:
+            return missing, kind
     module = (error.name or "").partition(".")[0]
-    return missing or ([] if module in ("", *OUR_PACKAGES) or find_spec(module) else [module])
+    return [] if module in ("", *OUR_PACKAGES) or find_spec(module) else [module], ""
 
 
 def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for the command `latentpress`
-    if spec is None:
+    if spec is None or spec.name == "latentpress.__main__":
         return sys.argv[1]
     name = spec.name.removesuffix(".__main__").rpartition(".")[2].rstrip("_").replace("_", "-")
     return "train" if name == "trainer" else name

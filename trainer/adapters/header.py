@@ -24,8 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors import SafetensorError, safe_open
-
 from cache.models.weights import PICKLE_SUFFIXES
 from cache.store.json_checks import printable
 from schemas.config.adapter import FILE_NAMES, Adapter, FileFormat
@@ -145,6 +143,8 @@ def read_adapter(source: Path) -> AdapterFile:
     if path.name.endswith(PICKLE_SUFFIXES):
         step = "Convert it on a machine that you can lose: safetensors.torch.save_file(torch.load(...), ...)."
         raise AdapterError(f"{path} is pickled, and a pickle can run code: only *.safetensors is read", step)
+    from safetensors import SafetensorError, safe_open  # of the extra `train`; --help does without
+
     try:
         with safe_open(path, "np") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
@@ -177,6 +177,8 @@ def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
 def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
     if not keys:
         return {}
+    from safetensors import safe_open
+
     alphas = {}
     with safe_open(path, "pt") as file:  # numpy has no bfloat16
         for key in keys:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, step_of
 from cache.store.files import StoreError, check_folder, check_writable, explained
 from schemas.cli.console import Console
@@ -67,6 +65,7 @@ def explain_failures(folder: Path) -> Iterator[None]:
     """Turn a full disk, missing permissions or memory in training under `folder` into errors for the user; an obstacle
     to creating the folder, or one in it, is found before anything is loaded."""
     import torch
+    from safetensors import SafetensorError
 
     steps = [path for path in folder.glob(f"{CHECKPOINTS}/*") if step_of(path) is not None]
     for path in (folder, *(folder / name for name in (CHECKPOINTS, "validation", "adapter", "model")), *steps):

@@ -45,7 +45,7 @@ def run(config: Config, options: Options, console: Console) -> Report:
     return report
 
 
-app = make_app("thumbnails", "Make thumbnails of what was set aside, for `latentpress ui`.", run, extra="media")
+app = make_app("thumbnails", "Make thumbnails of what was set aside, for `latentpress ui`.", run)
 
 if __name__ == "__main__":
     app()

@@ -11,6 +11,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.cli import starting
 from schemas.cli.console import Options, Partition, Report, run_program
 from schemas.cli.options import parse_partition
 from schemas.config.loading import load_config
@@ -178,15 +179,16 @@ def test_an_interrupt_says_how_to_go_on(here, capsys):
     assert "What was finished is kept" in err and "where it stopped" not in err
 
 
-def test_a_missing_library_names_the_extra(here):
+def test_a_missing_library_names_the_extra(here, monkeypatch):
     def run(config, options, console):
         raise ModuleNotFoundError("No module named 'av'", name="av.video")
 
-    result = call(run, extra="media")
+    assert isinstance(call(run).exception, ModuleNotFoundError)
+    monkeypatch.setitem(starting.EXTRAS, "probe", "media")
+    result = call(run)
     assert result.exit_code == INCOMPLETE
     assert "needs the library 'av'" in result.stderr
     assert "pip install -e '.[media]'" in result.stderr
-    assert isinstance(call(run).exception, ModuleNotFoundError)
 
 
 # ------------------------------------------------------------------------------------- processes
