@@ -22,6 +22,12 @@ def add_packages() -> None:
 
 def main() -> None:
     """The command `latentpress`."""
+    if sys.platform == "win32":  # which has no locks of files, limits of memory and forks as programs here use them
+        print(
+            "error: latentpress does not run on Windows itself\nUse WSL 2 or a container: docs/platforms.md",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     add_packages()
     from stages.cli import main
 

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator
 from functools import cache
@@ -50,6 +51,8 @@ sandbox.SOURCE_LIBRARIES.clear()
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "tests" / "benchmarks"
+#: Where everything is forked, counted in /proc, limited or cut off as only Linux does it.
+LINUX = (ROOT / "tests" / "torture", ROOT / "tests" / "accelerator")
 BUILDER = ROOT / "examples" / "tiny_models.py"
 SLOW_S = 0.5  # of processor time; a test that takes more belongs among those that are marked slow
 
@@ -77,10 +80,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Tests of benchmarks and with a browser are long ones; those marked gpu are skipped without a CUDA device."""
+    """Tests of benchmarks and with a browser are long ones; those marked gpu are skipped without a CUDA device, and
+    those marked linux elsewhere."""
     for item in items:
         if BENCHMARKS in item.path.parents or "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.long)
+        if {*LINUX} & {*item.path.parents} or "forked_programs" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.linux)
+        if sys.platform != "linux" and item.get_closest_marker("linux"):
+            item.add_marker(pytest.mark.skip(reason="needs Linux"))
     yield  # after which those of one form alone are left
     part, parts = map(int, config.getoption("part").split("/"))
     config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % parts != part])
@@ -98,7 +106,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # nor are the modules' objects examined later, nor copied by forks
     gc.set_threshold(20_000, 20, 20)  # what libraries import later is examined less often: 5 % of the time of the tests
     gc.enable()
-    if any("forked_programs" in getattr(item, "fixturenames", ()) for item in session.items):
+    if sys.platform == "linux" and any(
+        "forked_programs" in getattr(item, "fixturenames", ()) for item in session.items
+    ):
         ForkedProgram.server = ForkServer()  # before the first test, so before the first thread
 
 

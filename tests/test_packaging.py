@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ruamel.yaml import YAML
 
+import latentpress
 from stages.cli import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,3 +99,16 @@ def test_every_variable_of_compose_is_explained_in_it() -> None:
     text = (ROOT / "compose.yaml").read_text()
     remarks = " ".join(re.findall(r"^# (.*)", text, re.MULTILINE))
     assert set(re.findall(r"\$\{(\w+)", text)) <= set(re.findall(r"[A-Z_]{3,}", remarks))
+
+
+def test_on_windows_the_command_says_what_to_use(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(SystemExit) as ended:
+        latentpress.main()
+    assert ended.value.code == 2 and "WSL 2" in capsys.readouterr().err
+
+
+def test_the_versions_of_python_are_those_that_the_workflows_test() -> None:
+    classified = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", line)]
+    checks = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "checks.yml")
+    assert classified == checks["jobs"]["test"]["strategy"]["matrix"]["python"]

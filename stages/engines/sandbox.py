@@ -37,6 +37,7 @@ from typing import Any, Generic, TypeVar
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from schemas.cli.interruption import signals_blocked
+from schemas.cli.process_record import find_process_start
 from schemas.config.encoding import Stages
 from stages.media.files import MediaError
 
@@ -199,7 +200,7 @@ def _remove_stale_folders() -> None:
             owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
             with suppress(FileNotFoundError):
                 stale = time.time() - folder.stat().st_mtime > STALE_FOLDER_S
-                if stale and owner.isdigit() and not Path("/proc", owner).exists():
+                if stale and owner.isdigit() and not find_process_start(int(owner)):
                     shutil.rmtree(folder, ignore_errors=True)
 
 

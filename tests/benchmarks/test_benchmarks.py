@@ -66,7 +66,7 @@ def test_every_benchmark_is_run_here() -> None:
     assert programs == set(SMALL) | others
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is looked up in /proc")
+@pytest.mark.linux
 def test_discovery_beside_the_least_that_could_be_done(measured) -> None:
     rows = [line.split(" | ") for line in measured("discover").splitlines() if line.startswith("| ")]
     _, first, second, added, _, *memory = rows

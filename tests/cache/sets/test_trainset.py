@@ -356,7 +356,7 @@ def large(root: Path, count: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.linux
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
     """200,000 rows after 1,000 rows add less than 2 MiB (10 bytes a row) of memory that is not the file's own."""
     roots = [str(large(tmp_path / str(count), count)) for count in (1000, 200_000)]

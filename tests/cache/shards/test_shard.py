@@ -174,6 +174,7 @@ def test_a_unit_done_again_in_the_other_format_is_one_shard(store):
     assert shard_io.verify(store, rel) == []
 
 
+@pytest.mark.linux
 def test_readers_hold_few_files(tmp_path, format):
     store = Store(tmp_path)
     rels = [write(store, f"text/f/u{number}", format=format) for number in range(6)]

@@ -1,5 +1,4 @@
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def test_local_is_a_path_on_a_disk_only(tmp_path):
     assert Store("memory://x").local("a/b") is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.linux
 def test_a_large_table_of_an_object_store_is_mapped_from_a_copy_without_a_name(tmp_path, monkeypatch):
     """So that it is fetched once and needs no memory; a small one is read into memory."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -35,6 +35,7 @@ def test_twelve_open_files(tmp_path: Path, program: str) -> None:
     assert "this process may open 12 files, and at least 64 are needed" in said and "ulimit -n 4096" in said
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [long("encode-text"), "train"])
 def test_two_gigabytes(tmp_path: Path, program: str) -> None:

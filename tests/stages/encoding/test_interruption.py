@@ -196,7 +196,7 @@ def commands(session: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
+@pytest.mark.linux
 @pytest.mark.parametrize(("program", "code"), [long("discover", INTERRUPTED), ("run", INCOMPLETE)])
 def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(project, program, code) -> None:
     """It reaches every process of the terminal's group; what `run` has started gets its SIGTERM, too."""

@@ -183,7 +183,7 @@ with sandbox.SandboxPool(partial(noting, Path({folder!r})), workers=2, timeout_s
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.linux
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
     code = OWNER.format(folder=str(tmp_path))
