@@ -67,6 +67,7 @@ RECIPES: dict[str, tuple[int, dict[str, Any], str]] = {
     "klein-4b-lora-12gb": (12, published("flux2-klein", "klein-base-4b"), "flux2-klein"),
     "klein-4b-edit-lora-16gb": (16, published("flux2-klein", "klein-base-4b-i2i"), "flux2-klein"),
     "wan-a14b-lora-24gb": (24, published("wan2.2-a14b", "t2v-a14b"), "wan2.2-a14b-t2v"),
+    "wan-a14b-i2v-lora-24gb": (24, published("wan2.2-a14b", "i2v-a14b"), "wan2.2-a14b-i2v"),
     "klein-9b-lora-16gb": (16, published("flux2-klein", "klein-base-9b"), "flux2-klein"),
 }
 LAYERS = {"sana": 20, "z-image": 30, "qwen-image": 60, "qwen-image-edit-plus": 60}  # the defaults of the classes
