@@ -84,8 +84,14 @@ def write_edit(
         table = pa.concat_tables([others, new]).sort_by("media_id").combine_chunks()
         check_caption_edits(table)
         number = int(path[-len("000000.arrow") :].removesuffix(".arrow")) + 1 if path else 1
-        if create_new(store, f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
-            for old in list_edit_tables(store)[:-KEPT_TABLES]:
-                store.remove(old)
-            return
+        if not create_new(store, f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
+            continue
+        # Where others have changed so much since the table was read that its next number was free again, ours is old.
+        kept = read_edits(store)
+        if kept.filter(pc.equal(kept["media_id"], media_id)).to_pylist() != new.to_pylist():
+            store.remove(f"{FOLDER}/{number:06d}.arrow")
+            continue
+        for old in list_edit_tables(store)[:-KEPT_TABLES]:
+            store.remove(old)
+        return
     raise LatentpressError(f"{store.path(FOLDER)} is being changed all the time", "try it again")
