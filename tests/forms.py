@@ -12,6 +12,12 @@ def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def first(number: int, cases: list[Any]) -> list[Any]:
+    """Leave this many of the short form; the others become long ones."""
+    short = [case for case in cases if not hasattr(case, "marks")][:number]
+    return [case if case in short or hasattr(case, "marks") else long(*case) for case in cases]
+
+
 def in_turn(*options: Iterable[Any]) -> list[Any]:
     """Make cases of all products of options. Those of the short form have each value once, with the others' in turn."""
     values = [[*each] for each in options]

@@ -212,6 +212,7 @@ def test_the_text_and_vision_programs_load_no_autoencoder_pipeline_or_transforme
     assert missing("encode", modules) == set()
 
 
+@pytest.mark.long
 def test_the_latents_program_loads_no_text_encoder_and_no_pipeline(loaded_by) -> None:
     """Importing an autoencoder imports transformers, but none of its models, and no diffusers pipeline."""
     modules = loaded_by[LATENTS]

@@ -125,6 +125,7 @@ def test_latents(planned, kind, posterior) -> None:
     encode_on_both(planned(kind), encode_latents, "latents", f"latents.posterior={posterior}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", long("kandinsky5-video-t2v")])
 def test_vision(planned, tiny, kind) -> None:
     vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}

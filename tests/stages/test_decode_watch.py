@@ -91,7 +91,7 @@ def write_after(*files: Path) -> None:
     validation.write_validation_latents = wait_and_write
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pictures_are_there_before_training_has_ended(
     forked_programs: None, project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,7 +227,7 @@ def test_two_runs_side_by_side(home: Project) -> None:
     assert {key for key, *_ in keys} == {"train.run", "train.adapter.rank", "train.optimizer.lr"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_experts_side_by_side(project: Callable[..., Project]) -> None:
     """Without their names; what differs is the expert alone."""
     home = project("wan2.2-a14b-t2v", train={"run": "run", "steps": 3, "experts": "both"})

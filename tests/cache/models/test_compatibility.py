@@ -103,7 +103,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return attempts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("offline", "revision"), [(False, None), long(True, COMMIT)], ids=["main", "offline, a commit"]
 )

@@ -101,7 +101,7 @@ def test_out_of_memory_starts_the_whole_unit_again_at_half_the_batch(planned, ba
     assert planned.shards("latents") == with_room
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_out_of_memory_where_rows_are_taken_is_of_their_batch(planned, batches, monkeypatch) -> None:
     """The next batch, of one member, is queued then."""
     take = LatentsWorker._rows

@@ -41,7 +41,6 @@ def job(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Job:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_left(
     engine: Engine, job: Job, tmp_path: Path
 ) -> None:
@@ -82,7 +81,7 @@ def test_units_may_end_sooner_and_what_was_taken_is_done(engine: Engine, job: Jo
     assert len(list(tmp_path.glob("tried-*"))) == 4 and next(units, None) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_for_the_user_reaches_the_caller_and_the_workers_clean_up(
     engine: Engine, job: Job, tmp_path: Path
 ) -> None:

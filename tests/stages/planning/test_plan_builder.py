@@ -71,6 +71,7 @@ def test_units_hold_each_sample_once_in_one_bucket_and_within_the_size(found: li
         assert len(lengths) == 1 or unit["estimated_bytes"] <= unit_mib * 2**20
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=20), st.booleans())
 def test_a_list_of_resolutions_plans_what_each_of_them_plans(found: list, upscale: bool):

@@ -88,6 +88,7 @@ def in_tar(place: Any, pairs: list[Pair]) -> dict:
     return {"instance_data_dir": f"{place.folder}/0.tar", **columns}
 
 
+@pytest.mark.long
 def test_companions_from_everywhere(home_of, place_of, pairs: list[Pair]) -> None:
     """Sources and masks by name, here and in S3, in columns and in tars: one set of shards."""
     shards, plans, texts = {}, {}, {}
