@@ -26,6 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
+from pebble.pool.process import PoolManager, Task
 
 from schemas.cli.interruption import signals_blocked
 from schemas.cli.process_record import find_process_start
@@ -62,6 +64,7 @@ MAX_QUEUED_PER_PROCESS = 3  # tasks, so that no process waits for one
 READY_SUFFIX = ".ready"  # of the file by which a process shows that it has started
 KILL_GRACE_S = 2.0  # between the alarm and the kill by this program
 START_TIMEOUT_S = 10.0
+MESSAGE_TIMEOUT_S, MAX_IDLE_DEATHS = 1.0, 10  # of a process that died; of those without a task, in a row
 OUT_OF_MEMORY_EXIT_CODE = 77
 CONSTS.sleep_unit = 0.02  # seconds until pebble sees that a process died, or that it should stop; 0.1 by default
 
@@ -82,6 +85,25 @@ class WorkerFailure:
     def error(self, path: str | os.PathLike[str]) -> MediaError:
         """The failure as an error about the file `path`."""
         return MediaError(self.reason, path, self.problem, _ADVICE[self.reason])
+
+
+class _PoolManager(PoolManager):
+    """Pebble's breaks its pool, and leaves tasks without an end, where a process dies and no task is known to have begun:
+    also where the message that one did has not been read yet, as of an item that crashes at once."""
+
+    idle_deaths = 0
+
+    def find_expired_task(self, worker_id: int) -> Task:
+        end = time.monotonic() + MESSAGE_TIMEOUT_S
+        while time.monotonic() < end:
+            with suppress(LookupError, BrokenProcessPool):
+                task, self.idle_deaths = super().find_expired_task(worker_id), 0
+                return task
+            time.sleep(0.005)
+        self.idle_deaths += 1
+        if self.idle_deaths > MAX_IDLE_DEATHS:
+            raise BrokenProcessPool("processes end as soon as they start")
+        raise LookupError(worker_id)  # another process takes its place
 
 
 class SandboxPool(Generic[T, R]):
@@ -110,6 +132,7 @@ class SandboxPool(Generic[T, R]):
         disk, shared = (tempfile.TemporaryDirectory(prefix=prefix, dir=parent) for parent in parents)
         arguments = (make, memory_mib << 20, timeout_s, disk.name, shared.name)
         self._pool = ProcessPool(max_workers=workers, context=context, initializer=_init_process, initargs=arguments)
+        self._pool._pool_manager = _PoolManager(self._pool._context, context)
         self._tasks: weakref.WeakSet[Future] = weakref.WeakSet()
         self._shut_down = partial(_shut_down, self._pool, (disk, shared), workers, self._tasks)
         self._finalizer = weakref.finalize(self, _shut_down_forgotten, self._shut_down)

@@ -39,6 +39,7 @@ def test_every_picture_opens_and_has_captions(media: Path) -> None:
         assert len(caption) > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "frames"), [("rabbit.mp4", 30), ("bus.mp4", 30), ("walker.mp4", 30), ("driver.mp4", 36)]
 )
@@ -96,7 +97,6 @@ def test_second_run_touches_nothing_and_repairs_what_is_wrong(media: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_packages_are_not_imported(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from examples import demo_media; "

@@ -69,6 +69,7 @@ def gets(s3: S3Server) -> list[str]:
     return sorted(name for name in found if name.startswith(("text/", "latents/")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remote", [("arrow", PARTS), long(("webdataset", PARTS))], indirect=True)
 def test_losses_are_those_of_a_local_set_and_each_shard_is_fetched_once(remote, s3, program) -> None:
     """A second run finds the copies, one of which is damaged; eval losses and validation prompts read them too."""

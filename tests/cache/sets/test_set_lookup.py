@@ -46,7 +46,7 @@ def indexed(home) -> str:
     return report.details["set"].removeprefix("sets/")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_configurations_of_one_root_train_on_the_sets_that_they_make(photos) -> None:
     photos.image("../other/a.png", (64, 64), "quite another picture", 7)
     other = "datasets=[{id: others, instance_data_dir: other, resolution: 64, allow_upscale: true}]"

@@ -155,7 +155,7 @@ def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
     assert report.exit_code == INCOMPLETE and report.details["stages"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs) -> None:
     """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
     for number in range(8, 120):
@@ -195,7 +195,7 @@ def commands(session: int) -> str:
     return " ".join(found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.linux
 @pytest.mark.parametrize(("program", "code"), [long("discover", INTERRUPTED), ("run", INCOMPLETE)])
 def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(project, program, code) -> None:

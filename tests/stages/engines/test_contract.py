@@ -101,7 +101,7 @@ def test_one_that_is_closed_early_drops_what_is_under_way(engine: Engine, job: J
     assert len(list(tmp_path.glob("cleaned-*"))) == len({path.read_text() for path in tmp_path.glob("tried-*")})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_workers_announce_is_announced_by_the_program(engine: Engine, job: Job) -> None:
     said = list[str]()
     announce_by(said.append)

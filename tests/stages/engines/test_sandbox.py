@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pebble.pool.process import PoolManager
 
 from stages.engines.sandbox import MAX_ITEMS_PER_TASK, MAX_QUEUED_PER_PROCESS, SandboxPool, WorkerFailure
 from stages.media.files import MediaError
@@ -67,6 +68,22 @@ def test_of_several_items_of_a_task_only_the_current_one_is_lost() -> None:
         results = list(pool.map(items))
     assert [item for item, _ in results] == items
     assert [place for place, (item, result) in enumerate(results) if item != result] == [90, 91, 200, 300, 399]
+
+
+@pytest.mark.slow
+def test_a_process_may_die_before_what_it_said_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = PoolManager.process_next_message
+
+    def read_late(manager: PoolManager, timeout: float) -> None:
+        time.sleep(0.2)
+        read(manager, timeout)
+
+    monkeypatch.setattr(PoolManager, "process_next_message", read_late)
+    with sandbox() as pool:
+        for _ in range(2):
+            failure = pool("crash")
+            assert isinstance(failure, WorkerFailure) and failure.reason == "decoder-died"
+            assert pool("a") == "a"
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def run_ranks(ready, tmp_path):
     return run
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed(run_ranks) -> None:
     report = run_ranks(600, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGKILL})
     assert report["error"]["type"] == "RankLostError"

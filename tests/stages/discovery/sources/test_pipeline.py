@@ -338,6 +338,7 @@ def moved(name: str, place: Any, datasets: list[dict]) -> list[dict]:
     return [dataset | {"instance_data_dir": where, "media_root": dataset["instance_data_dir"]} for dataset in datasets]
 
 
+@pytest.mark.long
 def test_filters_held_out_shares_and_other_roots(top: Path, home_of, place_of, items: list[Item]) -> None:
     wanted = {item.stem for item in items if item.score > 2 and item.licence == "cc0"}
     assert len(wanted) == 3
