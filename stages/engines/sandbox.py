@@ -88,8 +88,8 @@ class WorkerFailure:
 
 
 class _PoolManager(PoolManager):
-    """Pebble's breaks its pool, and leaves tasks without an end, where a process dies and no task is known to have begun:
-    also where the message that one did has not been read yet, as of an item that crashes at once."""
+    """Pebble's breaks its pool, and leaves tasks without an end, where a process dies while no task is known to have
+    begun: also where the message that one did has not been read yet, as of an item that crashes at once."""
 
     idle_deaths = 0
 
