@@ -6,14 +6,16 @@ import multiprocessing.forkserver
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -23,6 +25,18 @@ from stages.engines.jobs import Job
 from tests.fork_server import ForkServer
 
 PATIENCE_S = 240.0
+_PORTS = count()
+
+
+def free_port() -> str:
+    """A port for a process that is started next. The system gives none below 32768 to anybody who asks for any port, so
+    that no other test takes it meanwhile; tests at the same time begin at places of their own."""
+    for place in range(1000):
+        port = 20000 + (os.getpid() * 97 + next(_PORTS) + place) % 12000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("no port is free")
 
 
 def forget_forkserver() -> None:

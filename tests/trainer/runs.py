@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from cache.sets.set_lookup import open_set
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
-from tests.processes import prepare_fork
+from tests.processes import free_port, prepare_fork
 from trainer import train as loop
 from trainer.__main__ import run as program_run
 from trainer.batch import Batch, make_batch, stack
@@ -130,9 +129,7 @@ def on_ranks(
     their process ids."""
     count = str(len(codes))
     paths = [path] * len(codes) if isinstance(path, Path) else [*path]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     output, children = paths[0].with_name("printed"), []
     output.unlink(missing_ok=True)
     for rank, own in zip(map(str, range(len(codes))), paths, strict=True):

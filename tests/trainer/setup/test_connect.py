@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from schemas.config.training import Parallel
+from tests.processes import free_port
 from trainer.run.rank_watch import RankLostError
 from trainer.run.run_state import RunError
 from trainer.setup.wrap import connect_ranks
@@ -14,13 +15,19 @@ from trainer.setup.wrap import connect_ranks
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of two ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    found = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+def test_a_port_that_is_taken_is_named(launched: None) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        taken.listen()
+        with pytest.raises(RankLostError) as caught:
+            connect_ranks("cpu", Parallel(timeout=30), "run")
+    assert f"rank 0 can't listen at port {os.environ['MASTER_PORT']}" in caught.value.message
 
 
 def test_ranks_that_do_not_come_are_named(launched: None) -> None:
