@@ -134,7 +134,7 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
     run.gradient_noise.begin(step)
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronized = number == len(data.micro_batches)
-        # A sharded model's gradients are reduced in each micro-batch: see docs/cluster.md.
+        # A sharded model's gradients are reduced in each micro-batch: see docs/machines-reference.md.
         with nullcontext() if synchronized else run.accelerator.no_sync(run.denoiser):
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         if micro_batch.counts:

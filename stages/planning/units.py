@@ -27,7 +27,7 @@ from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_sch
 from stages.planning.plan_builder import drop_duplicate_ids
 from stages.planning.references import list_ids
 
-TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding.md has the padding and what it costs
+TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding-reference.md has what padding costs
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 

@@ -78,7 +78,7 @@ def test_discovery_beside_the_least_that_could_be_done(measured) -> None:
 
 def test_ranks_wait_less_than_in_random_order_or_than_repeating_takes(measured) -> None:
     table = measured("waiting").strip()
-    assert table in (ROOT / "docs/training.md").read_text()
+    assert table in (ROOT / "docs/training-reference.md").read_text()
     for row in (line.split(" | ")[-3:] for line in table.splitlines()[2:]):
         waiting, shuffled, repeated = (float(cell.rstrip(" %|")) for cell in row)
         assert waiting <= min(shuffled, repeated) and waiting < 25
@@ -99,7 +99,7 @@ def test_one_worker_beside_other_engines(measured) -> None:
 def test_the_table_of_bucket_steps_stands_in_the_documentation(measured) -> None:
     rows = [line for line in measured("buckets").splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 9
-    assert "\n".join([rows[0], "|" + "---|" * 7, *rows[1:]]) in (ROOT / "docs/datasets.md").read_text()
+    assert "\n".join([rows[0], "|" + "---|" * 7, *rows[1:]]) in (ROOT / "docs/datasets-reference.md").read_text()
 
 
 def test_how_large_the_code_is(monkeypatch, capsys) -> None:
