@@ -19,6 +19,7 @@ from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index, status
+from tests.forms import long
 from tests.option_table import REFUSED, RUN, TABLE, Kind
 from tests.project import Project
 from trainer.__main__ import run as train
@@ -108,8 +109,15 @@ NO_MEMORY = ("timesteps", "local_cache", "set")  # sections of training that no 
 STAGES = {"encode-text": encode_text, "encode-latents": encode_latents, "encode-vision": encode_vision, "index": index}
 
 
+def changes() -> list[Any]:
+    """Options whose change matters; of the short form the first of each section that a change treats in its own way."""
+    cases = {name: (kind, *name.split(".")[:1]) for name, (kind, _) in TABLE.items() if kind is not RUN}
+    short = {case: name for name, case in reversed(cases.items())}.values()
+    return [name if name in short else long(name) for name in cases]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [name for name, (kind, _) in TABLE.items() if kind is not RUN])
+@pytest.mark.parametrize("option", changes())
 def test_a_change_is_refused_made_again_or_without_effect(made: tuple[Project, str], option: str) -> None:
     home, name = made
     kind, given = TABLE[option]

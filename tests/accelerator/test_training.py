@@ -59,7 +59,7 @@ def make(make_config, make_set) -> Callable[..., Config]:
 @pytest.mark.parametrize(
     ("kind", "adapter", "way"),
     [
-        *first(4, in_turn(KINDS, ADAPTERS, WAYS)),
+        *first(2, in_turn(KINDS, ADAPTERS, WAYS)),
         *(long(kind, "lora", way) for kind in LATER for way in WAYS),
         *(long(kind, adapter, "average") for kind in LATER for adapter in ("lokr", "full")),
     ],

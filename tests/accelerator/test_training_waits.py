@@ -57,7 +57,7 @@ def waits_of_a_step(config: Config) -> Counter:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*first(4, in_turn(KINDS, BUDGETS)), *(long(kind, name) for kind in LATER for name in BUDGETS)]
+    ("kind", "name"), [*first(2, in_turn(KINDS, BUDGETS)), *(long(kind, name) for kind in LATER for name in BUDGETS)]
 )
 def test_a_step_waits_once(make, kind, name) -> None:
     options, budget = BUDGETS[name]

@@ -33,7 +33,9 @@ RUNS = {
     "qwen-image-edit": ("qwen-image-edit", "qwen-image-edit", "lora", "64x64"),
     "qwen-image-edit-plus": ("qwen-image-edit-plus", "qwen-image-edit-2511", "lora", "64x64"),
 }
-KINDS = [*list(RUNS)[:-5], *map(long, list(RUNS)[-5:])]
+#: One of each family in the short form.
+SHORT = ("kandinsky5-image-t2i", "kandinsky5-video-i2v", "sana", "z-image", "flux2-klein", "qwen-image", "wan2.1-t2v")
+KINDS = [kind if kind in SHORT else long(kind) for kind in RUNS]
 
 
 @pytest.fixture

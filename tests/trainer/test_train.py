@@ -39,8 +39,8 @@ from trainer.setup.optimizers import DivergedError
 
 KINDS = [
     "t2i",
-    "i2i",
-    "t2v",
+    long("i2i"),
+    long("t2v"),
     "i2v",
     "sana",
     "z-image",
@@ -112,7 +112,7 @@ def test_bfloat16_trains_near_float32(ready, kind, adapter) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"}), ("qwen-image", {"type": "full"})]
+    ("kind", "adapter"), [("t2i", {"rank": 4}), long("sana", {"type": "full"}), long("qwen-image", {"type": "full"})]
 )
 def test_two_processes_train_as_one(make_config, make_set, made, tmp_path, monkeypatch, kind, adapter) -> None:
     """The same global batches over two ranks (gloo): losses within 1e-5; then resumed by one process. Both validate,

@@ -67,7 +67,13 @@ CASES = {
     "rollout": ("t2v", {}, 1),
     "regularisation": ("t2i", {}, 1),
 }
-LONG_CASES = ("cross-attention", "expert", "tread of expert", "references", "references last", "tread of references")
+LONG_CASES = {
+    "i2i",
+    "expert",
+    "references",
+    "references last",
+    *(case for case in CASES if case.startswith("tread of")),
+}
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 0}
 
 

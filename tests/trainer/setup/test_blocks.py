@@ -52,7 +52,14 @@ OPTIONS = {
     ["t2i", long("sana"), long("z-image"), "qwen-image", long("wan"), long("flux2-klein"), long("edit-plus-i2i")],
 )
 def test_no_option_changes_a_loss_a_picture_or_what_a_step_trains(ready, kind) -> None:
-    train_options = {"batch_size": 1 if kind == "sana" else 2, "steps": STEPS, "adapter": {"rank": 2}}
+    # The steps of AdamW with its usual eps depend on the sign of gradients that are rounding alone.
+    optimizer = {"eps": 1e-3}
+    train_options = {
+        "batch_size": 1 if kind == "sana" else 2,
+        "steps": STEPS,
+        "adapter": {"rank": 2},
+        "optimizer": optimizer,
+    }
     plain = ready(kind, name="plain", gradient_checkpointing=False, **train_options)
     expected = train(plain)
     for name, options in OPTIONS.items():
