@@ -58,13 +58,16 @@ def run(
     family: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of models; by default the first that fits.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="One of the recipes; by default the one that fits.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Take the default of every question; ask nothing.")] = False,
 ) -> Report:
     file = options.config
     asker = make_asker(yes, str(file))
     before = read_text(file) if file.exists() else ""
     there = parse_config(before, file) if before.strip() else None
-    given = Given(media, task, sources, caption, card, time, family)
+    given = Given(media, task, sources, caption, card, time, family, recipe)
     with detected_card(card is None, not yes) as detected:
         answers = Questions(asker, console, file, there).ask(given, detected)
     with tempfile.TemporaryDirectory(prefix="latentpress-configure-") as scratch:

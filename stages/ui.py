@@ -1,4 +1,4 @@
-"""ui: a local web page over the same root and output: the stages, their logs, plan, pictures and the run's report.
+"""ui: a local web page over the same roots and outputs: projects, their stages, logs, plan, pictures and reports.
 
 It starts the programs of the command line, as processes that go on when the page's own ends. It is reached from this
 machine only, unless --host says otherwise, and then with a token.
@@ -6,16 +6,32 @@ machine only, unless --host says otherwise, and then with a token.
 
 import os
 import secrets
-from typing import Annotated
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cache.store.files import check_folder
 from schemas.cli.console import USAGE, Console, Options, Report, make_app
-from schemas.config.pipeline import Config
+from schemas.cli.options import ConfigsOption
+from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
 from stages import status
 from stages.encoding.stage import refuse_partition
+
+if TYPE_CHECKING:
+    from stages.pages.ui.app import Site
+    from stages.pages.ui.projects.open_projects import Projects
+    from stages.pages.ui.projects.places import Places
+
+
+class NoFolder(LatentpressError):
+    """A folder that is none."""
+
+    exit_code = USAGE
 
 
 class WeakToken(LatentpressError):
@@ -25,10 +41,25 @@ class WeakToken(LatentpressError):
 
 
 def run(
-    config: Config,
+    config: None,
     options: Options,
     console: Console,
     *,
+    configs: ConfigsOption = None,
+    projects: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Show the configurations in it, and in the folders in it; make new ones there."
+        ),
+    ] = None,
+    browse: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Let folders below it be chosen on the page. Repeatable.  [default: --projects, or the folders of the "
+            "configurations]",
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen. Any but 127.0.0.1 and ::1 needs a token.")
     ] = "127.0.0.1",
@@ -39,10 +70,9 @@ def run(
     ] = None,
 ) -> Report:
     refuse_partition(options, "ui")
-    check_folder(config.output)
     # uvicorn and starlette are of the extra `ui`.
-    from stages.pages.ui.app import Site
     from stages.pages.ui.guard import LOOPBACK_NAMES, MIN_TOKEN, TOKEN_VARIABLE, Token
+    from stages.pages.ui.projects.proposals import Proposals
     from stages.pages.ui.queue_page import go_on
     from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
 
@@ -51,20 +81,28 @@ def run(
     if given and len(given) < MIN_TOKEN:
         raise WeakToken(f"{TOKEN_VARIABLE} has {len(given)} characters, too few", f"give it at least {MIN_TOKEN}")
     needs_token = bool(given) or host not in LOOPBACK_NAMES
+    shown = open_projects(configs or (), projects, options)
+    places = places_of(shown, browse or ())
     report.details = {
         "address": f"http://{_bracketed(host)}:{port}/",
         "token": "needed" if needs_token else "not needed",
+        "projects": [
+            {"name": one.name, "configuration": str(one.path), "root": one.site.root, "output": str(one.site.output)}
+            for one in shown.opened()
+        ],
+        "browsed": [str(root) for root in places.roots],
     }
-    report.details |= {"root": config.root, "output": config.output, "configuration": str(options.config)}
+    for path, error in shown.invalid.items():
+        console.warn(f"{path} is no valid configuration: {error.message}")
     if options.dry_run:
         report.remaining = 1
         return report
     text = (given or secrets.token_urlsafe(32)) if needs_token else ""
     token = Token(text) if needs_token else None
-    with open_socket(host, port) as listener:
-        address = f"http://{_bracketed(host)}:{listener.getsockname()[1]}/"
-        site = Site(config, options, lambda current: status.build_report(current, options))
-        app = guarded_app(site, host, listener.getsockname()[1], token, allow_host or ())
+    with open_socket(host, port) as listener, closing(Proposals()) as proposals:
+        port = listener.getsockname()[1]
+        address = f"http://{_bracketed(host)}:{port}/"
+        app = guarded_app(shown, places, proposals, host, port, token, allow_host or ())
         if token is None:
             console.log(f"open {address}   (Ctrl-C ends the page; programs that it started go on)")
         else:
@@ -72,8 +110,9 @@ def run(
                 f"open {address}login?code={token.code}   (works once; Ctrl-C ends the page, not what it started)"
             )
             console.log(f"other browsers: {address}login" + ("" if given else f" with the token {text}"))
-        if go_on(site):
-            console.log("the queue, which was interrupted, goes on")
+        for project in shown.opened():
+            if go_on(project.site):
+                console.log(f"the queue of {project.site.output}, which was interrupted, goes on")
         report.details["address"] = address
         report.details["stopped"] = (
             f"by {answer_until_stopped(make_server(app), listener)}; programs that it started go on"
@@ -82,15 +121,49 @@ def run(
     return report
 
 
+def open_projects(configs: Sequence[Path], folder: Path | None, options: Options) -> "Projects":
+    """The projects of the configurations that are given, and of those in a folder; of the one that --config has by
+    default, where there is one, else of those in the working directory."""
+    from stages.pages.ui.app import Site
+    from stages.pages.ui.projects.open_projects import Projects
+    from stages.pages.ui.serve import PAGES
+
+    def open_site(path: Path, base: str) -> "Site":
+        own = replace(options, config=path)
+        config = load_config(path, options.overrides)
+        check_folder(config.output)
+        return Site(config, own, lambda current: status.build_report(current, own), base)
+
+    if not configs and folder is None:
+        configs, folder = ([options.config], None) if options.config.exists() else ([], Path())
+    place = configs[0].absolute().parent if folder is None else folder.absolute()
+    shown = Projects(open_site, PAGES, place, folder)
+    for path in configs:
+        shown.open(path, at_top=folder is None and len(configs) == 1)
+    shown.scan()
+    return shown
+
+
+def places_of(projects: "Projects", folders: Sequence[Path]) -> "Places":
+    """The folders that may be browsed: those that are given, else where the configurations are."""
+    from stages.pages.ui.projects.places import Places
+
+    for folder in folders:
+        if not folder.is_dir():
+            raise NoFolder(f"--browse: there is no folder {folder}", "name one that is there")
+    return Places(folders or [projects.place, *(project.path.parent for project in projects.opened())])
+
+
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
 app = make_app(
     "ui",
-    "A local web page: start, stop and watch the stages, see plan, pictures, report and logs.",
+    "A local web page: start, stop and watch the stages, see plan, pictures, report and logs; of several projects.",
     run,
-    examples=["--port 8500", "--host 0.0.0.0"],
+    examples=["--port 8500", "--config a.yaml --config b.yaml", "--projects runs", "--host 0.0.0.0"],
+    needs_config=False,
 )
 
 if __name__ == "__main__":

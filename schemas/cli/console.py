@@ -249,7 +249,7 @@ def make_app(
 
     examples: argument lines for --help. unused: common options that --help leaves out. They are read, so that the
     program can say why it has none. needs_config: False for a program that gets None for the configuration, which it
-    reads itself.
+    reads itself; one that takes several has --config as its own option `configs`.
     """
 
     hide_line()  # this module's program has been imported
@@ -278,6 +278,8 @@ def make_app(
             hidden.hidden = True
             common[number] = parameter.replace(annotation=Annotated[kind, hidden])
     own_parameters = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if any(p.name == "configs" for p in own_parameters):
+        common = [p for p in common if p.name != "config"]
     # typer reads a program's options from its signature.
     command.__signature__ = inspect.Signature([*common, *own_parameters])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in (*common, *own_parameters)}

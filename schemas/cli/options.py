@@ -145,6 +145,10 @@ def parse_device(text: str) -> str:
 
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The configuration.")]
+ConfigsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--config", "-c", metavar="FILE", help="A configuration. Repeatable.  [default: pipeline.yaml]"),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one key: train.optimizer.lr=1e-4. Repeatable."),

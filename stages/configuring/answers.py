@@ -29,8 +29,8 @@ MOST_GIB = 10_000
 @dataclass(frozen=True)
 class Answers:
     """folder, sources: paths as they are to be written. name: of the dataset. card_gib: memory of the card. seconds: at
-    hand, None without a limit. caption: of every item, where there are no caption files. family: None where any will
-    do. around: the configuration is in the folder of media itself, where caches would be taken for media."""
+    hand, None without a limit. caption: of every item, where there are no caption files. family, recipe: None where
+    any will do. around: the configuration is in the folder of media itself, where caches would be taken for media."""
 
     folder: str
     name: str
@@ -40,6 +40,7 @@ class Answers:
     sources: str | None = None
     caption: str | None = None
     family: str | None = None
+    recipe: str | None = None
     around: bool = False
 
     @property

@@ -100,6 +100,8 @@ class Proposal:
     def _with_less_saved(self, candidate: Candidate, prediction: Prediction) -> tuple[Candidate, Prediction]:
         """Without what saves memory of training, and slows it down, where much of the card would be left: as small
         media, or few frames, leave it."""
+        if self.answers.recipe is not None:
+            return candidate, prediction
         faster = candidate.without_savers("train")
         (train,) = (row for row in prediction.memory if row["program"] == "train")
         if faster is candidate or train["all_gib"] > SPARE * self.answers.card_gib:

@@ -143,6 +143,7 @@ class Given:
     card: str | None = None
     time: str | None = None
     family: str | None = None
+    recipe: str | None = None
 
 
 @dataclass
@@ -155,12 +156,13 @@ class Questions:
     there: Config | None
 
     def ask(self, given: Given, detected: Detected) -> Answers:
+        _check_recipe(given)
         media, listing = self._ask_media(given.media)
-        task = self._ask_task(given.task, media, listing)
+        task = self._ask_task(given, media, listing)
         family = self._choose_family(given.family, task)
         sources = self._ask_sources(given.sources, media, listing) if task == "editing" else None
         caption = self._ask_caption(given.caption, task, media, listing)
-        gib = self._ask_card(given.card, detected)
+        gib = self._ask_card(given, detected)
         seconds = self.asker.ask(
             "Time at hand, such as 8h, or none for no limit", "--time", given.time, ASSUMED_TIME, parse_time
         )
@@ -173,6 +175,7 @@ class Questions:
             sources=None if sources is None else self._written(sources),
             caption=caption,
             family=family,
+            recipe=given.recipe,
             around=self._folder.is_relative_to(media.resolve()),
         )
 
@@ -207,7 +210,7 @@ class Questions:
         self.console.log(f"{shown_path(media)}: {counts}")
         return media, listing
 
-    def _ask_task(self, given: str | None, media: Path, listing: Listing) -> str:
+    def _ask_task(self, given: Given, media: Path, listing: Listing) -> str:
         default = "motion" if listing.videos > listing.images else "style"
         if default == "style" and find_sources(media, listing) is not None:
             default = "editing"
@@ -217,17 +220,21 @@ class Questions:
                 default = "motion"
             elif condition is not None and condition.kind != "first-frame":
                 default = "editing"
+        valid = list(TASKS) if given.recipe is None else recipes.list_tasks(given.recipe)
+        default = default if default in valid else valid[0]
 
         def parse(text: str) -> str:
             task = parse_task(text)
+            if task not in valid:
+                raise ValueError(f"{given.recipe} is a recipe for {' or '.join(valid)}, not for {task}")
             if not (listing.videos if task == "motion" else listing.images):
                 kinds = ("clips", "pictures") if task == "motion" else ("pictures", "clips")
                 raise ValueError(f"{task} is trained on {kinds[0]}, and {shown_path(media)} has {kinds[1]} alone")
             return task
 
         meanings = "\n".join(f"  {task:<10} {meaning}" for task, meaning in TASKS.items())
-        question = f"What to train\n{meanings}\nWhat to train" if given is None and self._asks else "What to train"
-        return self.asker.ask(question, "--task", given, default, parse)
+        question = f"What to train\n{meanings}\nWhat to train" if given.task is None and self._asks else "What to train"
+        return self.asker.ask(question, "--task", given.task, default, parse)
 
     @property
     def _asks(self) -> bool:
@@ -266,9 +273,11 @@ class Questions:
         self.console.warn(f"every item gets the caption {caption!r}: a model learns more from a caption file for each")
         return caption
 
-    def _ask_card(self, given: str | None, detected: Detected) -> float:
+    def _ask_card(self, given: Given, detected: Detected) -> float:
         default = ASSUMED_GIB
-        if given is None:
+        if given.recipe is not None:  # its name ends with the card's memory
+            default = f"{recipes.Candidate(given.recipe, 0.0).made_for:g}"
+        if given.card is None:
             card = detected()
             if card is None:
                 self.console.log(f"no card was found here: {default} GiB are the default")
@@ -279,12 +288,20 @@ class Questions:
                     self.console.warn(
                         f"{card['name']} does not compute in bfloat16: set model.precision (docs/devices.md)"
                     )
-        return self.asker.ask("Memory of the card in GiB, or its name", "--card", given, default, parse_card)
+        return self.asker.ask("Memory of the card in GiB, or its name", "--card", given.card, default, parse_card)
 
     def _choose_family(self, given: str | None, task: str) -> str | None:
-        """That of the option, else of the file, if it is one for this task."""
+        """That of the option, else of the file, if it is one for this task; a recipe has its own."""
         known = recipes.families(task)
         if given is not None and given not in known:
             raise NoAnswer(f"--family: {given!r} is none for {task}; valid: {', '.join(known)}")
         now = None if self.there is None else self.there.model.family
         return given or (now if now in known else None)
+
+
+def _check_recipe(given: Given) -> None:
+    known = recipes.list_recipes()
+    if given.recipe is not None and given.recipe not in known:
+        raise NoAnswer(f"--recipe: there is no {given.recipe!r}; valid: {', '.join(known)}")
+    if given.recipe is not None and given.family is not None:
+        raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")

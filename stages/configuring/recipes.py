@@ -103,6 +103,18 @@ def list_candidates(task: str) -> list[Candidate]:
     ]
 
 
+def list_recipes() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def list_tasks(recipe: str) -> list[str]:
+    """The tasks that a recipe is for."""
+    (dataset,) = parse_yaml((FOLDER / f"{recipe}.yaml").read_text()).value["datasets"]
+    kind = "motion" if dataset.get("dataset_type") == "video" else "still"
+    kind = "editing" if "conditioning_data" in dataset else kind
+    return [task for task in TASKS if LISTS[task] == kind]
+
+
 def read_recipe(name: str) -> Settings:
     """What a recipe sets that differs from the defaults, of any media."""
     document = parse_yaml((FOLDER / f"{name}.yaml").read_text()).value
@@ -144,7 +156,10 @@ def default_at(path: KeyPath) -> Any:
 
 def attempts(answers: Answers) -> Iterator[Candidate]:
     """Candidates to predict, the preferred one first. With memory to spare a recipe comes first without what saves
-    it."""
+    it; one that is named comes as it is."""
+    if answers.recipe is not None:
+        yield Candidate(answers.recipe, 0.0, settings=read_recipe(answers.recipe))
+        return
     found = [it for it in list_candidates(answers.task) if answers.family in (None, it.family)]
     found = [it for it in found if it.least_gib <= answers.card_gib] or found[-1:]
     if answers.seconds is not None and answers.seconds <= QUICK_S:

@@ -1,16 +1,16 @@
-"""Thumbnails of what was set aside, where the file can be read in spite of all: decoded in a sandboxed process, as the
-files may be damaged or hostile."""
+"""Thumbnails of items, also of those that were set aside, where the file can be read in spite of all: decoded in a
+sandboxed process, as the files may be damaged or hostile."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import Source, open_source
 from stages.engines.sandbox import SandboxPool, WorkerFailure
-from stages.maintenance.set_aside import SetAside
 from stages.media.files import MediaError, MediaPath
 from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
 
@@ -18,7 +18,16 @@ THUMBNAIL_BOX, THUMBNAIL_BYTES = (96, 96), 4000
 THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
 
 
-def read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterator[tuple[int, Picture]]:
+class Located(Protocol):
+    """dataset: its id, "" where it may be any. path: below its root."""
+
+    @property
+    def dataset(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+
+
+def read_thumbnails(config: Config, items: Sequence[Located]) -> Iterator[tuple[int, Picture]]:
     """(number, picture) of the items that have one; what is read is kept in memory."""
     sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
     files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
@@ -43,7 +52,7 @@ def read_thumbnails(config: Config, items: Sequence[SetAside]) -> Iterator[tuple
                 yield number, picture
 
 
-def _open(sources: dict[str, Source], item: SetAside) -> MediaPath | None:
+def _open(sources: dict[str, Source], item: Located) -> MediaPath | None:
     for name in [item.dataset] if item.dataset else sources:
         with suppress(MediaError, LatentpressError, OSError, KeyError, ValueError):
             if os.path.exists(sources[name].backing_file("", item.path)):

@@ -14,7 +14,9 @@ from schemas.cli.console import Console, Options
 from schemas.config.loading import load_config
 from stages import configure
 from stages.configuring import look, questions
+from stages.configuring.answers import Answers
 from stages.configuring.look import Looker, Prediction
+from stages.configuring.recipes import attempts, list_recipes, list_tasks
 from tests.project import Project
 from tests.reports import odd_keys
 from tests.terminal import run_in_terminal
@@ -110,6 +112,32 @@ def test_a_file_is_written_and_changed(
     assert file.read_text().startswith("# mine\n") and "--max-time 1h" in report["next_steps"][1]
 
 
+@pytest.mark.slow
+def test_a_recipe_is_taken_as_it_is(
+    photos: Path,
+    predicted: list[str],
+    call: Callable[..., tuple[int, dict, str]],
+    here: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it saves of memory stays, however large the card is; a card that was found comes before the recipe's."""
+    code, report, _ = call(photos, "--yes", "--recipe", "qwen-image-lora-24gb", "--card", "80", "--dry-run")
+    assert code == 0 and "base_precision" in report["details"]["file"]["text"] and len(predicted) == 1
+    code, report, _ = call(photos, "--yes", "--recipe", "sana-lora-12gb", "--dry-run")
+    assert code == 0 and report["details"]["answers"]["card_gib"] == 40.0
+    monkeypatch.setattr(questions, "run_probe", lambda probe: {"devices": []})
+    code, report, _ = call(photos, "--yes", "--recipe", "qwen-image-lora-24gb", "--dry-run")
+    assert code == 0 and report["details"]["answers"]["card_gib"] == 24.0
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_has_a_task_and_can_be_asked_for(name: str) -> None:
+    tasks = list_tasks(name)
+    assert tasks and ("motion" in tasks) == name.startswith(("wan", "kandinsky-video"))
+    (candidate,) = attempts(Answers("./media", "media", tasks[0], 80.0, recipe=name))
+    assert candidate.recipe == name and f"{candidate.made_for:g}gb" == name.rpartition("-")[2]
+
+
 def test_what_is_refused(
     photos: Path, predicted: list[str], call: Callable[..., tuple[int, dict, str]], here: None
 ) -> None:
@@ -124,6 +152,10 @@ def test_what_is_refused(
         (("--yes", "--card", "small"), "no memory in GiB"),
         (("--yes", "--time", "soon"), "no time"),
         (("--yes", "--family", "other"), "valid: "),
+        (("--yes", "--recipe", "other"), "valid: kandinsky-image-lora-16gb, "),
+        (("--yes", "--recipe", "sana-lora-12gb", "--family", "sana"), "a recipe has its family"),
+        (("--yes", "--recipe", "sana-lora-12gb", "--task", "editing"), "is a recipe for style or character or concept"),
+        (("--yes", "--recipe", "wan-1.3b-lora-12gb"), "trained on clips"),
         (("--yes", "--set", "train.steps=many", "--card", "16"), "train.steps"),
     ):
         code, report, _ = call(photos, *file, *words)

@@ -1,6 +1,7 @@
 """The page of `latentpress ui` with captions: listed, searched, edited, and taken back."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,32 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
         assert server.get(f"/captions{odd}").status == 200
     assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MOST_SHOWN > 2
+
+
+@pytest.mark.slow
+def test_thumbnails_beside_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
+    """Of the items that are shown and no others; by a button that a script presses."""
+    home.image("c.png", (64, 48), "the same as a.png", 1)
+    home.image("d.png", (64, 48), "damaged later", 3)
+    home.run(discover.run)
+    (home.media / "d.png").write_bytes(b"no picture")
+    before = server.get("/captions?words=bold").text
+    assert 'data-make="start-caption-thumbnails"' in before and "<img" not in before and "no picture" in before
+    assert server.post("/captions/thumbnails", dataset="photos", words="bold").status == 200
+    assert server.wait_for_end("caption-thumbnails").exit_code == 0
+    text = server.get("/captions?words=bold").text
+    (address,) = set(re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text))
+    answer = server.get(address)
+    assert answer.status == 200 and answer.headers["content-type"] == "image/webp" and "data-make" not in text
+    rest = server.get("/captions").text
+    assert rest.count("<img") == 2 and rest.count("data-late") == 2, (
+        "c.png is the same picture; the others were not shown"
+    )
+    assert server.post("/captions/thumbnails", dataset="photos").status == 200
+    assert server.wait_for_end("caption-thumbnails").exit_code == 0
+    rest = server.get("/captions").text
+    assert rest.count("<img") == 3 and "data-late" not in rest and rest.count("no picture") == 1, "d.png has none"
+    assert server.post("/captions/thumbnails", dataset="photos", words="absent").status == 409
 
 
 def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  # noqa: F811

@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from cache.runs.training_run import read_progress
+from stages import discover
 from stages.pages.ui.loss_curve import MetricsHistory, draw_losses
+from tests.background import until
 from tests.project import Project
 from tests.stages.follow.notified_run import trained, training
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -26,6 +28,21 @@ def test_before_training(server: UiServer) -> None:
     text = server.get("/").text
     assert "Training is <b>not started</b>" in text and "free for output" in text and "<svg" not in text
     assert "Pictures are here after the first validation" in text
+
+
+def test_a_project_with_nothing_yet_says_what_to_do_first(home: Project, server: UiServer) -> None:
+    home.image("a.png", (64, 48))
+    text = server.get("/").text
+    assert (
+        "What to do first" in text and f"The media of photos are in {home.media}" in text and "add a prompt" not in text
+    )
+    home.settings |= {"validation": {}, "datasets": [{"id": "photos", "instance_data_dir": "<b>absent"}]}
+    home.config()
+    text = server.get("/").text
+    assert "&lt;b&gt;absent with the media of photos: make it, or correct" in text and "add a prompt" in text
+    home.settings["datasets"] = [{"id": "photos", "instance_data_dir": "media"}]
+    home.run(discover.run)
+    until(lambda: "What to do first" not in server.get("/").text, "the page knows that media were found")
 
 
 def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:

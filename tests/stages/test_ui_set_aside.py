@@ -74,7 +74,7 @@ def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Proje
     assert home.run(make_thumbnails.run).done == 2, "tiny.png and without.png can be read"
     text = server.get("/set-aside").text
     assert "data-make" not in text, "of the others there is none"
-    addresses = re.findall(r'<img src="(/set-aside/[0-9a-f]{32}\.webp)"', text)
+    addresses = re.findall(r'<img src="(/thumbnails/[0-9a-f]{32}\.webp)"', text)
     assert len(addresses) == 2 and text.count("no picture") == 2
     for address in addresses:
         answer = server.get(address)
@@ -82,7 +82,7 @@ def test_thumbnails_are_made_by_a_program_and_nothing_else_is_served(home: Proje
     folder = home.folder / "output/.ui/thumbnails"
     (folder / f"{'0' * 32}.webp").symlink_to(home.media / "good.png")
     for other in ("0" * 32, "../starts/discover", "..%2f..%2fx", "A" * 32, "good"):
-        assert server.get(f"/set-aside/{other}.webp").status == 404, other
+        assert server.get(f"/thumbnails/{other}.webp").status == 404, other
 
 
 def test_only_paths_below_the_dataset_have_thumbnails() -> None:

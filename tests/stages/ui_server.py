@@ -3,18 +3,21 @@
 import http.client
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from schemas.cli.console import Options
-from stages import status
 from stages.pages.ui.app import Site
 from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
+from stages.pages.ui.projects.open_projects import Projects
+from stages.pages.ui.projects.proposals import Proposals
 from stages.pages.ui.serve import guarded_app, make_server, open_socket
+from stages.ui import open_projects, places_of
 from tests.background import until
 from tests.project import Project
 
@@ -81,16 +84,26 @@ class UiServer:
 @contextmanager
 def ui_server(home: Project, token: Token | None = None, host: str = "127.0.0.1") -> Iterator[UiServer]:
     """The page of a project whose pipeline.yaml is written."""
-    options = Options(home.folder / "pipeline.yaml")
+    home.config()
+    with projects_server(open_projects([home.folder / "pipeline.yaml"], None, Options()), token, host) as server:
+        yield server
+
+
+@contextmanager
+def projects_server(
+    projects: Projects, token: Token | None = None, host: str = "127.0.0.1", browse: Sequence[Path] = ()
+) -> Iterator[UiServer]:
+    """The page of several projects, of which `site` is the first, if there is any."""
+    proposals = Proposals()
     listener = open_socket("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    site = Site(home.config(), options, lambda config: status.build_report(config, options))
-    server = make_server(guarded_app(site, host, port, token, ()))
+    server = make_server(guarded_app(projects, places_of(projects, browse), proposals, host, port, token))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        yield UiServer(site, port)
+        yield UiServer(next(iter(projects.sites()), None), port)
     finally:
         server.should_exit = True
         thread.join()
         listener.close()
+        proposals.close()

@@ -2,7 +2,7 @@
 // Form and text follow each other: what is changed in one is checked by the server, which answers with both.
 
 const PAUSE_MS = 400;
-const form = document.getElementById("configuration"), text = document.getElementById("text");
+const form = document.getElementById("configuration"), address = form.action.replace(/\/check$/, ""), text = document.getElementById("text");
 const numbers = document.getElementById("numbers"), errors = document.getElementById("errors");
 const problems = document.getElementById("problems"), sound = document.getElementById("sound");
 let turn = 0, waiting = 0, wrong = new Set(), saved = text.dataset.unsaved === undefined ? text.value : null;
@@ -64,7 +64,7 @@ function filter() {
 async function edit(button) {
   const own = ++turn, fields = new URLSearchParams(new FormData(form)), list = button.name === "add" && button.value;
   fields.set(button.name, button.value);
-  const answer = await ask("/configuration/check", { method: "POST", body: fields });
+  const answer = await ask(`${address}/check`, { method: "POST", body: fields });
   const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
   if (own !== turn) return;
   const told = fresh.getElementById("problems").textContent.trim();
@@ -83,7 +83,7 @@ async function edit(button) {
 
 async function send(verb) {
   const own = ++turn, before = text.value;
-  const answer = await ask(`/configuration/${verb}`, {
+  const answer = await ask(`${address}/${verb}`, {
     method: "POST", body: new URLSearchParams(new FormData(form)), headers: { Accept: "application/json" },
   });
   const told = await answer.json();
@@ -136,6 +136,38 @@ errors.addEventListener("click", (event) => {
   if (!event.target.dataset.line) return;
   event.preventDefault();
   goTo(Number(event.target.dataset.line));
+});
+
+// A folder is chosen on the page of folders, shown in a dialog.
+const chooser = document.getElementById("chooser"), take = document.getElementById("take");
+let chosenFor = null;
+
+async function showFolders(url) {
+  const answer = await ask(url), fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const folders = fresh.getElementById("folders"), problem = fresh.getElementById("problem");
+  chooser.querySelector("div").replaceChildren(...[problem, folders].filter(Boolean));
+  take.hidden = !folders.dataset.path;
+  chooser.querySelector("a")?.focus();
+}
+
+form.addEventListener("click", (event) => {
+  const link = event.target.closest("[data-folder]");
+  if (!link) return;
+  event.preventDefault();
+  chosenFor = document.getElementById(link.dataset.folder);
+  const known = chosenFor.value.startsWith("/") ? `?at=${encodeURIComponent(chosenFor.value)}` : "";
+  chooser.showModal();
+  showFolders(link.href + known).catch(() => chooser.close());
+});
+chooser.addEventListener("click", (event) => {
+  const link = event.target.closest("a");
+  if (link) { event.preventDefault(); showFolders(link.href).catch(() => chooser.close()); }
+  if (event.target.id === "cancel") chooser.close();
+  if (event.target.id !== "take") return;
+  chosenFor.value = document.getElementById("folders").dataset.path;
+  chooser.close();
+  chosenFor.focus();
+  chosenFor.dispatchEvent(new Event("change", { bubbles: true }));
 });
 addEventListener("beforeunload", (event) => { if (text.value !== saved) event.preventDefault(); });
 for (const link of errors.querySelectorAll("[data-line]")) wrong.add(Number(link.dataset.line));

@@ -66,6 +66,10 @@ if (live) {
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     swap(live, fresh.querySelector("[data-live]"));
     if (shown) showAgain(fresh.getElementById("document"));
+    for (const late of document.querySelectorAll("[data-late]")) { // what has come since, beside fields that are typed in
+      const now = fresh.getElementById(late.id);
+      if (now && now.dataset.late === undefined) late.replaceWith(now);
+    }
   };
   repeat(2, () => refresh());
 }

@@ -42,9 +42,12 @@ MIN_PAUSE_FACTOR = 4  # listing takes a quarter of the time at most
 
 
 class Site:
-    """build_status: makes the report of `latentpress status`."""
+    """A project. build_status: makes the report of `latentpress status`. base: before the path of each of its pages."""
 
-    def __init__(self, config: Config, options: Options, build_status: Callable[[Config], Report]) -> None:
+    def __init__(
+        self, config: Config, options: Options, build_status: Callable[[Config], Report], base: str = ""
+    ) -> None:
+        self.base = base
         self.options, self._config, self._stamp = options, run_at_work(config), _stamp(options.config)
         self.output, self.root = Path(config.output), config.root
         argv = Options(options.config.absolute(), options.overrides, device=options.device, workers=options.workers)
@@ -76,8 +79,9 @@ class Site:
                     self.config_error = error
             return self._config
 
-    def status(self) -> Report | LatentpressError | None:
-        """The newest status, which is made again in the background only while somebody asks. None before the first."""
+    def status(self, wait_s: float = FIRST_WAIT_S) -> Report | LatentpressError | None:
+        """The newest status, which is made again in the background only while somebody asks. None before the first, for
+        which it waits `wait_s`."""
         config = self.config()
         with self._lock:
             pause = self._pause(self._took)
@@ -86,7 +90,7 @@ class Site:
                 self._builder.start()
             builder, first = self._builder, self._status is None
         if first and builder is not None:
-            builder.join(FIRST_WAIT_S)
+            builder.join(wait_s)
         return self._status
 
     def address_of(self, path: Path) -> str:
@@ -149,16 +153,25 @@ class Page:
     routes: tuple[BaseRoute, ...]
 
 
-def build_app(site: Site, pages: Sequence[Page], extra: Sequence[BaseRoute] = ()) -> Starlette:
+@dataclass(frozen=True)
+class Moved:
+    """What an action made is at this address. Its form is sent without the script (data-plain)."""
+
+    address: str
+
+
+def build_app(pages: Sequence[Page], site: Site | None = None, extra: Sequence[BaseRoute] = ()) -> Starlette:
+    """The pages of a project, or with `site` None those that are of none."""
     routes = [route for page in pages for route in page.routes]
-    files = [serve_file("/style.css", "style.css"), serve_file("/script.js", "ui.js")]
-    app = Starlette(routes=[*routes, *extra, *files], exception_handlers={HTTPException: _explain_http})
+    app = Starlette(routes=[*routes, *extra], exception_handlers={HTTPException: _explain_http})
     app.state.site, app.state.pages = site, tuple(pages)
     return app
 
 
 def site_of(request: Request) -> Site:
-    return request.app.state.site
+    site = request.app.state.site
+    assert site is not None  # the page is one of a project
+    return site
 
 
 def get(path: str, handler: Handler) -> Route:
@@ -168,16 +181,20 @@ def get(path: str, handler: Handler) -> Route:
 
 def render(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A page of templates/: every value is escaped."""
-    site = site_of(request)
-    config = site.config()
-    common = {
-        "pages": request.app.state.pages,
-        "path": request.url.path,
-        "run": config.run_name,
-        "config_path": str(site.options.config),
-        "config_error": site.config_error,
-    }
+    site: Site | None = request.app.state.site
+    base = _base(request)
+    common = {"pages": request.app.state.pages, "path": request.url.path.removeprefix(base), "base": base}
+    common |= {"run": "", "config_path": "", "config_error": None}
+    if site is not None:
+        common["run"] = site.config().run_name
+        common |= {"config_path": str(site.options.config), "config_error": site.config_error}
     return fragment(template, status, **{**common, **values})
+
+
+def _base(request: Request) -> str:
+    """Before the paths of the pages that have this one's navigation."""
+    site: Site | None = request.app.state.site
+    return "" if site is None else site.base
 
 
 def fragment(template: str, status: int = 200, **values: Any) -> HTMLResponse:
@@ -191,21 +208,24 @@ def serve_file(path: str, name: str) -> Route:
     return get(path, lambda request: PlainTextResponse((TEMPLATES / name).read_text(), media_type=kind))
 
 
-def action(path: str, act: Callable[[Request, Form], str], back: str = "/") -> Route:
+def action(path: str, act: Callable[[Request, Form], str | Moved], back: str = "/") -> Route:
     """A route that changes something. act: what it does with the form's fields; returns what it did, in words. An error
-    is shown with its next step. Afterwards a browser without a script is sent to `back`."""
+    is shown with its next step. Afterwards a browser without a script is sent to `back`, or to where `act` says."""
 
     async def handle(request: Request) -> Response:
         form = await read_form(request)
         as_json = "application/json" in request.headers.get("accept", "")
         try:
-            message = await run_in_threadpool(act, request, form)
+            done = await run_in_threadpool(act, request, form)
         except LatentpressError as error:
             refusal = {"error": error.message, "next_step": error.next_step}
             if as_json:
                 return JSONResponse(refusal, 409)
-            return await run_in_threadpool(render, request, "refused.html", 409, title="Refused", back=back, **refusal)
-        return JSONResponse({"message": message}) if as_json else RedirectResponse(back, 303)
+            values = {"title": "Refused", "back": _base(request) + back, **refusal}
+            return await run_in_threadpool(render, request, "refused.html", 409, **values)
+        if isinstance(done, Moved):
+            return RedirectResponse(done.address, 303)
+        return JSONResponse({"message": done}) if as_json else RedirectResponse(_base(request) + back, 303)
 
     return Route(path, handle, methods=["POST"])
 

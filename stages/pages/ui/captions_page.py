@@ -1,4 +1,4 @@
-"""The captions of a dataset: read, searched, and edited one by one.
+"""The captions of a dataset beside thumbnails: read, searched, and edited one by one.
 
 Edits are kept under the root, by the content of the file, and used before the captions of the user's files, which stay
 as they are; the next `bucket` plans with them.
@@ -6,8 +6,8 @@ as they are; the next `bucket` plans with them.
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -23,8 +23,9 @@ from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import Refused
+from stages.pages.ui.flow_page import build_job_card
 
-PATH = "/captions"
+PATH, JOB = "/captions", "caption-thumbnails"
 MOST_SHOWN = 50  # items on one page
 MOST_CHARACTERS = 100_000  # of the captions of an item
 
@@ -48,38 +49,72 @@ def _store(root: str) -> Store:
     return Store(root)
 
 
-def show(request: Request) -> Response:
-    site = site_of(request)
-    config, query = site.config(), request.query_params
-    names = [dataset.id for dataset in config.datasets if not dataset.disabled]
-    chosen = query.get("dataset", "") if query.get("dataset") in names else next(iter(names), "")
-    words, only_edited = query.get("words", ""), bool(query.get("edited"))
-    problem, items, total, count, edited, start = None, list[Item](), 0, 0, 0, 0
+@dataclass
+class Shown:
+    """Of a dataset the items that are asked for, those of one page of them. given: what was asked. total, edited: items
+    of the dataset; count: those that are asked for, of which `items` begin at `start`."""
+
+    names: list[str]
+    given: dict[str, str]
+    items: list[Item] = field(default_factory=list)
+    total: int = 0
+    edited: int = 0
+    count: int = 0
+    start: int = 0
+    problem: LatentpressError | None = None
+
+
+def _find(site: Site, asked: Mapping[str, str]) -> Shown:
+    names = [dataset.id for dataset in site.config().datasets if not dataset.disabled]
+    chosen = asked.get("dataset", "") if asked.get("dataset") in names else next(iter(names), "")
+    words, only_edited = asked.get("words", ""), bool(asked.get("edited"))
+    shown = Shown(names, {"dataset": chosen, "words": words, "edited": "1" if only_edited else ""})
     try:
         store = _store(site.root)
         edits, media = read_edits(store), read_media_table(store, chosen)
         is_edited = pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
-        total, edited = len(media), pc.sum(is_edited).as_py() or 0
+        shown.total, shown.edited = len(media), pc.sum(is_edited).as_py() or 0
         rows = np.flatnonzero(_matches(media, edits, words) & (np.asarray(is_edited) | (not only_edited)))
-        count = len(rows)
-        first = query.get("first", "")
-        start = min(int(first), count) if first.isdecimal() and len(first) < 10 else 0
-        items = list(_items(media.take(pa.array(rows[start : start + MOST_SHOWN])), edits))
+        shown.count = len(rows)
+        first = asked.get("first", "")
+        shown.start = min(int(first), shown.count) if first.isdecimal() and len(first) < 10 else 0
+        shown.items = list(_items(media.take(pa.array(rows[shown.start : shown.start + MOST_SHOWN])), edits))
     except LatentpressError as error:
-        problem = error
-    given = {"dataset": chosen, "words": words, "edited": "1" if only_edited else ""}
-    values = {"total": total, "count": count, "edited": edited, "start": start, "end": start + len(items)}
+        shown.problem = error
+    return shown
+
+
+def show(request: Request) -> Response:
+    site = site_of(request)
+    shown, known = _find(site, request.query_params), site.thumbnails.list_known()
+    last = site.programs.last_start(JOB)
+    has_new = any(item.media_id not in known for item in shown.items)
+    card = build_job_card(JOB, "thumbnails of these items", site.programs)
+    can_start = "start" in card.can
+    card.can = [verb for verb in card.can if verb != "start"]  # it has to say of which items
     return render(
         request,
         "captions.html",
         title="Captions",
-        problem=problem,
-        items=items,
-        names=names,
-        given=given,
+        shown=shown,
         step=MOST_SHOWN,
-        **values,
+        end=shown.start + len(shown.items),
+        thumbnails=known,
+        card=card,
+        can_start=can_start,
+        is_due=has_new and (last is None or last.exit_code == 0),
     )
+
+
+def make_thumbnails(request: Request, form: Form) -> str:
+    """Start the program that makes those of the items which the same form shows."""
+    site = site_of(request)
+    shown = _find(site, form)
+    if not shown.items:
+        raise Refused("there are no such items", "load the page again")
+    ids = dict.fromkeys(item.media_id for item in shown.items)
+    site.programs.start(JOB, f"--dataset={shown.given['dataset']}", *(f"--media-id={media_id}" for media_id in ids))
+    return f"thumbnails of {len(ids)} items are being made"
 
 
 def _matches(media: pa.Table, edits: pa.Table, words: str) -> np.ndarray:
@@ -142,4 +177,12 @@ def _is_known(site: Site, media_id: str) -> bool:
     return False
 
 
-PAGE = Page("Captions", PATH, (get(PATH, show), action(PATH + "/{media_id}/{verb}", save, PATH)))
+PAGE = Page(
+    "Captions",
+    PATH,
+    (
+        get(PATH, show),
+        action(f"{PATH}/thumbnails", make_thumbnails, PATH),
+        action(PATH + "/{media_id}/{verb}", save, PATH),
+    ),
+)

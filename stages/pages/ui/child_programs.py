@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,6 +58,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "preview-plan": ("stages.preview", "--plan"),
     "queue": ("stages.queue", "run"),
     "thumbnails": ("stages.pages.ui.make_thumbnails",),
+    "caption-thumbnails": ("stages.pages.ui.make_thumbnails",),
 }
 
 
@@ -81,10 +82,10 @@ class Start(ProcessRecord):
 
 
 class ChildPrograms:
-    """The jobs of one output folder. argv: the options that all of them get."""
+    """The jobs of one output folder. argv: the options that all of them get. jobs: those that there are."""
 
-    def __init__(self, output: Path, argv: Sequence[str]) -> None:
-        self._folder, self._argv, self.queue = output / FOLDER, list(argv), RunQueue(output)
+    def __init__(self, output: Path, argv: Sequence[str], jobs: Mapping[str, tuple[str, ...]] = JOBS) -> None:
+        self._folder, self._argv, self._jobs, self.queue = output / FOLDER, list(argv), jobs, RunQueue(output)
         self._children: dict[str, subprocess.Popen] = {}
         self._restarting: set[str] = set()
         self._lock = threading.RLock()
@@ -94,9 +95,10 @@ class ChildPrograms:
         """Start a stage so that it tries again what it set aside, also of files that have not changed."""
         return self.start(name, *(["--retry-set-aside"] if name.startswith("encode-") else []))
 
-    def start(self, name: str, *more: str) -> Start:
-        """Start a job. Refused where it, or one that it conflicts with, is at work. more: options."""
-        module, *words = (*JOBS[name], *more)
+    def start(self, name: str, *more: str, report: Path | None = None) -> Start:
+        """Start a job. Refused where it, or one that it conflicts with, is at work. more: options. report: the file
+        that gets its standard output, which otherwise is in the log, too."""
+        module, *words = (*self._jobs[name], *more)
         with self._locked():
             for other in (name, *list_conflicts(name)):
                 self._refuse_beside(name, other)
@@ -104,12 +106,12 @@ class ChildPrograms:
             notes = self._folder / "notes" / name
             shutil.rmtree(notes, ignore_errors=True)
             command = [sys.executable, "-P", "-m", module, *self._argv, *words]
-            with log.open("wb") as file, explained(str(log)):
+            with log.open("wb") as file, explained(str(log)), (report or log).open("ab") as standard_output:
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
+                    stdout=standard_output if report else file,
+                    stderr=file,
                     start_new_session=True,
                     env={**os.environ, NOTES_VARIABLE: str(notes)},
                 )

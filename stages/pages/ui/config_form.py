@@ -15,6 +15,7 @@ from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml
 
 Schema = Mapping[str, Any]
 FLAVOUR = "model.flavour"
+FOLDERS = ("instance_data_dir", "conditioning_data", "mask_data", "media_root")  # options that the page can browse for
 MAX_NAME = 24  # characters of a new item's name
 
 
@@ -54,6 +55,10 @@ class Field:
     value: str = ""
     by_hand: bool = False
     hidden: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        return self.name in FOLDERS
 
     @property
     def is_set(self) -> bool:

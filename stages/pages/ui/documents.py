@@ -9,6 +9,7 @@ else.
 
 import hmac
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -16,6 +17,7 @@ from urllib.parse import quote
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute
 
 from cache.runs.training_run import METRICS_FILE
 from schemas.cli.report import Report
@@ -110,20 +112,24 @@ def find_document(output: Path, name: str) -> Path | None:
     return None if any(part.startswith(".") for part in path.relative_to(folder).parts) else path
 
 
-def serve(request: Request) -> Response:
-    site = site_of(request)
-    key = request.path_params["key"].encode("utf-8", "replace")
-    path = find_document(site.output, request.path_params["name"])
-    if path is None or not hmac.compare_digest(key, site.document_key.encode()):
-        raise HTTPException(404, "there is no such document")
-    headers = {"content-security-policy": POLICY, "cross-origin-resource-policy": "cross-origin"}
-    if "version" in request.query_params and path.suffix.lower() != ".html":
-        headers["cache-control"] = "private, max-age=86400"
-    return FileResponse(path, media_type=TYPES[path.suffix.lower()], headers=headers)
+def route(list_sites: Callable[[], Iterable[Site]]) -> BaseRoute:
+    """The documents of all projects: the key says of which one."""
+
+    def serve(request: Request) -> Response:
+        key = request.path_params["key"].encode("utf-8", "replace")
+        sites = [site for site in list_sites() if hmac.compare_digest(key, site.document_key.encode())]
+        path = find_document(sites[0].output, request.path_params["name"]) if sites else None
+        if path is None:
+            raise HTTPException(404, "there is no such document")
+        headers = {"content-security-policy": POLICY, "cross-origin-resource-policy": "cross-origin"}
+        if "version" in request.query_params and path.suffix.lower() != ".html":
+            headers["cache-control"] = "private, max-age=86400"
+        return FileResponse(path, media_type=TYPES[path.suffix.lower()], headers=headers)
+
+    return get(DOCUMENTS + "{key}/{name:path}", serve)
 
 
 PAGES = tuple(
     Page(title, path, (get(path, partial(_show, job=job)),))
     for job, title, path in ((job, title, f"/{title.lower()}") for job, title in TITLES.items())
 )
-ROUTES = (get(DOCUMENTS + "{key}/{name:path}", serve),)

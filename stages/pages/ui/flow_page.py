@@ -21,7 +21,7 @@ from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
 from schemas.text_format import format_duration
 from stages.pages.ui.app import Form, Page, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, STAGES, ChildPrograms, Refused, Start, list_conflicts
-from stages.pages.ui.run_summary import summarize_run
+from stages.pages.ui.run_summary import find_first_steps, summarize_run
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
 AT_WORK = ("running", "stopping", "restarting")
@@ -244,8 +244,16 @@ def show(request: Request) -> Response:
     whole = build_run_card(site.programs, steps, status is not None and problem is None)
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
     counts = [card.count for card in before if card.count]
-    content: dict[str, Any] = {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
+    content: dict[str, Any] = {"first": find_first_steps(config) if _has_nothing(progress, status, whole) else None}
+    content |= {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
     return render(request, "flow.html", title="Run", now=summarize_run(site, config, progress, counts), **content)
+
+
+def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None, whole: Card) -> bool:
+    """Whether nothing was made yet, nor was it tried."""
+    if progress.state != "not started" or not isinstance(status, Report) or whole.can != ["start"] or whole.remark:
+        return False
+    return not any(row["done"] or row["set_aside"] for row in status.details["stages"])
 
 
 def act(request: Request, form: Form) -> str:

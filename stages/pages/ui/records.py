@@ -181,7 +181,7 @@ PAGES = (
     Page(
         "Set aside",
         SET_ASIDE_PATH,
-        (get(SET_ASIDE_PATH, show_set_aside), get(f"{SET_ASIDE_PATH}/{{name}}.webp", show_thumbnail)),
+        (get(SET_ASIDE_PATH, show_set_aside), get("/thumbnails/{name}.webp", show_thumbnail)),
     ),
     Page("Logs", "/logs", (get("/logs", show_logs), get("/logs/{job}", show_logs), get("/logs/{job}/tail", tail))),
 )

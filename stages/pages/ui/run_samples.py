@@ -58,7 +58,7 @@ def make_cell(site: Site, name: str, step: int, path: Path | None, beside: int |
     """beside: the step that its page shows beside it."""
     asked = {"name": name, "step": step} | ({} if beside is None else {"beside": beside})
     url = "" if path is None else site.address_of(path)
-    return Cell(name, step, url, f"{ONE}?{urlencode(asked)}", path is not None and path.suffix == ".mp4")
+    return Cell(name, step, url, f"{site.base}{ONE}?{urlencode(asked)}", path is not None and path.suffix == ".mp4")
 
 
 def describe(config: Config, name: str, step: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@ ones. Before it trains, what there is for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cache.runs.training_run import METRICS_FILE, RunProgress, spread
 from cache.store.files import find_free_space
@@ -13,6 +14,18 @@ from stages.pages.ui.loss_curve import MEMORY, LossCurve
 from stages.pages.ui.run_samples import Row, list_files, make_row
 
 MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """What is to be done before anything is. datasets: their folders of media; missing: those that are
+    not there. has_prompts: so that there will be pictures."""
+
+    datasets: Mapping[str, str]
+    missing: Mapping[str, str]
+    has_prompts: bool
+
+
 LABELS = {
     "step": "step",
     "left": "time left",
@@ -57,6 +70,12 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
     without = "" if rows else _explain_none(config)
     return RunSummary(*(progress.run, progress.state, facts, place, curve, rows, len(files) - len(rows), without))
+
+
+def find_first_steps(config: Config) -> FirstSteps:
+    folders = {it.id: it.root for it in config.datasets if not it.disabled and it.resolved_source == "folder"}
+    missing = {name: folder for name, folder in folders.items() if not Path(folder).is_dir()}
+    return FirstSteps(folders, missing, bool(config.validation.prompts or config.validation.prompts_file))
 
 
 def _explain_none(config: Config) -> str:

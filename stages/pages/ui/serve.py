@@ -7,15 +7,22 @@ from collections.abc import Iterator, Sequence
 
 import h11
 import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import RedirectResponse
+from starlette.routing import BaseRoute, Mount
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
 from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
-from stages.pages.ui.app import Site, build_app
+from stages.pages.ui.app import Page, build_app, get, serve_file
 from stages.pages.ui.guard import Guard, Token, list_names, login_route
+from stages.pages.ui.projects import browse_page, import_page, new_page, overview_page, proposal_page
+from stages.pages.ui.projects.open_projects import BASE, Projects
+from stages.pages.ui.projects.places import Places
+from stages.pages.ui.projects.proposals import Proposals
 
-#: In the order of the navigation.
+#: Of a project, in the order of the navigation.
 PAGES = (
     flow_page.PAGE,
     pictures_page.PAGE,
@@ -46,10 +53,36 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise CannotListen(f"can't listen at {host}, port {port}: {error.strerror or error}", step) from error
 
 
-def guarded_app(site: Site, host: str, port: int, token: Token | None, more_names: Sequence[str]) -> Guard:
+def guarded_app(
+    projects: Projects,
+    places: Places,
+    proposals: Proposals,
+    host: str,
+    port: int,
+    token: Token | None,
+    more_names: Sequence[str] = (),
+) -> Guard:
     cookie = f"latentpress-ui-{port}"
-    extra = [*documents.ROUTES, *([login_route(token, cookie)] if token else ())]
-    return Guard(build_app(site, PAGES, extra), list_names(host, more_names), token, cookie)
+    extra = [serve_file("/style.css", "style.css"), serve_file("/script.js", "ui.js"), documents.route(projects.sites)]
+    extra += [login_route(token, cookie)] if token else []
+    extra += [browse_page.make_route(places), *proposal_page.make_routes(projects, proposals)]
+    pages = (
+        overview_page.make_page(projects),
+        new_page.make_page(projects, places, proposals),
+        import_page.make_page(projects, places, proposals),
+    )
+    app = _join(projects, pages, extra)
+    return Guard(app, list_names(host, more_names), token, cookie)
+
+
+def _join(projects: Projects, pages: Sequence[Page], extra: Sequence[BaseRoute]) -> Starlette:
+    """The pages of all projects under their bases, and those that are of none."""
+    whole = build_app(pages, extra=[*extra, Mount(f"{BASE}/{{name}}", app=projects.answer)])
+    if projects.top is None:
+        whole.router.routes.append(get("/", lambda request: RedirectResponse(overview_page.PATH, 303)))
+    else:
+        whole.router.routes.append(Mount("", app=projects.top.app))
+    return whole
 
 
 class _Server(uvicorn.Server):

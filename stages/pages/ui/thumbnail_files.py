@@ -1,8 +1,10 @@
-"""The thumbnails of what was set aside, as the page shows them: files that a program of its own makes, so that the page
-never decodes a file and never reads what a decoder's process says.
+"""The thumbnails that the page shows, of what was set aside and beside captions: files that a program of its own makes,
+so that the page never decodes a file and never reads what a decoder's process says.
 
     <output>/.ui/thumbnails/<id>.webp   of an item
     <output>/.ui/thumbnails/<id>.none   none could be made of it
+
+The id is that of the media, or of what was set aside, which has none, one of its dataset and path.
 """
 
 import re
@@ -10,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from stages.maintenance.set_aside import SetAside
+from stages.pages.thumbnails import Located
 from stages.pages.ui.child_programs import FOLDER
 
 MOST_KEPT = 1000  # files, of about 4 kB each
@@ -19,11 +21,11 @@ PICTURE, NONE = ".webp", ".none"
 _ID = re.compile("[0-9a-f]{32}")
 
 
-def thumbnail_id(item: SetAside) -> str:
+def thumbnail_id(item: Located) -> str:
     return xxhash.xxh3_128_hexdigest(f"{item.dataset}\0{item.path}".encode("utf-8", "surrogatepass"))
 
 
-def can_have_thumbnail(item: SetAside) -> bool:
+def can_have_thumbnail(item: Located) -> bool:
     """Whether the item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
     path = PurePosixPath(item.path)
     return bool(item.path) and not path.is_absolute() and ".." not in path.parts

@@ -1,0 +1,116 @@
+"""The projects that a page shows: a configuration each, with pages of its own under /p/<name>/.
+
+The only project of a page that was started with one configuration has its pages at the top instead. A project is named
+by its file, or by the folder of a pipeline.yaml.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from schemas.errors import LatentpressError
+from stages.configuring.answers import make_name
+from stages.pages.ui.app import Page, Site, build_app
+
+BASE = "/p"  # before the names of projects
+ENDINGS = (".yaml", ".yml")
+MOST_FOUND = 100  # configurations in the projects' folder
+PLAIN_STEMS = ("pipeline", "config", "configuration")  # which say less than the folder's name
+
+
+@dataclass(frozen=True)
+class Project:
+    """path: of its configuration, whole."""
+
+    name: str
+    path: Path
+    site: Site
+    app: ASGIApp
+
+
+class Projects:
+    """open_site: a configuration and the base of its pages -> its site; LatentpressError where it is not valid. folder:
+    whose configurations are shown, too. place: the folder in which new projects are made, each in one of its own."""
+
+    def __init__(
+        self, open_site: Callable[[Path, str], Site], pages: Sequence[Page], place: Path, folder: Path | None = None
+    ) -> None:
+        self.place, self.folder = place, folder
+        self.invalid: dict[Path, LatentpressError] = {}
+        self._open_site, self._pages = open_site, pages
+        self._projects: dict[str, Project] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def top(self) -> Project | None:
+        """The project whose pages are at the top."""
+        return next((project for project in self._projects.values() if not project.site.base), None)
+
+    def open(self, path: Path, at_top: bool = False) -> Project:
+        """Show the project of a configuration; the same one where it is shown already. at_top: without a base."""
+        path = path.absolute()
+        with self._lock:
+            for project in self._projects.values():
+                if project.path.resolve() == path.resolve():
+                    return project
+            name = self._name(path)
+            site = self._open_site(path, "" if at_top else f"{BASE}/{name}")
+            project = self._projects[name] = Project(name, path, site, build_app(self._pages, site))
+            return project
+
+    def _name(self, path: Path) -> str:
+        name = make_name(path.parent.name if path.stem in PLAIN_STEMS else path.stem)
+        numbers = range(1, len(self._projects) + 2)
+        return next(it for it in (f"{name}-{number}" if number > 1 else name for number in numbers) if self.is_free(it))
+
+    def is_free(self, name: str) -> bool:
+        return name not in self._projects
+
+    def opened(self) -> Sequence[Project]:
+        return tuple(self._projects.values())
+
+    def sites(self) -> Sequence[Site]:
+        return [project.site for project in self.opened()]
+
+    def scan(self) -> None:
+        """Open what has come into the projects' folder since; `invalid` has what can't be opened. LatentpressError
+        where the folder can't be read."""
+        if self.folder is None:
+            return
+        known, invalid = {project.path for project in self.opened()}, {}
+        for path in list_configurations(self.folder):
+            try:
+                if path not in known:
+                    self.open(path)
+            except LatentpressError as error:
+                invalid[path] = error
+        self.invalid = invalid
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the project that its address names."""
+        project = self._projects.get(scope["path_params"]["name"])
+        if project is None or not project.site.base:
+            raise HTTPException(404, "there is no such project")
+        await project.app(scope, receive, send)
+
+
+def list_configurations(folder: Path) -> list[Path]:
+    """YAML files in a folder and in the folders in it, but no hidden ones and none to which a link leads."""
+    try:
+        inside = [path for path in sorted(folder.iterdir()) if _is_plain(path)]
+        folders = [path for path in inside if path.is_dir()]
+        files = [*inside, *(path for one in folders for path in sorted(one.iterdir()) if _is_plain(path))]
+        found = (path.absolute() for path in files if path.suffix in ENDINGS and path.is_file())
+        return list(found)[:MOST_FOUND]
+    except OSError as error:
+        raise LatentpressError(
+            f"{folder} can't be read: {error.strerror}", "name another one with --projects"
+        ) from error
+
+
+def _is_plain(path: Path) -> bool:
+    return path.name[0] != "." and not path.is_symlink()

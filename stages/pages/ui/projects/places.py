@@ -1,0 +1,155 @@
+"""The folders that the page lets a person browse: those that it was given and what is below them.
+
+Told are names of folders, counts of media, and for `import-config` names of configurations; no file is opened. What is
+hidden, or led to by `..` or by a link to another place, is refused, and looks as if it were not there.
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.errors import LatentpressError
+from stages.configuring.folder import KINDS
+
+MOST_LISTED = 500  # folders, and configurations
+MOST_COUNTED = 20_000  # entries of the folders in one, so that an answer takes no longer
+CONFIGURATIONS = (".json", ".toml", ".yaml", ".yml", ".env", ".sh", ".bash", ".txt")
+
+
+class NotPermitted(LatentpressError):
+    """A path that is not below the folders that may be browsed, or is not of the kind that was asked for."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder, with the pictures and clips that are directly in it; None where these were not counted."""
+
+    name: str
+    path: str
+    pictures: int | None
+    clips: int | None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """above: None at the top. left_out: folders that are not in `folders`. configurations: names."""
+
+    path: str
+    above: str | None
+    folders: Sequence[Entry]
+    left_out: int
+    pictures: int
+    clips: int
+    configurations: Sequence[str]
+
+
+class Places:
+    """roots: the folders that may be browsed; those in others are found there."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        whole = list(dict.fromkeys(root.absolute() for root in roots))
+        self.roots = [root for root in whole if not any(root != top and _is_inside(root, top) for top in whole)]
+
+    def find_folder(self, text: str) -> Path:
+        """The folder of a path as it was typed. NotPermitted where it is none below the roots."""
+        return self._find(text, stat.S_ISDIR)
+
+    def find_file(self, text: str) -> Path:
+        return self._find(text, stat.S_ISREG)
+
+    def _find(self, text: str, is_kind: Callable[[int], bool]) -> Path:
+        refusal = NotPermitted(
+            f"{text!a} is not below the folders that may be browsed",
+            f"these are {', '.join(map(str, self.roots))}; start `latentpress ui` with --browse FOLDER for others",
+        )
+        path = Path(text)
+        tops = [root for root in (*self.roots, *(root.resolve() for root in self.roots)) if path.is_relative_to(root)]
+        if not path.is_absolute() or ".." in path.parts or not tops:
+            raise refusal
+        try:
+            target = path.resolve(strict=True)
+            kind = target.stat().st_mode
+        except (OSError, ValueError, RuntimeError) as error:
+            raise refusal from error
+        is_inside = any(_is_inside(path, top) and _is_inside(target, top.resolve()) for top in tops)
+        if not is_inside or not is_kind(kind):
+            raise refusal
+        return path
+
+    def list_roots(self) -> Listing:
+        """The roots as if they were in one folder."""
+        folders = [_count(str(root), root, MOST_COUNTED)[0] for root in self.roots if root.is_dir()]
+        return Listing("", None, folders, 0, 0, 0, ())
+
+    def list_folder(self, text: str) -> Listing:
+        """NotPermitted as of `find_folder`, and where it can't be read."""
+        folder = self.find_folder(text)
+        try:
+            with os.scandir(folder) as entries:
+                kept = [entry for entry in entries if _is_shown(entry.name)]
+                names = sorted(entry.name for entry in kept)
+                candidates = sorted(entry.name for entry in kept if entry.is_symlink() or entry.is_dir())
+        except OSError as error:
+            raise NotPermitted(f"{folder} can't be read: {error.strerror}", "choose another folder") from error
+        folders = [name for name in candidates if self._is_found(self.find_folder, folder / name)]
+        kinds = [KINDS.get(os.path.splitext(name)[1].lower(), "") for name in names]
+        configurations = [name for name in names if os.path.splitext(name)[1].lower() in CONFIGURATIONS]
+        is_root = any(folder in (root, root.resolve()) for root in self.roots)
+        above = str(folder.parent) if not is_root else "" if len(self.roots) > 1 else None
+        return Listing(
+            str(folder),
+            above,
+            list(_count_all(folder, folders[:MOST_LISTED])),
+            max(0, len(folders) - MOST_LISTED),
+            kinds.count("image"),
+            kinds.count("video"),
+            [name for name in configurations[:MOST_LISTED] if self._is_found(self.find_file, folder / name)],
+        )
+
+    def _is_found(self, find: Callable[[str], Path], path: Path) -> bool:
+        with suppress(NotPermitted):
+            return bool(find(str(path)))
+        return False
+
+
+def _is_inside(path: Path, top: Path) -> bool:
+    """Whether it is the folder, or below it and not hidden there."""
+    return path.is_relative_to(top) and all(part[0] != "." for part in path.relative_to(top).parts)
+
+
+def _is_shown(name: str) -> bool:
+    return name[0] != "." and name.isprintable() and _has_encoding(name)
+
+
+def _has_encoding(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _count_all(folder: Path, names: Sequence[str]) -> Iterator[Entry]:
+    left = MOST_COUNTED
+    for name in names:
+        entry, looked_at = _count(name, folder / name, left)
+        left -= looked_at
+        yield entry
+
+
+def _count(name: str, folder: Path, most: int) -> tuple[Entry, int]:
+    """The entry, and how many names in it were looked at."""
+    counts, number = {"image": 0, "video": 0}, 0
+    try:
+        with os.scandir(folder) as entries:
+            for number, entry in enumerate(entries, 1):
+                if number > most:
+                    return Entry(name, str(folder), None, None), number
+                kind = KINDS.get(os.path.splitext(entry.name)[1].lower())
+                if kind is not None and entry.name[0] != ".":
+                    counts[kind] += 1
+    except OSError:
+        return Entry(name, str(folder), None, None), number
+    return Entry(name, str(folder), counts["image"], counts["video"]), number
