@@ -74,6 +74,8 @@ def test_thumbnails_beside_captions_are_made_by_a_program(home: Project, server:
     assert server.wait_for_end("caption-thumbnails").exit_code == 0
     rest = server.get("/captions").text
     assert rest.count("<img") == 3 and "data-late" not in rest and rest.count("no picture") == 1, "d.png has none"
+    for verb in ("start", "restart", "retry"):
+        assert server.post(f"/jobs/caption-thumbnails/{verb}").status == 404, "of what, it has to be told"
     assert server.post("/captions/thumbnails", dataset="photos", words="absent").status == 409
 
 

@@ -58,6 +58,7 @@ PIECES = ("..", ".", "", "photos", "day", "out", "up", "to-hidden", ".hidden", "
           "allowed", "allowed2", "\0", "~", "*", "x" * 300, "\udcff", "pipe.json", "out.yaml", "job.yaml")  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8), st.sampled_from(("", "/", "top", "allowed"))
 )

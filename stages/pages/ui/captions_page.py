@@ -23,7 +23,7 @@ from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import Refused
-from stages.pages.ui.flow_page import build_job_card
+from stages.pages.ui.flow_page import AT_WORK, build_job_card
 
 PATH, JOB = "/captions", "caption-thumbnails"
 MOST_SHOWN = 50  # items on one page
@@ -90,8 +90,6 @@ def show(request: Request) -> Response:
     last = site.programs.last_start(JOB)
     has_new = any(item.media_id not in known for item in shown.items)
     card = build_job_card(JOB, "thumbnails of these items", site.programs)
-    can_start = "start" in card.can
-    card.can = [verb for verb in card.can if verb != "start"]  # it has to say of which items
     return render(
         request,
         "captions.html",
@@ -101,7 +99,8 @@ def show(request: Request) -> Response:
         end=shown.start + len(shown.items),
         thumbnails=known,
         card=card,
-        can_start=can_start,
+        can_start=card.state not in AT_WORK,
+        has_new=has_new,
         is_due=has_new and (last is None or last.exit_code == 0),
     )
 

@@ -62,6 +62,9 @@ JOBS: dict[str, tuple[str, ...]] = {
 }
 
 
+NEED_OPTIONS = ("caption-thumbnails",)  # jobs that a page of their own starts, as they need to be told what of
+
+
 def list_conflicts(name: str) -> list[str]:
     """Jobs beside which this one is not started: `run` and the stages that it runs, and the queue, which runs `run`."""
     whole = ("run", "queue")

@@ -20,7 +20,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
 from schemas.text_format import format_duration
 from stages.pages.ui.app import Form, Page, action, get, render, site_of
-from stages.pages.ui.child_programs import JOBS, STAGES, ChildPrograms, Refused, Start, list_conflicts
+from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, ChildPrograms, Refused, Start, list_conflicts
 from stages.pages.ui.run_summary import find_first_steps, summarize_run
 
 EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
@@ -108,6 +108,8 @@ def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
         if start is not None and not _is_outdated(start, programs.last_start("run")):
             card.state, card.remark = _describe_end(start)
         card.can = [] if conflict else ["start"]
+    if name in NEED_OPTIONS:
+        card.can = [verb for verb in card.can if verb in ("stop", "kill")]
     return card
 
 
@@ -258,7 +260,8 @@ def _has_nothing(progress: RunProgress, status: Report | LatentpressError | None
 
 def act(request: Request, form: Form) -> str:
     site, name, verb = site_of(request), request.path_params["job"], request.path_params["verb"]
-    if name not in JOBS or verb not in DONE_WORDS or (verb == "retry" and name not in STAGES):
+    is_other = (verb == "retry" and name not in STAGES) or (name in NEED_OPTIONS and verb not in ("stop", "kill"))
+    if name not in JOBS or verb not in DONE_WORDS or is_other:
         raise HTTPException(404, f"there is no {verb} of {name}")
     site.config()
     if site.config_error is not None and verb in ("start", "retry", "restart"):

@@ -24,6 +24,6 @@ def list_asked(places: Places, request: Request) -> tuple[Listing, NotPermitted 
 def make_route(places: Places) -> BaseRoute:
     def show(request: Request) -> Response:
         listing, problem = list_asked(places, request)
-        return render(request, "folders.html", title="Folders", listing=listing, problem=problem)
+        return render(request, "projects/folders.html", title="Folders", listing=listing, problem=problem)
 
     return get(PATH, show)

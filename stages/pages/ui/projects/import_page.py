@@ -30,7 +30,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
         given["name"] = given["name"] or free_name(projects.place, Path(listing.path).name or "imported")
         return render(
             request,
-            "import.html",
+            "projects/import.html",
             title="Import",
             listing=listing,
             problem=problem,

@@ -56,7 +56,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
                 given["name"] = given["name"] or free_name(projects.place, media.name)
                 return render(
                     request,
-                    "new_project.html",
+                    "projects/new_project.html",
                     title="New project",
                     given=given,
                     tasks=TASKS,
@@ -67,7 +67,9 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
             except LatentpressError as error:
                 problem = error
         listing, refusal = list_asked(places, request)
-        return render(request, "choose_media.html", title="New project", listing=listing, problem=problem or refusal)
+        return render(
+            request, "projects/choose_media.html", title="New project", listing=listing, problem=problem or refusal
+        )
 
     def propose(request: Request, form: Form) -> Moved:
         given = _read_answers(form, places)

@@ -4,6 +4,7 @@ The only project of a page that was started with one configuration has its pages
 by its file, or by the folder of a pipeline.yaml.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from schemas.errors import LatentpressError
 from stages.configuring.answers import make_name
-from stages.pages.ui.app import Page, Site, build_app
+from stages.pages.ui.app import Page, Site, build_app, version_of
 
 BASE = "/p"  # before the names of projects
 ENDINGS = (".yaml", ".yml")
@@ -40,7 +41,7 @@ class Projects:
         self, open_site: Callable[[Path, str], Site], pages: Sequence[Page], place: Path, folder: Path | None = None
     ) -> None:
         self.place, self.folder = place, folder
-        self.invalid: dict[Path, LatentpressError] = {}
+        self._invalid: dict[Path, tuple[str, LatentpressError]] = {}  # with the version of the file that was read
         self._open_site, self._pages = open_site, pages
         self._projects: dict[str, Project] = {}
         self._lock = threading.Lock()
@@ -64,11 +65,8 @@ class Projects:
 
     def _name(self, path: Path) -> str:
         name = make_name(path.parent.name if path.stem in PLAIN_STEMS else path.stem)
-        numbers = range(1, len(self._projects) + 2)
-        return next(it for it in (f"{name}-{number}" if number > 1 else name for number in numbers) if self.is_free(it))
-
-    def is_free(self, name: str) -> bool:
-        return name not in self._projects
+        names = (f"{name}-{number}" if number > 1 else name for number in range(1, len(self._projects) + 2))
+        return next(one for one in names if one not in self._projects)
 
     def opened(self) -> Sequence[Project]:
         return tuple(self._projects.values())
@@ -81,14 +79,25 @@ class Projects:
         where the folder can't be read."""
         if self.folder is None:
             return
-        known, invalid = {project.path for project in self.opened()}, {}
-        for path in list_configurations(self.folder):
+        known = {project.path for project in self.opened()}
+        files, unreadable = list_configurations(self.folder)
+        invalid = {path: ("", error) for path, error in unreadable.items()}
+        for path in files:
+            version, (before, problem) = version_of(path), self._invalid.get(path, ("", None))
+            if problem is not None and version == before:
+                invalid[path] = version, problem
+                continue
             try:
                 if path not in known:
                     self.open(path)
             except LatentpressError as error:
-                invalid[path] = error
-        self.invalid = invalid
+                invalid[path] = version, error
+        self._invalid = invalid
+
+    @property
+    def invalid(self) -> dict[Path, LatentpressError]:
+        """What `scan` can't open."""
+        return {path: error for path, (_, error) in self._invalid.items()}
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the project that its address names."""
@@ -98,19 +107,27 @@ class Projects:
         await project.app(scope, receive, send)
 
 
-def list_configurations(folder: Path) -> list[Path]:
-    """YAML files in a folder and in the folders in it, but no hidden ones and none to which a link leads."""
+def list_configurations(folder: Path) -> tuple[list[Path], dict[Path, LatentpressError]]:
+    """YAML files in a folder and in the folders in it, but no hidden ones and none to which a link leads; and those of
+    the inner folders that can't be read. They are looked for often, and among many media."""
+    files, folders = _scan(folder.absolute())
+    unreadable = dict[Path, LatentpressError]()
+    for inner in folders:
+        try:
+            files += _scan(inner)[0]
+        except LatentpressError as error:
+            unreadable[inner] = error
+    return files[:MOST_FOUND], unreadable
+
+
+def _scan(folder: Path) -> tuple[list[Path], list[Path]]:
+    """YAML files and folders, by name. LatentpressError where it can't be read."""
     try:
-        inside = [path for path in sorted(folder.iterdir()) if _is_plain(path)]
-        folders = [path for path in inside if path.is_dir()]
-        files = [*inside, *(path for one in folders for path in sorted(one.iterdir()) if _is_plain(path))]
-        found = (path.absolute() for path in files if path.suffix in ENDINGS and path.is_file())
-        return list(found)[:MOST_FOUND]
+        with os.scandir(folder) as entries:
+            shown = [entry for entry in entries if entry.name[0] != "."]
     except OSError as error:
-        raise LatentpressError(
-            f"{folder} can't be read: {error.strerror}", "name another one with --projects"
-        ) from error
-
-
-def _is_plain(path: Path) -> bool:
-    return path.name[0] != "." and not path.is_symlink()
+        step = "correct its permissions, or name another folder with --projects"
+        raise LatentpressError(f"{folder} can't be read: {error.strerror}", step) from error
+    folders = [Path(entry.path) for entry in shown if entry.is_dir(follow_symlinks=False)]
+    files = [entry for entry in shown if entry.name.endswith(ENDINGS) and entry.is_file(follow_symlinks=False)]
+    return sorted(Path(entry.path) for entry in files), sorted(folders)

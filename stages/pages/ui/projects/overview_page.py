@@ -75,7 +75,7 @@ def _show(projects: Projects, request: Request) -> Response:
     rows = [summarize_project(project) for project in projects.opened()]
     return render(
         request,
-        "projects.html",
+        "projects/overview.html",
         title="Projects",
         rows=rows,
         invalid=projects.invalid,

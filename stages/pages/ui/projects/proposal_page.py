@@ -40,7 +40,7 @@ def make_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]:
         text = proposal.text(report)
         return render(
             request,
-            "proposal.html",
+            "projects/proposal.html",
             title="Proposal",
             proposal=proposal,
             is_running=start.is_running,

@@ -91,13 +91,17 @@ class Proposals:
         self._proposals: dict[str, Proposal] = {}
 
     def find(self, key: str) -> Proposal | None:
-        return self._proposals.get(key)
+        return {proposal.key: proposal for proposal in self._list()}.get(key)
+
+    def _list(self) -> list[Proposal]:
+        """Those whose folder was not removed by somebody else, as systems tidy up temporary files."""
+        return [proposal for proposal in self._proposals.values() if proposal.report_file.exists()]
 
     def begin(self, program: Program, file: Path, words: Sequence[str], again: str) -> Proposal:
         """Start the program for a file. Refused while others are being made. words: its own options."""
-        if sum(proposal.start.is_running for proposal in self._proposals.values()) >= MOST_AT_WORK:
+        if sum(proposal.start.is_running for proposal in self._list()) >= MOST_AT_WORK:
             raise Refused(f"{MOST_AT_WORK} proposals are being made already", "wait for one of them, or stop it")
-        if self._folder is None:
+        if self._folder is None or not self._folder.is_dir():
             self._folder = Path(tempfile.mkdtemp(prefix="latentpress-ui-"))
         key = secrets.token_urlsafe(16)
         folder = self._folder / key
@@ -106,13 +110,13 @@ class Proposals:
         proposal = Proposal(key, program, file, _read(file), again, programs, folder / "report.json")
         programs.start(program, *words, report=proposal.report_file)
         self._proposals[key] = proposal
-        for old in [one for one in self._proposals.values() if not one.start.is_running][:-MOST_KEPT]:
+        for old in [one for one in self._list() if not one.start.is_running][:-MOST_KEPT]:
             del self._proposals[old.key]
             shutil.rmtree(self._folder / old.key, ignore_errors=True)
         return proposal
 
     def close(self) -> None:
-        for proposal in self._proposals.values():
+        for proposal in self._list():
             with suppress(LatentpressError):  # it has ended
                 proposal.programs.stop(proposal.program)
         self._proposals.clear()
