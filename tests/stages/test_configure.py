@@ -138,6 +138,7 @@ def test_every_recipe_has_a_task_and_can_be_asked_for(name: str) -> None:
     assert candidate.recipe == name and f"{candidate.made_for:g}gb" == name.rpartition("-")[2]
 
 
+@pytest.mark.slow
 def test_what_is_refused(
     photos: Path, predicted: list[str], call: Callable[..., tuple[int, dict, str]], here: None
 ) -> None:

@@ -59,6 +59,7 @@ def test_the_overview_says_what_each_does(several: UiServer) -> None:
     assert text.count("nothing at work") == 2
 
 
+@pytest.mark.slow
 def test_no_project_sees_what_is_anothers(several: UiServer) -> None:
     """Every page of each: its links stay in it, and nothing in it is of the other one."""
     keys = {}
