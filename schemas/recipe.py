@@ -17,7 +17,7 @@ from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
 # Raise a version when its stage gives other bytes for the same settings.
-TEXT_VERSION, LATENTS_VERSION, VISION_VERSION = 3, 2, 1
+TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION = 3, 2, 1, 1
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
@@ -41,7 +41,14 @@ VISION_POOLING = (
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Options that plans did not have when they were first made -> the value that means what these plans are. With it an
 #: option is left out of a plan's settings, so that plans made before are still found.
-LATER_OPTIONS: dict[str, Any] = {"bucket_step": 1, "conditioning_count": None}
+LATER_OPTIONS: dict[str, Any] = {
+    "bucket_step": 1,
+    "conditioning_count": None,
+    "make_captions": None,
+    "make_captions_where": None,
+    "made_captions": "fill",
+    "caption_sets": ("current",),
+}
 #: Options that change its media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
@@ -97,6 +104,11 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["sources"] = "as their targets"  # how they are cropped
     if config.model.condition is not None and config.model.condition.size is not None:
         settings["references"] = asdict(config.model.condition.size)
+    used = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
+    if config.caption is not None and "current" in used:
+        # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.
+        model = config.caption.model and PurePath(config.caption.model).name
+        settings["caption"] = caption_settings(config) | {"model": model}
     return settings
 
 
@@ -115,11 +127,19 @@ def dataset_settings(dataset: Dataset) -> Settings:
     }
 
 
+def item_dataset_settings(dataset: Dataset, options: tuple[str, ...]) -> Settings:
+    """A dataset's part of what determines an item plan: its media, how clips are cut, and these options."""
+    settings = dataset_settings(dataset)
+    names = ("id", "instance_data_dir", "source", "split", "media_column", "video", "where", *options)
+    return {name: settings[name] if name in settings else getattr(dataset, name) for name in names}
+
+
 def discovery_settings(dataset: Dataset) -> Settings:
     """Settings that determine a dataset's media table, beside the media."""
     settings = dataset_settings(dataset)
     options = {name: settings[name] for name in DISCOVERY_OPTIONS if name in settings}
-    return options | {"video.scenes": dataset.video.scenes}
+    kept = {"make_captions": True} if dataset.describes_missing else {}  # left out: tables had none when first made
+    return options | {"video.scenes": dataset.video.scenes} | kept
 
 
 #: What is quantized exactly, where a library's default depends on its version or on the CPU.
@@ -186,6 +206,36 @@ def latents_settings(config: Config) -> Settings:
     if model.condition is not None and model.condition.posterior is not None:
         settings["condition_posterior"] = model.condition.posterior
     return settings
+
+
+def caption_settings(config: Config) -> Settings:
+    """Settings that determine captions, beside the items and the model's weights."""
+    caption, has_sources = config.caption, has_source_images(config)
+    assert caption is not None
+    settings: Settings = {
+        "stage": "caption",
+        "version": CAPTION_VERSION,
+        "prompts": list(caption.questions(has_sources)),
+        "shown": {"edge": caption.resolution, "frames": caption.frames, "source": caption.shows_source(has_sources)},
+        "max_tokens": caption.max_tokens,
+        "repetition_penalty": caption.repetition_penalty,
+        "prefix": caption.prefix,
+        "forbidden": list(caption.forbidden),
+        "precision": caption.precision or config.model.precision,
+        "quantization": QUANTIZATION_NAMES.get(caption.quantization, caption.quantization),
+        "attention": caption.attention,
+        "decoder": config.latents.decoder if config.model.family_spec.video else None,
+        "resize": RESIZE,
+        "colour": COLOR,
+    }
+    if caption.temperature:
+        settings["drawn"] = {name: getattr(caption, name) for name in ("temperature", "top_p", "seed")}
+    return settings
+
+
+def has_source_images(config: Config) -> bool:
+    """Whether the task makes a picture of others."""
+    return config.model.condition is not None and config.model.condition.kind in ("source", "references")
 
 
 def vision_settings(config: Config) -> Settings:

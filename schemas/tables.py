@@ -61,7 +61,7 @@ CAPTION_EDITS_SCHEMA = pa.schema([("media_id", _str), ("captions", pa.list_(_str
 
 #: plans/<generation>/samples.arrow: samples first planned in this generation. role: train | eval | validation, or of a
 #: reference image, which has a row of its own, that of its companion (`schemas.references.SOURCE_ROLES`), in whose
-#: place its path is.
+#: place its path is. An item plan has rows of role item: whole pictures, and a few frames of each clip.
 SAMPLES_SCHEMA = pa.schema(
     [
         *_fields(_str, "sample_id", "role", "dataset", "path", "media_id", "kind"),
@@ -86,8 +86,8 @@ TEXTS_SCHEMA = pa.schema(
     ]
 )
 
-#: plans/<generation>/units.arrow: work units first planned in this generation. kind: text | latents. bucket: "" for
-#: text.
+#: plans/<generation>/units.arrow: work units first planned in this generation. kind: text | latents, of an
+#: item plan items. bucket: "" for text.
 UNITS_SCHEMA = pa.schema(
     [*_fields(_str, "unit_id", "kind", "bucket"), ("members", pa.list_(_str)), ("estimated_bytes", _long)]
 )

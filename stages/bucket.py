@@ -25,6 +25,7 @@ from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA, active_schema
 from schemas.text_format import escape_unprintable
 from stages.discovery.media_table import read_configured_media
+from stages.encoding.made_captions import read_made_captions
 from stages.encoding.stage import refuse_partition
 from stages.media.files import MediaError
 from stages.planning import summary, units
@@ -63,17 +64,18 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     store = Store(config.root)
     multiple = bucket_side_multiple(config.model)
     used = [dataset for dataset in config.datasets if not dataset.disabled]
+    plans.quarantine_damaged(store, console.warn, options.dry_run)
     with activity("planning"):
         edits = read_edits(store)
         media = {dataset.id: apply_edits(read_configured_media(store, dataset), edits) for dataset in used}
-        plan = build_plan(config, media, multiple)
+        made = read_made_captions(store, config, edits)
+        plan = build_plan(config, media, multiple, made)
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
     add_validation_prompts(plan, config, multiple, probe_prompt_image, media)
     chosen = {prompt["name"]: describe_image(prompt["image"]) for prompt in plan.validation if "image" in prompt}
     for name, image in chosen.items():
         console.log(f"validation prompt {name} has no image and starts from one of the data, {image}")
-    _quarantine_damaged(store, options, console)
     planned_on = plans.list_plans(store)
     new_samples = _new_rows(plan.samples, "sample_id", plans.planned_ids(store, "latents"))
     new_texts = _new_rows(plan.texts, "text_id", plans.planned_ids(store, "text"))
@@ -122,17 +124,6 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     report.details["new_units"] = {kind: _count_equal(new_units, "kind", kind) for kind in ("latents", "text")}
     report.details["generation"] = generation.name + ("" if generation.name not in planned_on else " (unchanged)")
     return report
-
-
-def _quarantine_damaged(store: Store, options: Options, console: Console) -> None:
-    """Move damaged plans away, so that their samples and texts are planned again. Unit ids are made of their members'
-    ids, so the shards of units that are planned again stay in use."""
-    for name in plans.list_plans(store):
-        damage = plans.find_damage(store, name)
-        if damage and options.dry_run:
-            raise damage
-        if damage:
-            console.warn(f"{damage.message}; this plan is kept as {plans.quarantine(store, name)} and planned again")
 
 
 def probe_prompt_image(path: Path, kind: str) -> TableRow:

@@ -21,7 +21,7 @@ import typer
 
 from cache.sets.set_lookup import CONFIG_POINTER_PATTERN
 from cache.shards import shard
-from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.damage import STAGE_PROGRAMS, DamageError
 from cache.store.files import Entry, StoreError
 from cache.store.json_checks import printable
 from cache.store.layout import is_project_file
@@ -149,13 +149,15 @@ class UnusedFiles:
         self.items += [UnusedItem("", "files that killed processes left half written", stale)] if stale else []
         self.items.sort(key=lambda item: (-item.total_bytes, item.path))
         # A stage may just have made these folders, for a file that is not there yet.
-        lists = {f"{ENCODE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in roots.caches}
+        lists = {f"{STAGE_PROGRAMS[cache.partition('/')[0]]}/{cache.partition('/')[2]}" for cache in roots.caches}
         self.active_folders = roots.caches | {f"rejects/{name}" for name in (*lists, "discover", "bucket")}
 
     def _is_unused(self, entry: Entry) -> bool:
         roots = self._roots
         top, _, rest = entry.name.partition("/")
         name, _, file = rest.partition("/")
+        if name == "edits" and top == "captions":
+            return False
         if top in stage_registry.SHARD_KINDS:
             return self._is_unused_shard(f"{top}/{name}", file, entry)
         if top == "rejects":
@@ -177,6 +179,8 @@ class UnusedFiles:
         roots, unit = self._roots, shard.unit_name(file.removesuffix(".json"))
         if not file or entry.name.removesuffix(".json") in roots.shards or unit in roots.units_of_others:
             return False
+        if cache in roots.whole_caches:
+            return False
         if cache in roots.caches:
             return file not in REMOVED_LAST and unit not in roots.units and entry.modified < roots.since
         referred = file in REMOVED_LAST and any(path.startswith(f"{cache}/") for path in roots.shards)
@@ -185,12 +189,14 @@ class UnusedFiles:
     def _is_used_list(self, stage: str, file: str) -> bool:
         """A list of what was set aside: an encoding stage has one for each unit, others for each dataset or task."""
         roots, name = self._roots, file.removesuffix(shard.ARROW_SUFFIX)
-        kinds = {program: kind for kind, program in ENCODE_PROGRAMS.items()}
+        kinds = {program: kind for kind, program in STAGE_PROGRAMS.items()}
         if stage in kinds:
             fingerprint, _, unit = name.partition("/")
             cache = f"{kinds[stage]}/{fingerprint}"
             # Without a unit it is all lists of a cache, merged.
-            return unit in roots.units_of_others or (cache in roots.caches and (not unit or unit in roots.units))
+            if unit in roots.units_of_others or cache in roots.whole_caches:
+                return True
+            return cache in roots.caches and (not unit or unit in roots.units)
         return name in (roots.datasets if stage == "discover" else roots.reject_lists)
 
     def _describe(self, store: Store, folder: str, partly: bool) -> str:

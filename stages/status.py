@@ -37,7 +37,7 @@ from stages.discovery.media_table import find_media_table
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import JobReport, count_states, describe_jobs, list_jobs, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
-from stages.encoding.stage_state import StageState
+from stages.encoding.stage_state import MEMBER_NAMES, StageState
 from stages.maintenance.set_aside import report_rejects
 
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
@@ -104,10 +104,18 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     if note is not None and note.is_running:
         report.details["run_goes_on"] = True
     report.next_steps += ["latentpress discover"] if report.remaining else []
+    jobs: dict[str, list[JobReport]] = {}
+    states: list[tuple[EncodingStage, StageState]] = []
+    try:
+        if not report.remaining:
+            states += stage_registry.item_states(store, config)
+            jobs |= _add_states(report, store, states, listed)
+    except WeightsError as error:
+        return _stop_at(report, error)
     try:
         plan = current_plan(store, config)
     except LatentpressError as error:
-        report.next_steps = [error.next_step]
+        report.next_steps = [step for step in report.next_steps if step != "latentpress discover"] + [error.next_step]
         report.remaining = report.remaining or 1
         return report
     roles = plan.active.column("role")
@@ -115,24 +123,13 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     rejected = rejects.read_stage(store, "bucket").get(f"{config.model.family}-{config.model.task}", [])
     rows.append(_row("bucket", "samples", samples, 0, len(rejected), listed["plans"]))
     try:
-        states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+        of_plan = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
     except WeightsError as error:
-        report.details["checkpoint"] = str(error)
-        report.next_steps = [error.next_step]
-        report.remaining = report.remaining or 1
-        return report
-    jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
-    for stage, state in states:
-        row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
-        if config.cache.limit is not None:  # what is on the disk, of what comes and goes
-            row |= {"what": f"{row['what']} on the disk", "remaining": 0}
-        rows.append(row)
-        if row["remaining"]:
-            report.next_steps.append(f"latentpress {stage.name}")
-        report.remaining += row["remaining"]
-        report.done += row["done"]
+        return _stop_at(report, error)
+    jobs |= _add_states(report, store, of_plan, listed, limited=config.cache.limit is not None)
+    states += of_plan
     if config.cache.limit is not None:
-        report.details[FOLDER] = [_describe_limit(store, config, states, listed)]
+        report.details[FOLDER] = [_describe_limit(store, config, of_plan, listed)]
         left = report.details[FOLDER][0]["steps_left"]
         report.remaining += left
         report.next_steps += ["latentpress run"] if left else []
@@ -157,6 +154,34 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
     return report
 
 
+def _stop_at(report: Report, error: WeightsError) -> Report:
+    report.details["checkpoint"] = str(error)
+    report.next_steps = [error.next_step]
+    report.remaining = report.remaining or 1
+    return report
+
+
+def _add_states(
+    report: Report,
+    store: Store,
+    states: Sequence[tuple[EncodingStage, StageState]],
+    listed: Mapping[str, Sequence[Entry]],
+    limited: bool = False,
+) -> dict[str, list[JobReport]]:
+    """Add a row for each stage; returns the reports of its jobs. limited: whether shards come and go."""
+    jobs = read_reports(store, {stage.name: state.fingerprint for stage, state in states}, time.time())
+    for stage, state in states:
+        row = _stage_row(stage, state, listed[stage.kind], jobs[stage.name])
+        if limited:  # what is on the disk, of what comes and goes
+            row |= {"what": f"{row['what']} on the disk", "remaining": 0}
+        report.details["stages"].append(row)
+        if row["remaining"]:
+            report.next_steps.append(f"latentpress {stage.name}")
+        report.remaining += row["remaining"]
+        report.done += row["done"]
+    return jobs
+
+
 def _row(stage: str, what: str, done: int, remaining: int, set_aside: int, entries: Sequence[Entry]) -> TableRow:
     counts = {"done": done, "remaining": remaining, "set_aside": set_aside}
     return {"stage": stage, "what": what, **counts, "mib": _mib(entries)}
@@ -167,7 +192,7 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
     remaining = sum(state.counts[unit] for unit in todo)
     set_aside = sum(len(rows) for unit, rows in state.rejects_by_unit.items() if unit not in todo)
     entries = [entry for entry in listed if entry.name.startswith(f"{state.fingerprint}/")]
-    what, done = "texts" if stage.member_kind == "text" else "samples", len(state.wanted_ids) - remaining - set_aside
+    what, done = MEMBER_NAMES[stage.member_kind], len(state.wanted_ids) - remaining - set_aside
     row = _row(stage.name, what, done, remaining, set_aside, entries)
     row["units"] = f"{len(state.units) - len(todo)} of {len(state.units)}"
     if jobs:

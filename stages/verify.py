@@ -161,7 +161,7 @@ def _repair_shards(
     try:
         if repairable:
             plan = current_plan(store, config)
-            states = [(stage, stage.state(store, config, plan)) for stage in stage_registry.required_stages(config)]
+            states = stage_registry.all_states(store, config, plan)
     except LatentpressError as error:  # there is no plan, or weights are missing
         console.warn(f"nothing can be encoded again: {error.message}")
     for stage, state in states:

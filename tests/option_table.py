@@ -61,6 +61,10 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "datasets.clips.tag_shuffle.delimiter": (PLAN, "datasets.clips.tag_shuffle={delimiter: ;}"),
     "datasets.clips.tag_shuffle.keep": (PLAN, "datasets.clips.tag_shuffle={keep: 1}"),
     "datasets.clips.caption_filter": (PLAN, "datasets.clips.caption_filter=[clip]"),
+    "datasets.clips.make_captions": (MEDIA, "datasets.clips.make_captions=all"),
+    "datasets.clips.make_captions_where": (PLAN, "datasets.clips.make_captions_where=score > 5"),
+    "datasets.clips.made_captions": (PLAN, "datasets.clips.made_captions=beside"),
+    "datasets.clips.caption_sets": (PLAN, "datasets.clips.caption_sets=[0123456789abcdef01234567]"),
     "datasets.clips.conditioning_data": (MEDIA, "datasets.clips.conditioning_data=other"),
     "datasets.clips.conditioning_column": (MEDIA, "datasets.clips.conditioning_column=source"),
     "datasets.clips.conditioning_count": (
@@ -120,6 +124,15 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "latents.chunk_frames": (LATENTS, "latents.chunk_frames=4"),
     "latents.slicing": (MACHINE, "latents.slicing=true"),
     "latents.tiling": (LATENTS, "latents.tiling=true"),
+    **{
+        f"caption.{name}": (MEDIA, f"caption={{{name}: {value}}}")  # items without a caption are then kept
+        for name, value in {
+            **{"model": "DINO", "revision": "main", "prompts": "[plain]", "source_image": "true", "resolution": "56"},
+            **{"frames": 4, "max_tokens": 50, "temperature": 0.5, "seed": 7, "repetition_penalty": 1.1},
+            **{"top_p": "0.9, temperature: 1.0", "prefix": "look,", "forbidden": "[ugly]", "precision": "bfloat16"},
+            **{"quantization": "bf16", "attention": "eager", "offload": "blocks", "batch_tokens": 100},
+        }.items()
+    },
     "vision.model": (VISION, "vision.model=DINO"),
     "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
     "vision.size": (VISION, "vision.size=28"),
@@ -135,12 +148,12 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "stages.item_memory_mib": (MACHINE, "stages.item_memory_mib=4096"),
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}={value}")
-        for stage in ("discover", "encode-text", "encode-latents", "encode-vision", "decode", "score")
+        for stage in ("discover", "caption", "encode-text", "encode-latents", "encode-vision", "decode", "score")
         for option, value in (("workers", 2), ("threads", 3), ("device", "auto" if stage == "score" else "cpu"))
     },
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}=2")
-        for stage in ("encode-text", "encode-latents", "encode-vision")
+        for stage in ("caption", "encode-text", "encode-latents", "encode-vision")
         for option in ("readers", "prefetch", "num_cpus", "num_gpus", "memory_gib")
     },
     "stages.decode.while_training": (MACHINE, "stages.decode.while_training=true"),

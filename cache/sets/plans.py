@@ -7,7 +7,7 @@ million samples is read and compared without a Python object for each.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -89,7 +89,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """A published plan. info: plan.json, with key, parent, validation, null text and counts."""
+    """A published plan. info: plan.json, with key, parent, validation, null text and counts; of an item plan, which has
+    the items of media tables for a stage before `bucket`, that stage in "items"."""
 
     store: Store
     name: str
@@ -130,11 +131,14 @@ class Plan:
                 units.append(Unit(**{**row, "members": tuple(row["members"])}))
         return units
 
+    @property
+    def unit_kinds(self) -> tuple[str, ...]:
+        return ("items",) if self.info.get("items") else ("latents", "text")
+
     @cached_property
     def replaced_units(self) -> set[str]:
         """Ids of units whose members are in smaller units of this or an earlier generation."""
-        earlier = (load_plan(self.store, name) for name in list_plans(self.store) if name < self.name)
-        return {unit for plan in (self, *earlier) for unit in plan.info.get("replaced_units", ())}
+        return {unit for plan in (self, *self._earlier) for unit in plan.info.get("replaced_units", ())}
 
     @property
     def sample_table(self) -> pa.Table:
@@ -172,16 +176,22 @@ class Plan:
         pairs = (
             (self.active_sample_ids, self.sample_table.column("sample_id")),
             (self.active_text_ids, self.text_table.column("text_id")),
-            (self.active_sample_ids, pc.list_flatten(_filter_kind(units, "latents").column("members"))),
+            (self.active_sample_ids, pc.list_flatten(_filter_kind(units, self.unit_kinds[0]).column("members"))),
             (self.active_text_ids, pc.list_flatten(_filter_kind(units, "text").column("members"))),
         )
         return all(not len(ids) or pc.all(pc.is_in(ids, value_set=known)).as_py() for ids, known in pairs)
 
     def _all(self, what: str) -> pa.Table:
-        """The table `what` of this and of each earlier generation."""
-        names = [name for name in list_plans(self.store) if name <= self.name]
+        """The table `what` of this and of each earlier generation of the same kind of plan."""
         # Generations of an older TABLES_VERSION lack columns; none of their ids is active now.
-        return pa.concat_tables([read_plan_table(self.store, name, what) for name in names], promote_options="default")
+        tables = [plan.own_table(what) for plan in (*self._earlier, self)]
+        return pa.concat_tables(tables, promote_options="default")
+
+    @property
+    def _earlier(self) -> list["Plan"]:
+        """The earlier generations of the same kind of plan, oldest first."""
+        plans = [load_plan(self.store, name) for name in list_plans(self.store) if name < self.name]
+        return [plan for plan in plans if plan.unit_kinds == self.unit_kinds]
 
 
 def list_plans(store: Store) -> list[str]:
@@ -246,6 +256,16 @@ def quarantine(store: Store, name: str) -> str:
             store.move(f"plans/{name}/{file}", f"{kept}/{file}")
     store.remove_empty_folders(f"plans/{name}")
     return kept
+
+
+def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: bool = False) -> None:
+    """Move damaged plans away, so that what they held is planned again; a dry run raises the damage. Unit ids are made
+    of their members' ids, so the shards of units that are planned again stay in use."""
+    for name in list_plans(store):
+        if damage := find_damage(store, name):
+            if dry_run:
+                raise damage
+            warn(f"{damage.message}; this plan is kept as {quarantine(store, name)} and planned again")
 
 
 def load_plan(store: Store, name: str) -> Plan:

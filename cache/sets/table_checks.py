@@ -36,7 +36,7 @@ from schemas.references import SOURCE_ROLES
 MAX_DRAWS = 10**6  # of repeats, or as a weight
 MAX_SIDE = 1 << 20  # pixels, or frames
 SET_ROLES = tables.TRAINED_ROLES
-PLAN_ROLES = (*SET_ROLES, "validation", *SOURCE_ROLES)
+PLAN_ROLES = (*SET_ROLES, "validation", *SOURCE_ROLES, "item")
 PLANNED = "rolling"  # in set.json of a set that was made of the plan, and whose shards come and go (cache.rolling)
 _KINDS = ("image", "video")
 PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named after prompts
@@ -69,7 +69,7 @@ def check_units(table: pa.Table) -> None:
     _check_columns(table, tables.UNITS_SCHEMA, tables.UNITS_SCHEMA.names, older=True)
     if not pc.all(pc.match_substring_regex(table["unit_id"], f"^{UNIT_PATTERN}$")).as_py() and len(table):
         raise ValueError("a unit has a name that no unit has")
-    _check_choices(table, "kind", ("text", "latents"))
+    _check_choices(table, "kind", ("text", "latents", "items"))
     _check_buckets(table["bucket"], "")
     _check_numbers(table, "estimated_bytes", 0, 1 << 62)
     _check_lists(table, "members", 1)

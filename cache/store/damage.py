@@ -26,7 +26,10 @@ PARSE_ERRORS = (
 )
 ANSWERS = 3  # to one question; the last one counts
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
-SHARD_PROGRAMS = ENCODE_PROGRAMS | {"samples": "export", "prompts": "export"}
+#: Of the stages before there is a plan of samples, whose units are of items.
+ITEM_PROGRAMS = {"captions": "caption"}
+STAGE_PROGRAMS = ITEM_PROGRAMS | ENCODE_PROGRAMS
+SHARD_PROGRAMS = STAGE_PROGRAMS | {"samples": "export", "prompts": "export"}
 
 #: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
 _TABLE_PROGRAMS = (

@@ -13,7 +13,9 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: The extra that a program is installed with, of those that need one.
 EXTRAS = {
     **dict.fromkeys(("configure", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
-    **dict.fromkeys(("encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"), "encode"),
+    **dict.fromkeys(
+        ("caption", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"), "encode"
+    ),
     **dict.fromkeys(("train", "export-adapter"), "train"),
     "report": "report",
     "ui": "ui",

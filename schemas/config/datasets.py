@@ -3,6 +3,7 @@
 The names are those of other trainers for these models; docs/datasets.md explains each with an example.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -20,6 +21,7 @@ MediaKind = Literal["image", "video"]
 TABLE_STRATEGIES: tuple[CaptionStrategy, ...] = ("csv", "jsonl", "parquet")
 
 Aspects = Annotated[tuple[Annotated[float, Field(gt=0, le=1000)], ...], Field(strict=False)]
+FINGERPRINT = "[0-9a-f]{24}"
 MAX_CLIP_FRAMES = 99_999
 MAX_EDGE = 1_000_000  # pixels: the limit of `schemas/geometry.py`
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
@@ -115,6 +117,17 @@ class Dataset(Section):
     append: str = Field("", description="put after every caption; no space is added")
     tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
     caption_filter: Texts = Field((), description="removed from captions: plain text, or /regular expression/")
+
+    make_captions: Literal["missing", "all", "none"] | None = Field(
+        None, description="items that `caption` describes; default: those without a caption, where it is configured"
+    )
+    make_captions_where: str | None = Field(None, description="filter on columns: only of these items")
+    made_captions: Literal["fill", "beside", "instead"] = Field(
+        "fill", description="fill: where an item has none; beside, instead: with, or in place of, those of its files"
+    )
+    caption_sets: Texts = Field(
+        ("current",), description="made captions that are used, all as alternatives: current, or names under captions/"
+    )
 
     conditioning_data: OneOrSeveral[str] | None = Field(
         None, description="folder or URL of i2i source images, named as the targets; several: of references, in order"
@@ -240,14 +253,31 @@ class Dataset(Section):
             return next((name for name in TABLE_STRATEGIES if name == ending), "csv")
         return source if source in ("webdataset", "huggingface") else "textfile"
 
-    def _problems(self) -> Iterator[Problem]:
-        if self.where is not None:
-            from schemas.filters import Filter  # which imports pyarrow
+    @property
+    def describes_missing(self) -> bool:
+        """Whether items without a caption are kept, as a model describes them."""
+        return self.make_captions in ("missing", "all")
 
-            try:
-                Filter(self.where)
-            except ValueError as error:
-                yield ("where",), str(error)
+    @property
+    def used_caption_sets(self) -> tuple[str, ...]:
+        """Made captions that are used: current, and names under captions/."""
+        return self.caption_sets if self.describes_missing or self.caption_sets != ("current",) else ()
+
+    def _problems(self) -> Iterator[Problem]:
+        for key in ("where", "make_captions_where"):
+            if (filter := getattr(self, key)) is not None:
+                from schemas.filters import Filter  # which imports pyarrow
+
+                try:
+                    Filter(filter)
+                except ValueError as error:
+                    yield (key,), str(error)
+        for number, name in enumerate(self.caption_sets):
+            if name != "current" and not re.fullmatch(FINGERPRINT, name):
+                yield (
+                    ("caption_sets", number),
+                    f"{name!r} names none; valid: current, and 24 hex digits as of captions/",
+                )
         if self.conditioning_data and self.conditioning_column:
             yield ("conditioning_column",), "and conditioning_data name the same thing; keep one"
         for key in ("conditioning_data", "conditioning_column"):

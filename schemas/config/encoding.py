@@ -12,7 +12,8 @@ from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, P
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal[
-    "discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode", "score"
+    *("discover", "caption", "bucket", "encode-text", "encode-latents", "encode-vision"),
+    *("index", "train", "decode", "score"),
 ]
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
@@ -272,6 +273,7 @@ class Stages(Section):
     item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
     item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
     discover: StageWorkers = StageWorkers(workers=4)
+    caption: Encoding = Encoding()
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from schemas.catalog import FAMILIES
 from schemas.clips import largest_valid_frames
+from schemas.config.captioning import Caption
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Text, Vision
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
@@ -40,6 +41,9 @@ class Config(Section):
     cache: Cache = Cache()
     model: Model
     datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
+    caption: Caption | None = Field(
+        None, description="captions for items that have none; docs/captions-and-cleaning.md"
+    )
     text: Text = Text()
     latents: Latents = Latents()
     vision: Vision = Vision()
@@ -68,12 +72,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> "Config":
-        """Set latents.precision and the videos' frame_rate to the family's own where they are not given."""
+        """Set latents.precision and the videos' frame_rate to the family's own where they are not given, and which
+        items are described where `caption` is configured."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
             latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
             object.__setattr__(self, "latents", latents)  # sections are frozen
         if (rate := self.model.family_spec.frame_rate) != Family.frame_rate:
             object.__setattr__(self, "datasets", tuple(set_frame_rate(dataset, rate) for dataset in self.datasets))
+        if self.caption is not None:
+            datasets = (
+                dataset if dataset.make_captions else dataset.model_copy(update={"make_captions": "missing"})
+                for dataset in self.datasets
+            )
+            object.__setattr__(self, "datasets", tuple(datasets))
         return self
 
     @property
@@ -135,7 +146,11 @@ class Config(Section):
     @property
     def stage_order(self) -> list[StageName]:
         """The programs that `latentpress run` runs: of `stages.order` those that this configuration has work for."""
-        idle = {"encode-vision": not self.vision.model, "score": not self.validation.scores.any}
+        idle = {
+            "caption": self.caption is None,
+            "encode-vision": not self.vision.model,
+            "score": not self.validation.scores.any,
+        }
         return [stage for stage in self.stages.order if not idle.get(stage)]
 
     def unused_features(self, *topics: Topic) -> Iterator[str]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from schemas.config.datasets import Dataset
 from stages.discovery.sources.base import open_source
+from stages.discovery.sources.captions import MISSING_REASONS
 from stages.media import animation, files, video
-from stages.media.files import MediaPath, media_size, unreadable_error
+from stages.media.files import MediaError, MediaPath, media_size, unreadable_error
 from stages.media.image import ImageInfo, probe_image
 from stages.media.video import VideoInfo, probe_video
 
@@ -100,7 +101,7 @@ class ItemReader:
         columns: dict[str, Any] = {}
         try:
             if task.captions_at is not None:  # first: an item without captions is set aside
-                columns["captions"] = self._source.read_captions(task.captions_at)
+                columns["captions"] = self._read_captions(task.captions_at)
             if task.media:
                 media = self._source.open(task.path)
                 columns["size"] = media_size(media)
@@ -114,3 +115,11 @@ class ItemReader:
         except OSError as error:
             raise unreadable_error(task.path, error) from error
         return columns
+
+    def _read_captions(self, path: str) -> list[str]:
+        try:
+            return self._source.read_captions(path)
+        except MediaError as error:
+            if error.reason in MISSING_REASONS and self._dataset.describes_missing:
+                return []
+            raise

@@ -193,7 +193,9 @@ def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: Known
         columns |= {name: pc.if_else(listing[f"read {group}"], read[name], before[name]) for name in members}
     size = pc.if_else(listing["read media"], read["size"], before["size"])
     columns["size"] = pc.coalesce(listing["size"], size)
-    columns["captions"] = pc.coalesce(listing["captions"], columns["captions"])
+    has_captions = pc.or_(pc.is_valid(listing["captions"]), pc.is_valid(listing["captions_at"]))
+    captions = pc.coalesce(listing["captions"], columns["captions"])
+    columns["captions"] = pc.if_else(has_captions, captions, None)  # nor does a file of them that was removed
     for role in roles:  # a companion that was removed leaves nothing behind
         for name in COLUMN_GROUPS[role]:
             columns[name] = pc.if_else(pc.is_valid(listing[role]), columns[name], None)

@@ -65,7 +65,8 @@ class MediaLocations:
 
     def required_files(self, kind: str, name: str) -> list[RequiredFile]:
         """The files of a member of this kind: of "text" the images inside an i2i prompt, nothing for other prompts; of
-        "vision" the media alone; of "latents" the media, for i2i the source image, and the mask if there is one."""
+        "vision" the media alone; of "latents" the media, for i2i the source image, and the mask if there is one; of an
+        item plan the media, and the source image if that was asked for."""
         if kind == "text":
             text = self._plan.texts[name]
             if text.get("references"):
@@ -79,7 +80,7 @@ class MediaLocations:
         dataset = row["dataset"]
         role = row["role"] if row["role"] in SOURCE_ROLES else "media"  # a reference is a companion of other samples
         files = [RequiredFile(dataset, role, row["path"], sample["media_id"])]
-        if sample["condition"] == "source" and kind == "latents":
+        if sample["condition"] == "source" and kind != "vision":
             files.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
         if sample["mask_id"] and kind == "latents":
             files.append(RequiredFile(dataset, "mask", row["mask_path"], sample["mask_id"]))
@@ -183,7 +184,7 @@ def spread_evenly(names: pa.Array | pa.ChunkedArray, most: int = MAX_PROBED_FILE
 
 
 def select_probed_members(plan: Plan, kind: str, members: pa.Array) -> tuple[str, ...]:
-    """Some of `members` of this kind ("text", "latents", "vision") of each dataset that have files."""
+    """Some of `members` of this kind ("text", "latents", "vision", "items") of each dataset that have files."""
     if kind == "text":
         table, name, dataset = plan.text_table, "text_id", "image_dataset"
     else:

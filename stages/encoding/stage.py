@@ -35,11 +35,20 @@ from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
 from schemas.text_format import shorten
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
+from stages.encoding.item_plans import find_item_plan
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.stage_options import UsageError, check_stealing, choose_engine, choose_resources
-from stages.encoding.stage_state import RejectLimit, StageState, count_members, reject_folder, wanted_rows
+from stages.encoding.stage_state import (
+    MEMBER_NAMES,
+    RejectLimit,
+    StageState,
+    count_members,
+    reject_folder,
+    wanted_rows,
+)
 from stages.encoding.unit_queue import FollowedUnits, Shards, TimedUnits, followed_units, has_followed_set, take_units
 from stages.engines.jobs import Job, RoundingError, Worker, load_engine
+from stages.planning.items import ItemRequest
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
@@ -60,21 +69,32 @@ def refuse_partition(options: Options, program: str) -> None:
 @dataclass(frozen=True)
 class EncodingStage:
     """One encoding stage. `fingerprint_inputs`: everything beside its inputs that determines its bytes, found without
-    torch. `load_worker`: imports the model's library and makes the worker."""
+    torch. `load_worker`: imports the model's library and makes the worker. `item_request`: of an item stage, which
+    comes before `bucket` and makes its own plan, what it reads of the media."""
 
     name: str
-    kind: str  # the folder of its shards: text | latents | vision
+    kind: str  # the folder of its shards: text | latents | vision | captions
     fingerprint_inputs: Callable[[Config], dict[str, Any]]
     load_worker: Callable[[Job], Worker]
     unit_kind: str = ""  # the kind of the units that it encodes, where that differs from `kind`
     only_units: frozenset[str] | None = None  # ids of the units to encode, for a repair; None: all of the plan's
     #: The size of a unit's shard, in bytes.
     estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes
+    item_request: Callable[[Config], ItemRequest] | None = None
 
     @property
     def member_kind(self) -> str:
-        """Either "text" or "latents"."""
-        return self.unit_kind or self.kind
+        """One of "text", "latents", "items"."""
+        return "items" if self.item_request else self.unit_kind or self.kind
+
+    def find_plan(
+        self, store: Store, config: Config, publish: bool = False, warn: Callable[[str], object] = lambda _: None
+    ) -> Plan:
+        """The plan that the stage encodes: the current one of `bucket`, or of an item stage its own, as it would be, or
+        with publish=True published. Raises LatentpressError where `discover` or `bucket` has to run first."""
+        if self.item_request is None:
+            return current_plan(store, config)
+        return find_item_plan(store, config, self.item_request(config), publish, warn)
 
     def fingerprint(self, config: Config) -> str:
         return compute_fingerprint(self.fingerprint_inputs(config))
@@ -143,12 +163,12 @@ class EncodingStage:
             check_stealing(config, options)
         load_engine(config.stages.engine)  # or an error, before anything is read
         stop_handler, store = StopHandler(max_time), Store(config.root)
-        plan = current_plan(store, config)
+        plan = self.find_plan(store, config, not options.dry_run, console.warn)
         if not options.dry_run:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
         overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
-        if config.cache.limit is not None and self.only_units is None:
+        if config.cache.limit is not None and self.only_units is None and self.item_request is None:
             return self._follow(config, options, console, state, stop_handler, overrides)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         report = self._begin_report(config, console, state, remaining, todo)
@@ -262,7 +282,7 @@ class EncodingStage:
         self._write_provenance(store, job)
         written, stolen, smaller_batches, remarks, rounding = 0, 0, 0, Counter[str](), RoundingError()
         names = {unit.unit_id for unit in own_units}
-        what = "texts" if self.member_kind == "text" else "samples"
+        what = MEMBER_NAMES[self.member_kind]
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
 

@@ -1,5 +1,5 @@
-"""The three encoding stages: the inputs of each one's fingerprint, found without torch, and the worker, which loads the
-model and is imported when it is needed.
+"""The encoding stages, and the item stages before `bucket`: the inputs of each one's fingerprint, found without torch,
+and the worker, which loads the model and is imported when it is needed.
 """
 
 from functools import partial
@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from cache.models.weights import fingerprint_weights
-from cache.sets.plans import Unit
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.sets.plans import Plan, Unit
+from cache.store.damage import ENCODE_PROGRAMS, ITEM_PROGRAMS
 from cache.store.store import Store
 from schemas.catalog import VISION_MODELS
 from schemas.cli.progress import activity
@@ -16,10 +16,14 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
+from stages.encoding.captions.settings import caption_fingerprint_inputs, caption_request
 from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_options import UsageError
+from stages.encoding.stage_state import StageState
 from stages.encoding.vision import features
 from stages.engines.jobs import Job, Worker
+
+CAPTION_BYTES = 2048  # of one item's captions in a shard, about
 
 
 def text_fingerprint_inputs(config: Config) -> dict[str, Any]:
@@ -75,11 +79,39 @@ VISION = EncodingStage(
     estimate_bytes=estimate_vision_bytes,
 )
 
+CAPTION = EncodingStage(
+    "caption",
+    "captions",
+    caption_fingerprint_inputs,
+    partial(load_worker, "captions", "CaptionWorker"),
+    estimate_bytes=lambda config, unit: CAPTION_BYTES * len(unit.members),
+    item_request=caption_request,
+)
+
+ITEM_STAGES: tuple[EncodingStage, ...] = (CAPTION,)  # before `bucket`, each with a plan of its own
 STAGES: tuple[EncodingStage, ...] = (TEXT, LATENTS, VISION)
-SHARD_KINDS = tuple(stage.kind for stage in STAGES)  # the folders of their shards
+SHARD_KINDS = tuple(stage.kind for stage in (*ITEM_STAGES, *STAGES))  # the folders of their shards
 assert {stage.kind: stage.name for stage in STAGES} == ENCODE_PROGRAMS
+assert {stage.kind: stage.name for stage in ITEM_STAGES} == ITEM_PROGRAMS
 
 
 def required_stages(config: Config) -> list[EncodingStage]:
-    """The stages whose shards this configuration needs."""
+    """The stages whose shards a training set of this configuration needs."""
     return [stage for stage in STAGES if stage is not VISION or config.vision.model]
+
+
+def item_stages(config: Config) -> list[EncodingStage]:
+    """The stages before `bucket` that this configuration has work for."""
+    return [stage for stage in ITEM_STAGES if stage is not CAPTION or config.caption]
+
+
+def item_states(store: Store, config: Config) -> list[tuple[EncodingStage, StageState]]:
+    """The stages before `bucket` that this configuration has work for, with their states. LatentpressError where
+    `discover` has to run first."""
+    return [(stage, stage.state(store, config, stage.find_plan(store, config))) for stage in item_stages(config)]
+
+
+def all_states(store: Store, config: Config, plan: Plan) -> list[tuple[EncodingStage, StageState]]:
+    """Every stage that this configuration has work for, with its state. plan: that of `bucket`."""
+    required = [(stage, stage.state(store, config, plan)) for stage in required_stages(config)]
+    return item_states(store, config) + required

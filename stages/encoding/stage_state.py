@@ -15,11 +15,13 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable
 
+#: What the members of units are called, by the units' kind.
+MEMBER_NAMES = {"text": "texts", "latents": "samples", "items": "items"}
 MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at least: one of three stops nothing
 
 
 class NamedStage(Protocol):
-    """An encoding stage. member_kind: either "text" or "latents"."""
+    """An encoding stage. member_kind: a key of MEMBER_NAMES."""
 
     @property
     def name(self) -> str: ...
@@ -97,7 +99,7 @@ class RejectLimit:
         self._tried += sum(self._counts[unit] for unit in rejects_by_unit)
         self._rejected += len(rejected)
         if rejected and self._rejected > self._fraction * max(self._tried, MIN_REJECT_BASE):
-            what = "texts" if self._stage.member_kind == "text" else "samples"
+            what = MEMBER_NAMES[self._stage.member_kind]
             raise LatentpressError(
                 f"{self._stage.name} stopped: {self._rejected} of {self._tried} {what} were set aside, more than "
                 f"stages.max_reject_fraction = {self._fraction} of them (of {MIN_REJECT_BASE}, where they are fewer); "

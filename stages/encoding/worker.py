@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
@@ -29,6 +30,15 @@ from stages.encoding.stage_state import reject_folder
 from stages.engines.jobs import Job, RoundingError, UnitResult
 from stages.engines.sandbox import SandboxPool
 from stages.media.files import MediaError
+
+
+@dataclass(frozen=True)
+class RefusedMember:
+    """A member that was encoded, and whose result is not kept."""
+
+    id: str
+    error: MediaError
+
 
 AdvanceProgress = Callable[[int], None]
 PreparedMembers = Iterable[tuple[str, Any | MediaError]]
@@ -75,7 +85,7 @@ class UnitWorker(ABC):
         return len(batch) == 1
 
     @abstractmethod
-    def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow]:
+    def encode(self, names: list[str], batch: list[Any], limit: int) -> Iterable[ShardRow | RefusedMember]:
         """Queue the batch on the device, without waiting for it. A row for each member, which are taken when the next
         batch is queued: the first one waits for the results. limit: the cost of one forward pass, which a single
         member may exceed."""
@@ -170,7 +180,7 @@ class UnitWorker(ABC):
         read = prefetcher.members
         while True:
             shard, batch = _UnitShard(self, unit, limit), list[Any]()
-            queued = deque[tuple[list[Any], Iterable[ShardRow]]]()
+            queued = deque[tuple[list[Any], Iterable[ShardRow | RefusedMember]]]()
             try:
                 for names, batch in chain(shard.batches(read(unit), count), END):
                     if batch:
@@ -241,8 +251,11 @@ class _UnitShard:
         if batch:
             yield names, batch
 
-    def add(self, row: ShardRow) -> None:
+    def add(self, row: ShardRow | RefusedMember) -> None:
         """Write a row; one with NaN or infinities is set aside."""
+        if isinstance(row, RefusedMember):
+            self._set_aside(row.id, row.error.path, row.error.reason, str(row.error), False)
+            return
         bad = [name for name, array in row.tensors.items() if not array.is_finite()]
         if bad:
             what = f"the encoder gave NaN or infinite numbers ({', '.join(bad)}) at precision {self._worker.precision}"

@@ -18,7 +18,9 @@ from typing import Any
 import pyarrow as pa
 
 from cache.sets import plans, table_checks
+from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.exported_set import ExportedSet
+from cache.sets.item_rows import check_caption_row
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
 from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
@@ -27,7 +29,7 @@ from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensor_checks import SCALE, SCALED_DTYPES, find_scale_problem, find_shape_problem
 from cache.shards.tensors import INFINITY_BITS
-from cache.store.damage import ENCODE_PROGRAMS, DamageError, rebuild_program
+from cache.store.damage import STAGE_PROGRAMS, DamageError, rebuild_program
 from cache.store.files import StoreError, explained, file_size
 from cache.store.json_checks import printable
 from cache.store.layout import is_project_file, is_shard
@@ -59,7 +61,8 @@ class UnmappedStore(Store):
 class CacheSpec:
     """How the shards of one cache were made. dtype: of its tensors, None where it is not known. embeds: of a text's
     embeddings, where it is another one. strides: of the autoencoder, (spatial, temporal). channels: of its latents.
-    condition_frames: latent frames of a condition, None for as many as the clip has. vision: for vision features the
+    condition_frames: latent frames of a condition, None for as many as the clip has. captions: whether rows hold these
+    in place of tensors. vision: for vision features the
     model's input size and the strides of latent frames and of tokens."""
 
     dtype: str | None = None
@@ -68,10 +71,13 @@ class CacheSpec:
     condition_frames: int | None = 1
     vision: tuple[int, int, int] | None = None
     embeds: str | None = None
+    captions: bool = False
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
         """From a provenance.json; what it does not state is not checked."""
+        if record.get("stage") == "caption":
+            return cls(captions=True)
         if record.get("stage") == "encode-vision":
             temporal, side = record["token"]
             if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
@@ -149,8 +155,10 @@ class TensorChecker:
         self._first: dict[str, tuple[str, int]] = {}  # of each tensor: dtype, and the dimension that all rows share
 
     def check(self, row: ShardRow) -> None:
-        """ValueError with what is wrong with a row's tensors."""
-        if not row.tensors:
+        """ValueError with what is wrong with a row's tensors, or with its captions."""
+        if self._spec.captions:
+            check_caption_row(row)
+        elif not row.tensors:
             raise ValueError("it has no tensors")
         for name, array in row.tensors.items():
             base = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
@@ -257,7 +265,7 @@ DamageByPath = dict[str, list[DamageError]]
 def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
     """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
     damaged = DamageByPath()
-    names = [name for top in ("media", "captions", "plans", "sets", "rejects") for name in _table_paths(store, top)]
+    names = [name for top in ("media", EDITS, "plans", "sets", "rejects") for name in _table_paths(store, top)]
     for name in names:
         try:
             _check_file(store, name)
@@ -290,7 +298,7 @@ def _check_file(store: Store, rel: str) -> None:
     elif top == "captions":
         store.read_table(rel, table_checks.check_caption_edits)
     elif top == "rejects":
-        merged = name in ENCODE_PROGRAMS.values() and rel.count("/") == 2
+        merged = name in STAGE_PROGRAMS.values() and rel.count("/") == 2
         store.read_table(rel, table_checks.check_merged_rejects if merged else table_checks.check_rejects)
     elif top == "plans":
         if table in plans.PLAN_TABLES:
@@ -314,7 +322,7 @@ def _check_file(store: Store, rel: str) -> None:
 
 def rebuild_commands(paths: DamageByPath) -> list[str]:
     """The commands that make these files again, in the order in which to run them."""
-    order = ["discover", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
+    order = ["discover", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
     programs = {rebuild_program(path) for path in paths}
     known = [f"latentpress {name}" for name in order if name in programs]
     return known + [f"latentpress {name}" for name in sorted(programs - {*order})]

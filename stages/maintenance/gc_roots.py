@@ -28,13 +28,15 @@ class GcRoots:
     """The things that gc keeps. since: files written at that time (seconds since 1970) or later are in use, whoever
     wrote them.
 
-    caches: `<kind>/<fingerprint>` of the configurations. units: active in their plans. units_of_others: active in plans
-    of other configurations, whose caches are not known. sets, generations, datasets, reject_lists: names. pointers:
-    files that point at the sets of configurations. shards: paths that the sets refer to.
+    caches: `<kind>/<fingerprint>` of the configurations. whole_caches: those of which every unit stays. units: active
+    in their plans. units_of_others: active in plans of other configurations, whose caches are not known. sets,
+    generations, datasets, reject_lists: names. pointers: files that point at the sets of configurations. shards: paths
+    that the sets refer to.
     """
 
     since: float
     caches: set[str] = field(default_factory=set)
+    whole_caches: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     units_of_others: set[str] = field(default_factory=set)
     sets: set[str] = field(default_factory=set)
@@ -46,15 +48,19 @@ class GcRoots:
 
 
 def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry], since: float) -> GcRoots:
-    """LatentpressError where one of the configurations has no plan. DamageError where a pointer to a set leads nowhere
-    below the root."""
+    """LatentpressError where one of the configurations has no plan or media table. DamageError where a pointer to a
+    set leads nowhere below the root."""
     roots = GcRoots(since)
     written = {entry.name: entry.modified for entry in entries}
-    own_plans = [current_plan(store, config) for config in configs]
-    for config, plan in zip(configs, own_plans, strict=True):
-        stages = stage_registry.required_stages(config)
+    used_plans = list[Plan]()
+    for config, plan in [(config, current_plan(store, config)) for config in configs]:
+        items = stage_registry.item_stages(config)
+        stages = [*items, *stage_registry.required_stages(config)]
         roots.caches |= {f"{stage.kind}/{stage.fingerprint(config)}" for stage in stages}
-        roots.units |= _unit_ids(plan)
+        for used in (plan, *(stage.find_plan(store, config) for stage in items)):
+            roots.units |= _unit_ids(used)
+            used_plans.append(used)
+        roots.whole_caches |= {f"captions/{name}" for dataset in config.datasets for name in dataset.caption_sets}
         roots.datasets |= {dataset.id for dataset in config.datasets}
         roots.reject_lists.add(f"{config.model.family}-{config.model.task}")
         roots.pointers |= set(set_lookup.list_pointers(store, config))
@@ -70,14 +76,14 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
     roots.shards = {path for name in roots.sets for path in shards_of_set(store, name)}
 
     all_plans = [plans.load_plan(store, name) for name in plans.list_plans(store)]
-    keys = {plan.info["key"] for plan in own_plans}
+    keys = {plan.info["key"] for plan in used_plans}
     newest: dict[str, Plan] = {}  # of each other configuration, if it is recent
     for plan in all_plans:
         if plan.info["key"] not in keys and written.get(f"plans/{plan.name}/plan.json", since) >= since:
             newest[plan.info["key"]] = plan
     roots.units_of_others = {unit for plan in newest.values() for unit in _unit_ids(plan)}
     made_of = [store.read_json(f"sets/{name}/set.json").get("generation") for name in roots.sets]
-    needing = [*own_plans, *newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
+    needing = [*used_plans, *newest.values(), *(plan for plan in all_plans if plan.name in made_of)]
     roots.generations = {plan.name for plan in needing}
     for plan in all_plans:  # earlier generations that hold what is active in these
         later = [other for other in needing if plan.name < other.name]
@@ -87,7 +93,7 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
 
 
 def _unit_ids(plan: Plan) -> set[str]:
-    return {unit.unit_id for kind in ("text", "latents") for unit in plan.units(kind)}
+    return {unit.unit_id for kind in plan.unit_kinds for unit in plan.units(kind)}
 
 
 def _sets_of_runs(output: Path, since: float) -> set[str]:

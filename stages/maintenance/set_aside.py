@@ -54,9 +54,9 @@ def list_set_aside(store: Store, config: Config, plan: Plan | None = None) -> li
     except LatentpressError:
         pass
     else:
-        for stage in stage_registry.required_stages(config):
-            for row in stage.state(store, config, plan).set_aside:
-                active = plan.active_rows.get(row["item"])
+        for _, state in stage_registry.all_states(store, config, plan):
+            for row in state.set_aside:
+                active = state.plan.active_rows.get(row["item"])
                 pairs.append((active["dataset"] if active else "", row))
     return [_parse(dataset, row) for dataset, row in pairs]
 

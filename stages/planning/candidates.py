@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from schemas import identity
 from schemas.tables import REJECTS_SCHEMA
 
 
@@ -72,3 +73,18 @@ class CandidateItems:
             self.rejects.append(pa.table(columns, schema=REJECTS_SCHEMA))
             self.table = self.table.filter(pa.array(~dropped))
         return ~dropped
+
+
+def drop_duplicate_ids(table: pa.Table, key: str) -> pa.Table:
+    """The table with the first row of each id."""
+    if identity.count_distinct(table.column(key)) == table.num_rows:
+        return table
+    return first_rows(table, table.column(key))
+
+
+def first_rows(table: pa.Table, key: pa.ChunkedArray) -> pa.Table:
+    """The table with the first row of each of its (n,) keys."""
+    # Codes are numbered in the order of first occurrence.
+    codes = np.asarray(key.combine_chunks().dictionary_encode().indices)
+    highest_before = np.maximum.accumulate(np.append(-1, codes[:-1]))
+    return table.filter(pa.array(codes > highest_before))

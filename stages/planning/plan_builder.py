@@ -6,6 +6,7 @@ plan, in whatever order they were listed.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from schemas.family import Template
 from schemas.filters import Filter
 from schemas.tables import REJECTS_SCHEMA, TRAINED_ROLES, active_schema, texts_schema
 from stages.planning import crop_selection, samples, texts
-from stages.planning.candidates import CandidateItems, message_column
+from stages.planning.candidates import CandidateItems, drop_duplicate_ids, first_rows, message_column
+from stages.planning.made_captions import NO_CAPTION, MadeCaptions, drop_clips_without_caption, list_lengths, renumber
 from stages.planning.references import (
     PlannedReferences,
     drop_refused,
@@ -63,8 +65,14 @@ class DraftPlan:
     validation: list[TableRow] = field(default_factory=list)
 
 
-def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int) -> DraftPlan:
-    """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path."""
+def build_plan(
+    config: Config,
+    media: Mapping[str, pa.Table],
+    side_multiple: int,
+    made: Mapping[str, MadeCaptions] = MappingProxyType({}),
+) -> DraftPlan:
+    """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path; made:
+    those of datasets that use captions which a model made."""
     default_resolution = config.model.family_spec.resolution
     used = sorted((dataset for dataset in config.datasets if not dataset.disabled), key=lambda dataset: dataset.id)
     held_out = [pa.array([], pa.string())]  # media ids, which other datasets may not train on
@@ -76,7 +84,8 @@ def build_plan(config: Config, media: Mapping[str, pa.Table], side_multiple: int
     parts = []
     for dataset in used:
         sizes = [dataset.model_copy(update={"resolution": size}) for size in dataset.resolutions(default_resolution)]
-        plans = [_plan_dataset(config, resized, media[dataset.id], side_multiple, held_out_ids) for resized in sizes]
+        inputs = media[dataset.id], made.get(dataset.id), side_multiple, held_out_ids
+        plans = [_plan_dataset(config, resized, *inputs) for resized in sizes]
         parts.append(_join_resolutions(dataset.id, plans) if len(plans) > 1 else plans[0])
     active = [part.active for part in parts]
     if any(dataset.eval or dataset.eval_fraction for dataset in used):
@@ -113,23 +122,13 @@ def plan_text(
     return texts.text_table(ids, cleaned, template, negative=negative, **columns)
 
 
-def drop_duplicate_ids(table: pa.Table, key: str) -> pa.Table:
-    """The table with the first row of each id."""
-    if identity.count_distinct(table.column(key)) == table.num_rows:
-        return table
-    return _first_rows(table, table.column(key))
-
-
-def _first_rows(table: pa.Table, key: pa.ChunkedArray) -> pa.Table:
-    """The table with the first row of each of its (n,) keys."""
-    # Codes are numbered in the order of first occurrence.
-    codes = np.asarray(key.combine_chunks().dictionary_encode().indices)
-    highest_before = np.maximum.accumulate(np.append(-1, codes[:-1]))
-    return table.filter(pa.array(codes > highest_before))
-
-
 def _plan_dataset(
-    config: Config, dataset: Dataset, table: pa.Table, side_multiple: int, held_out_ids: pa.Array
+    config: Config,
+    dataset: Dataset,
+    table: pa.Table,
+    made: MadeCaptions | None,
+    side_multiple: int,
+    held_out_ids: pa.Array,
 ) -> DraftPlan:
     family, template = config.model.family_spec, config.model.template
     items = CandidateItems(dataset.id, table.append_column("row", pa.array(np.arange(table.num_rows))))
@@ -143,11 +142,20 @@ def _plan_dataset(
     duplicates = len(items) - identity.count_distinct(media_ids)
     elsewhere = np.asarray(pc.is_in(media_ids, value_set=held_out_ids)) & ~samples.held_out_mask(dataset, media_ids)
     items.drop(elsewhere, "held-out", "is held out for evaluation by another dataset")
-    captions = texts.clean_captions(dataset, template, items.column("captions"))
-    without = np.bincount(captions.item, minlength=len(items)) == 0
+    # Captions are of items or, where a model described each clip, of these: `owner` is the item of each.
+    given, owner = items.column("captions"), np.arange(len(items))
+    if made is not None:
+        given, owner = made.join(config, dataset, items)
+        lacking = np.bincount(owner[list_lengths(given) > 0], minlength=len(items)) == 0
+        lacking &= np.bincount(owner, minlength=len(items)) > 0  # a video without clips is dropped as such, below
+        stay = items.drop(lacking, "no-caption", NO_CAPTION)
+        given, owner = given.filter(pa.array(stay[owner])), renumber(owner, stay)
+    captions = texts.clean_captions(dataset, template, given)
+    captioned = np.bincount(owner[captions.item], minlength=len(items)) > 0
     advice = "nothing is left of its caption once it was filtered and cleaned as the pipeline does; write another"
-    captions = captions.of_items(items.drop(without, "empty-caption", advice))
-    captioned = items.numbers("row")
+    stay = items.drop(~captioned & (np.bincount(owner, minlength=len(items)) > 0), "empty-caption", advice)
+    captions, owner = captions.of_items(stay[owner]), renumber(owner, stay)
+    kept_rows = items.numbers("row")
     samples.drop_unusable_videos(family, dataset, config.model.task, items)
     condition, references = config.model.condition, None
     if condition is not None and condition.kind == "references":
@@ -156,13 +164,17 @@ def _plan_dataset(
     crops = crop_selection.select_crops(config.model, dataset, items, side_multiple)
     step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
     clips = samples.select_clips_and_images(family, dataset, items)
+    captions = captions.of_items(np.isin(kept_rows, items.numbers("row"), assume_unique=True)[owner])
+    if made is not None:
+        has_caption = drop_clips_without_caption(items, clips, captions)
+        clips, captions = clips.keep(has_caption), captions.of_items(has_caption)
     held_out = samples.held_out_mask(dataset, items.column("media_id"))
     if condition is not None and condition.kind == "references":
         references = plan_references(condition, items)
     hashes = None if references is None else list_ids(references.ids)
     planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes)
-    captions = captions.of_items(np.isin(captioned, items.numbers("row"), assume_unique=True))
-    text_rows, text_lists, null_text = _plan_texts(template, items, planned, clips.item, captions, references)
+    captioned_by = clips.item if made is None else np.arange(len(clips.item))
+    text_rows, text_lists, null_text = _plan_texts(template, items, planned, captioned_by, captions, references)
     count = planned.num_rows
     names = ("sample_id", "role", "dataset", "path", "source_path", "mask_path")
     active = {name: planned.column(name) for name in names}
@@ -207,7 +219,7 @@ def _join_resolutions(dataset: str, parts: list[DraftPlan]) -> DraftPlan:
 
     def join(tables: Iterable[pa.Table], *key: str) -> pa.Table:
         table = pa.concat_tables(tables)
-        return _first_rows(table, pc.binary_join_element_wise(*(table.column(name) for name in key), "|"))
+        return first_rows(table, pc.binary_join_element_wise(*(table.column(name) for name in key), "|"))
 
     def cost(notes: DatasetNotes) -> tuple[bool, float]:
         return (False, 0.0) if notes.step is None else (notes.step.advised is not None, notes.step.now.more)
@@ -245,9 +257,9 @@ def _plan_texts(
 ) -> tuple[pa.Table, pa.Array, pa.Array | None]:
     """(rows of `texts_schema`, list of text ids of each sample, each sample's own null text or None).
 
-    planned: (m,) samples. item: (m,) the row of each one's item.
+    planned: (m,) samples. item: (m,) whose captions each one has, by the number in `captions`.
     """
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(captions.item, minlength=len(items)))])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(captions.item, minlength=int(item.max(initial=-1)) + 1))])
     if not template.with_image:
         ids = texts.compute_text_ids(captions.texts, template)
         used = pa.array(np.flatnonzero(np.bincount(captions.caption, minlength=1)))

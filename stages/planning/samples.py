@@ -39,6 +39,9 @@ class SelectedClips:
     rounded: int  # clips that lost frames to (frames - 1) % stride == 0
     repeating: int  # clips that show a frame twice, their source being slower than the target rate
 
+    def keep(self, rows: np.ndarray) -> "SelectedClips":
+        return replace(self, **{name: getattr(self, name)[rows] for name in ("item", "start", "rate", "frames")})
+
 
 def frame_strides(family: Family, video: Video) -> tuple[int, ...]:
     """The numbers that `frames - 1` must be a multiple of."""

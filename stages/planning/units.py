@@ -24,7 +24,7 @@ from schemas.geometry import Bucket
 from schemas.randomness import mix_bits
 from schemas.references import SOURCE_ROLES
 from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_schema
-from stages.planning.plan_builder import drop_duplicate_ids
+from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.references import list_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding-reference.md has what padding costs
@@ -90,7 +90,7 @@ def sample_units(config: Config, samples: pa.Table) -> pa.Table:
     for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
         rows = order[ends[code - 1] if code else 0 : ends[code]]
         members = ids.take(pa.array(rows))
-        units.append(_split_into_units("latents", name.split("|")[0], members, sizes[rows], limit))
+        units.append(split_into_units("latents", name.split("|")[0], members, sizes[rows], limit))
     return pa.concat_tables(units)
 
 
@@ -132,7 +132,7 @@ def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
     # Sorted by numbers: sorting a million ids as text takes ten times as long.
     order = np.lexsort((prefixes, lengths, image, group, bucket))
     borders = np.diff(bucket[order]) != 0 if image.any() else np.diff(group[order]) != 0
-    return _split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
+    return split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
 
 
 def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.int64]:
@@ -162,7 +162,7 @@ def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.in
     return first
 
 
-def _split_into_units(
+def split_into_units(
     kind: str,
     bucket: str,
     ids: pa.Array,

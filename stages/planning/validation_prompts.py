@@ -24,7 +24,8 @@ from schemas.identity import derive_seeds
 from schemas.references import SOURCE_ROLES
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TRAINED_ROLES
 from stages.planning import references
-from stages.planning.plan_builder import DraftPlan, drop_duplicate_ids, plan_text, prompt_image_columns
+from stages.planning.candidates import drop_duplicate_ids
+from stages.planning.plan_builder import DraftPlan, plan_text, prompt_image_columns
 
 TableRow = dict[str, Any]
 

@@ -78,6 +78,18 @@ def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: p
         add_problems(columns, pc.if_else(pc.is_null(files), "no-caption: has no caption", None), step)
 
 
+#: Reasons for which an item has no caption, which `caption` may then make.
+MISSING_REASONS = ("no-caption", "empty-caption")
+
+
+def accept_missing_captions(columns: dict[str, pa.Array]) -> None:
+    """Keep the items of a listing that lack nothing but a caption, which a model will make."""
+    if "problem" in columns:
+        lacking = pc.match_substring_regex(columns["problem"], f"^(?:{'|'.join(MISSING_REASONS)}):")
+        for name in ("problem", "advice"):
+            columns[name] = pc.if_else(pc.fill_null(lacking, False), None, columns[name])
+
+
 class CaptionLookup:
     """Captions by path with the strategies filename, instanceprompt, csv, jsonl and parquet, for any source.
 

@@ -26,7 +26,12 @@ from stages.discovery.sources.base import (
     extensions_of_kinds,
     listing_table,
 )
-from stages.discovery.sources.captions import make_caption_lookup, read_caption_file, strip_extensions
+from stages.discovery.sources.captions import (
+    accept_missing_captions,
+    make_caption_lookup,
+    read_caption_file,
+    strip_extensions,
+)
 from stages.discovery.sources.columns import (
     TextLookup,
     take_rows,
@@ -176,9 +181,12 @@ class CommonSource(Source):
 
     def _complete(self, columns: dict[str, pa.Array]) -> pa.Table:
         """A chunk of the listing from its columns, with captions and companions by path added."""
-        for lookup in (self._captions, *self._companions.values()):
-            if lookup is not None:
-                lookup.add(columns)
+        if self._captions is not None:
+            self._captions.add(columns)
+        if self._dataset.describes_missing:
+            accept_missing_captions(columns)
+        for finder in self._companions.values():
+            finder.add(columns)
         for role in self._dataset.roles:
             for name in (role, f"{role}_version"):
                 columns.setdefault(name, pa.nulls(len(columns["path"]), _text))

@@ -77,6 +77,8 @@ class ManifestSource(CommonSource):
                     self._add_caption_files(columns, pool)
                 elif self._captions is None:
                     self._add_own_captions(columns, rows, table, lookup)
+                if self._dataset.describes_missing:
+                    captions.accept_missing_captions(columns)
                 for role, column in self._columns_by_role.items():
                     self._add_companion(columns, role, rows.column(column), column, pool)
                 yield self._complete(columns)

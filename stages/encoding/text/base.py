@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from cache.models.weights import config_errors, fetch_components, load_pretrained
+from schemas.config.captioning import Caption
 from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
 from schemas.devices import HostCopy
@@ -197,8 +198,9 @@ def load_language_model(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    options: Text,
+    options: Text | Caption,
     unused: Sequence[str] = (),
+    section: str = "text",
 ) -> Any:
     """The model of `folder`, in eval mode, computing in `dtype` on `device` (bf16: in bfloat16).
 
@@ -206,9 +208,10 @@ def load_language_model(
     embeddings, norms and the vision model stay. nf4-bnb leaves out, too, what the class keeps in float32: T5's forward
     converts a layer's input to the dtype of its weight. blocks: the weights stay on the host, and each block's are on
     the device while it computes, with the same result. unused: submodules that are removed, as nothing calls them, and
-    that may be missing. Raises OptionError, and WeightsError where the weights are pickled or some are missing.
+    that may be missing. section: of the configuration, which `options` are of. Raises
+    OptionError, and WeightsError where the weights are pickled or some are missing.
     """
-    _check_options(model_class, device, options)
+    _check_options(model_class, device, options, section)
     if options.quantization == "bf16":
         dtype = torch.bfloat16
     settings: dict[str, Any] = {"dtype": dtype}
@@ -239,7 +242,7 @@ def text_blocks(model: Any) -> torch.nn.ModuleList:
     if hasattr(model, "encoder"):
         return model.encoder.block
     inner = getattr(model, "model", model)
-    return getattr(inner, "language_model", inner).layers
+    return getattr(inner, "language_model", getattr(inner, "text_model", inner)).layers
 
 
 def unquantized_layers(model: Any) -> list[str]:
@@ -248,33 +251,36 @@ def unquantized_layers(model: Any) -> list[str]:
     return sorted({name for name, part in parts if type(part) is torch.nn.Linear})
 
 
-def _check_options(model_class: Any, device: torch.device, options: Text) -> None:
+def _check_options(model_class: Any, device: torch.device, options: Text | Caption, section: str) -> None:
     # A private attribute: transformers has no public way to ask before the weights are loaded.
     if options.attention == "sdpa" and not model_class._supports_sdpa:
         raise OptionError(
-            f"text.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
-            "remove text.attention, or use eager or flash_attention_2",
+            f"{section}.attention: sdpa is not for {model_class.__name__}, whose attention scores are soft-capped",
+            f"remove {section}.attention, or use eager or flash_attention_2",
         )
     if options.attention == "flash_attention_2" and not model_class._supports_flash_attn:
         raise OptionError(
-            f"text.attention: flash_attention_2 is not for {model_class.__name__}, which adds a bias to its scores",
-            "remove text.attention, or use eager or sdpa",
+            f"{section}.attention: flash_attention_2 is not for {model_class.__name__}, which adds a bias to its "
+            "scores",
+            f"remove {section}.attention, or use eager or sdpa",
         )
     if options.attention == "flash_attention_2" and (device.type != "cuda" or not is_installed("flash_attn")):
         raise OptionError(
-            f"text.attention: flash_attention_2 needs a CUDA device (this is {device.type}) and the package flash-attn",
-            "remove text.attention, or install flash-attn for your torch and card",
+            f"{section}.attention: flash_attention_2 needs a CUDA device (this is {device.type}) and the package "
+            "flash-attn",
+            f"remove {section}.attention, or install flash-attn for your torch and card",
         )
     library = QUANTIZATION_LIBRARIES.get(options.quantization)
     if library is None:
         return
     if options.offload != "none":
         raise OptionError(
-            f"text.quantization: {options.quantization} and text.offload: {options.offload} do not go together",
+            f"{section}.quantization: {options.quantization} and {section}.offload: {options.offload} do not go "
+            "together",
             "use one of them: quantized, Qwen2.5-VL-7B takes 5 to 9 GB and needs no offload",
         )
     if not is_installed(library):
-        problem = f"text.quantization: {options.quantization} needs {library}"
+        problem = f"{section}.quantization: {options.quantization} needs {library}"
         raise OptionError(problem, f"install it: {find_library(library).command}")
 
 

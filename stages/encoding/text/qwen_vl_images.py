@@ -114,6 +114,27 @@ class CachedImageProcessor:
         return processed
 
 
+def vision_features(
+    whole: Any, pixels: torch.Tensor, grid_N3: torch.Tensor, device: torch.device, clips: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """(tokens, D) of each picture or, with clips=True, of each clip. What follows from their sizes is computed here:
+    the model would ask the device for it. whole: the Qwen2_5_VLModel. pixels: patches, on the host."""
+    visual = whole.visual
+    merge, config = visual.spatial_merge_size, visual.config
+    order, windows = get_vision_window_index(grid_N3, merge, visual.window_size, visual.patch_size)
+    ends = get_vision_cu_seqlens(grid_N3)
+    host = [pixels, get_vision_position_ids(grid_N3, merge), order]
+    longest = {}
+    if "flash" in config._attn_implementation:  # other kernels take the windows' ends on the host
+        longest = {"max_seqlen": int(ends.diff().max()), "max_window_seqlen": int(windows.diff().max())}
+        host += [ends, windows]
+    pixels, places, order, *moved = to_device_together(host, device)
+    ends, windows = moved or (ends, windows)
+    prepared = {"position_ids": places, "window_index": order, "cu_seqlens": ends, "cu_window_seqlens": windows}
+    encode = whole.get_video_features if clips else whole.get_image_features
+    return tuple(encode(pixels, grid_N3, **prepared, **longest).pooler_output)
+
+
 class ImagePromptModel(PrefixCachedModel):
     """Reads prompts with images: features replace the placeholders' embeddings, positions are three-dimensional."""
 
@@ -166,20 +187,8 @@ class ImagePromptModel(PrefixCachedModel):
         return text.pictures
 
     def _features(self, picture: ProcessedImage) -> torch.Tensor:
-        """(tokens, D). What follows from the image's size is computed here: the model would ask the device for it."""
-        grid_13, visual = picture.grid_3[None], self._whole.visual
-        merge, config = visual.spatial_merge_size, visual.config
-        order, windows = get_vision_window_index(grid_13, merge, visual.window_size, visual.patch_size)
-        ends = get_vision_cu_seqlens(grid_13)
-        host = [picture.pixels, get_vision_position_ids(grid_13, merge), order]
-        longest = {}
-        if "flash" in config._attn_implementation:  # other kernels take the windows' ends on the host
-            longest = {"max_seqlen": int(ends.diff().max()), "max_window_seqlen": int(windows.diff().max())}
-            host += [ends, windows]
-        pixels, places, order, *moved = to_device_together(host, self.device)
-        ends, windows = moved or (ends, windows)
-        prepared = {"position_ids": places, "window_index": order, "cu_seqlens": ends, "cu_window_seqlens": windows}
-        return torch.cat(tuple(self._whole.get_image_features(pixels, grid_13, **prepared, **longest).pooler_output))
+        """(tokens, D)."""
+        return torch.cat(vision_features(self._whole, picture.pixels, picture.grid_3[None], self.device))
 
     def embeds(self, texts: Sequence[PreparedPrompt], ids_BL: torch.Tensor) -> torch.Tensor:
         embeds_BLD = super().embeds(texts, ids_BL)

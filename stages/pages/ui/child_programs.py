@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cache.runs.run_queue import RunQueue
+from cache.store.damage import STAGE_PROGRAMS
 from cache.store.files import explained
 from schemas.cli.process_record import (
     NOTES_VARIABLE,
@@ -42,6 +43,7 @@ POLL_S = 0.2
 #: What each does, in the order in which they follow each other.
 STAGES = {
     "discover": "finds media and captions",
+    "caption": "describes what has no caption",
     "bucket": "plans samples, texts and units",
     "encode-text": "captions to embeddings",
     "encode-latents": "pictures and clips to latents",
@@ -96,7 +98,7 @@ class ChildPrograms:
 
     def retry(self, name: str) -> Start:
         """Start a stage so that it tries again what it set aside, also of files that have not changed."""
-        return self.start(name, *(["--retry-set-aside"] if name.startswith("encode-") else []))
+        return self.start(name, *(["--retry-set-aside"] if name in STAGE_PROGRAMS.values() else []))
 
     def start(self, name: str, *more: str, report: Path | None = None) -> Start:
         """Start a job. Refused where it, or one that it conflicts with, is at work. more: options. report: the file

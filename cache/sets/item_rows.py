@@ -1,0 +1,59 @@
+"""What an item stage made of items: the rows of one cache, captions/<fingerprint>/, by the ids of its item plan.
+
+A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from cache.shards.shard import ShardRow, find_done_units
+from cache.shards.shard_io import open_reader
+from cache.store.damage import DamageError
+from cache.store.json_checks import check_list, check_text
+from cache.store.store import Store
+
+CAPTIONS_SCHEMA = pa.schema([("sample_id", pa.string()), ("captions", pa.list_(pa.string()))])
+
+
+def item_info(sample: dict[str, Any]) -> dict[str, Any]:
+    """The part of a row's info that says what it is of. sample: its row of SAMPLES_SCHEMA."""
+    if sample["kind"] == "image":
+        return {"media_id": sample["media_id"]}
+    frames = int(sample["geometry"]["bucket"].rpartition("@")[2])
+    end = sample["start"] + (frames - 1) / sample["rate"]
+    return {"media_id": sample["media_id"], "span": [round(sample["start"], 3), round(end, 3)]}
+
+
+def iter_item_rows(store: Store, cache: str, paths: Iterable[str] | None = None) -> Iterator[tuple[str, int, ShardRow]]:
+    """(shard, row number, row) of every row of `cache`, or of its shards at `paths`. DamageError for a row that is not
+    as it was written."""
+    for path in sorted(find_done_units(store, cache).values()) if paths is None else paths:
+        with open_reader(store, path) as shard:
+            for number in range(len(shard)):
+                yield path, number, shard.read(number)
+
+
+def read_captions(store: Store, fingerprint: str) -> pa.Table:
+    """Table of CAPTIONS_SCHEMA: the captions of every item of captions/<fingerprint>/. DamageError as above, and for
+    one whose values can't be right."""
+    ids, captions = list[str](), list[list[str]]()
+    for path, number, row in iter_item_rows(store, f"captions/{fingerprint}"):
+        try:
+            check_caption_row(row)
+        except ValueError as error:
+            raise DamageError(store.path(path), str(error), number, row.id) from error
+        ids.append(row.id)
+        captions.append(row.info["captions"])
+    return pa.table([ids, captions], schema=CAPTIONS_SCHEMA)
+
+
+def check_caption_row(row: ShardRow) -> None:
+    """ValueError where a row of a shard of captions is none."""
+    captions = check_list(row.info.get("captions"), "its captions")
+    if not captions or row.tensors:
+        raise ValueError("it has no captions, or tensors beside them")
+    for caption in captions:
+        if not check_text(caption, "a caption").strip():
+            raise ValueError("a caption is empty")

@@ -1,0 +1,96 @@
+"""The section `caption`: captions that a vision-language model makes of pictures and clips."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schemas.config.section import Precision, Problem, Section, Seed
+
+#: Name of a preset -> the words that the model is asked with.
+PRESETS = {
+    "plain": "Describe this picture in one sentence, without an introduction.",
+    "detailed": (
+        "Describe this picture in detail, in one paragraph: what is in it and where, what it looks like, the setting, "
+        "the light and the style. Begin with the subject, and write no introduction."
+    ),
+    "tags": (
+        "List what is in this picture as short tags, separated by commas, from the most to the least important; write "
+        "nothing else."
+    ),
+    "instruction": (
+        "The first picture was edited, and the second is the result. Write the instruction by which the second is made "
+        "of the first, in one or two sentences in the imperative, and nothing else."
+    ),
+    "motion": (
+        "Describe what happens in this clip, in one paragraph: the subject, how it and the camera move from beginning "
+        "to end, the setting and the style. Write no introduction."
+    ),
+}
+INSTRUCTION = "instruction"  # the preset that is shown the source image, too
+PIXEL_MULTIPLE = 28  # of a picture's sides: two patches of Qwen2.5-VL, and few enough shapes for batches
+
+
+class Caption(Section):
+    """Captions for items that have none, made by a vision-language model."""
+
+    model: str | None = Field(
+        None,
+        description="folder or repo of a vision-language model of transformers; default: the checkpoint's own text "
+        "encoder, where that is Qwen2.5-VL",
+    )
+    revision: str | None = Field(None, description="commit or tag of the repo")
+    prompts: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=16)] | None = Field(
+        None,
+        description=f"{', '.join(PRESETS)}, or your own words; several: a caption each, which are alternatives; "
+        "default: detailed, for tasks with a source image instruction",
+    )
+    source_image: bool | None = Field(
+        None, description="show an item's source image before it; default: where instruction is among the prompts"
+    )
+    resolution: int = Field(
+        768, ge=PIXEL_MULTIPLE, le=4096, description="pictures are shown in about the area of a square of that edge"
+    )
+    frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
+    max_tokens: int = Field(300, ge=1, le=8192, description="a caption that is not at its end by then is set aside")
+    temperature: float = Field(0.0, ge=0, le=10, description="0: the likeliest word each time; more: drawn")
+    top_p: float = Field(1.0, gt=0, le=1, description="words are drawn among the likeliest that have this share")
+    seed: Seed = Field(0, description="of what is drawn, beside the item")
+    repetition_penalty: float = Field(1.0, ge=1, le=10, description="divides the scores of words that were used before")
+    prefix: str = Field("", description="put before every caption and a space, such as a trigger word")
+    forbidden: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, max_length=1000)] = Field(
+        (), description="words that no caption may have"
+    )
+    precision: Precision | None = Field(None, description="default: model.precision")
+    quantization: Literal["no_change", "bf16", "int8-quanto", "nf4-bnb"] = Field(
+        "no_change", description="of the language model's weights"
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] | None = Field(None, description="default: the model's")
+    offload: Literal["none", "blocks"] = Field(
+        "none", description="with blocks the weights stay in host memory, one block at a time is on the device"
+    )
+    batch_tokens: int = Field(
+        32_768, gt=0, le=2**24, description="tokens of one batch: of the pictures, the prompt, and max_tokens of each"
+    )
+
+    def questions(self, has_sources: bool) -> tuple[str, ...]:
+        """The words of each prompt. has_sources: whether the task has source images."""
+        return tuple(PRESETS.get(prompt, prompt) for prompt in self._names(has_sources))
+
+    def shows_source(self, has_sources: bool) -> bool:
+        return INSTRUCTION in self._names(has_sources) if self.source_image is None else self.source_image
+
+    def _names(self, has_sources: bool) -> tuple[str, ...]:
+        return self.prompts or ((INSTRUCTION,) if has_sources else ("detailed",))
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.temperature == 0 and self.top_p != 1:
+            yield ("top_p",), "it is of what is drawn, and temperature is 0; set that, or remove it"
+        for number, prompt in enumerate(self.prompts or ()):
+            if not prompt.strip():
+                yield ("prompts", number), f"is empty; name a preset ({', '.join(PRESETS)}), or write a question"
+            elif prompt in (self.prompts or ())[:number]:
+                yield ("prompts", number), "is there twice"
+        for number, word in enumerate(self.forbidden):
+            if not word.strip():
+                yield ("forbidden", number), "is empty; remove it"

@@ -1,0 +1,121 @@
+"""A vision-language model that describes items: loaded as text encoders are, read and written by transformers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig
+
+from cache.models.weights import WeightsError, fetch_components
+from schemas.config.captioning import Caption
+from schemas.config.pipeline import Config
+from stages.encoding import model_loading
+from stages.encoding.captions.drawing import drawing_processors
+from stages.encoding.captions.inputs import ModelInputs, PreparedItem, ProcessorInputs, QwenInputs
+from stages.encoding.captions.settings import ADVICE, OWN_MODEL_TYPE, encoder_parts, single_model
+from stages.encoding.text.base import load_language_model
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the model wrote. ended: whether it came to its end within caption.max_tokens."""
+
+    text: str
+    ended: bool
+
+
+class Describer:
+    """model: with a head. inputs: makes what it reads."""
+
+    def __init__(self, model: Any, inputs: ModelInputs, caption: Caption, device: torch.device) -> None:
+        self._model, self.inputs, self._caption, self._device = model, inputs, caption, device
+        tokenizer = inputs.tokenizer
+        ends = model.generation_config.eos_token_id
+        ends = tokenizer.eos_token_id if ends is None else ends
+        self._ends = [ends] if isinstance(ends, int) else list(ends or ())
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._ends[0]
+        # In place of the checkpoint's own, whose values would count where none are given.
+        model.generation_config = GenerationConfig(
+            max_new_tokens=caption.max_tokens,
+            do_sample=False,
+            repetition_penalty=caption.repetition_penalty,
+            eos_token_id=self._ends,
+            pad_token_id=pad,
+            bad_words_ids=forbidden_ids(tokenizer, caption.forbidden) or None,
+        )
+
+    @torch.no_grad()
+    def describe(self, items: Sequence[PreparedItem]) -> list[list[Written]]:
+        """For each question what was written of each item, which are of one size."""
+        vision = self.inputs.vision(items, self._device)
+        return [self._ask(items, number, vision) for number in range(len(items[0].texts))]
+
+    def _ask(self, items: Sequence[PreparedItem], question: int, vision: dict[str, Any]) -> list[Written]:
+        text = self.inputs.text(items, question, self._device)
+        begin = text["input_ids"].shape[1]
+        seeds = [(item.seed + question) % 2**64 for item in items]
+        drawing = drawing_processors(self._caption, seeds, begin)
+        ids_BL = self._model.generate(**text, **vision, logits_processor=drawing)
+        rows = ids_BL[:, begin:].tolist()
+        return [self._written(row) for row in rows]
+
+    def _written(self, ids: list[int]) -> Written:
+        end = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        text = self.inputs.tokenizer.decode(ids[:end], skip_special_tokens=True)
+        return Written(" ".join(text.split()), end is not None)
+
+
+def forbidden_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """The tokens of each word as it may be written: at the beginning of a sentence or not, at that of a text or not."""
+    written = {form for word in words for form in (word, word.lower(), word.capitalize())}
+    ids = [tokenizer(f"{space}{form}", add_special_tokens=False).input_ids for form in written for space in ("", " ")]
+    return [list(row) for row in sorted({tuple(row) for row in ids if row})]
+
+
+def load_describer(config: Config, device: torch.device) -> Describer:
+    """Raises WeightsError for weights that are damaged, missing, or of no model that transformers loads."""
+    model_loading.disable_progress_bars()
+    caption = config.caption
+    assert caption is not None
+    dtype = getattr(torch, caption.precision or config.model.precision)
+    if caption.model is None:
+        parts = encoder_parts(config)
+        folder = fetch_components(config.model.source, config.model.revision, parts)
+        with model_loading.loading_errors(config.model, "text_encoder"):
+            model = _load(
+                transformers.Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", dtype, device, caption
+            )
+        places = [folder / part for part in reversed(parts) if (folder / part / PREPROCESSOR_FILE).is_file()]
+        return Describer(model, QwenInputs(model, folder / "tokenizer", next(iter(places), None)), caption, device)
+    folder = single_model(caption).fetch()
+    with model_loading.reading_errors(caption.model, "the model"):
+        model_class = find_model_class(folder, caption.model)
+        model = _load(model_class, folder, dtype, device, caption)
+        if model.config.model_type == OWN_MODEL_TYPE:
+            images = folder if (folder / PREPROCESSOR_FILE).is_file() else None
+            return Describer(model, QwenInputs(model, folder, images), caption, device)
+        return Describer(model, ProcessorInputs(folder, caption.model), caption, device)
+
+
+def find_model_class(folder: Path, source: str) -> Any:
+    """The class in transformers of a model that answers questions about pictures."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    mapping = transformers.AutoModelForImageTextToText._model_mapping
+    if type(config) not in mapping:
+        raise WeightsError(f"{source} is a {config.model_type}, which takes no pictures and questions", ADVICE)
+    return mapping[type(config)]
+
+
+def _load(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, caption: Caption) -> Any:
+    try:
+        return load_language_model(model_class, folder, dtype, device, caption, section="caption")
+    except WeightsError as error:
+        if "lm_head" not in error.message:
+            raise
+        problem = f"{error.message}: it was saved without its head, so it can read and not write"
+        raise WeightsError(problem, ADVICE) from error

@@ -1,0 +1,92 @@
+"""The caption stage without torch: which model writes, what identifies its captions, and what it is shown."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from cache.models.single_model import WEIGHT_FILES, SingleModel
+from cache.models.weights import fingerprint_weights, read_component_config
+from cache.store.store import Store
+from schemas.config.captioning import PIXEL_MULTIPLE, Caption
+from schemas.config.datasets import Dataset
+from schemas.config.pipeline import Config
+from schemas.recipe import caption_settings
+from stages.encoding.stage_options import UsageError
+from stages.planning.items import ItemRequest, passes_filter
+
+ADVICE = (
+    "set caption.model to the folder or repository of a vision-language model that transformers loads for "
+    "image-text-to-text, such as Qwen/Qwen2.5-VL-7B-Instruct"
+)
+#: Sub-folders of a checkpoint that belong to a text encoder which also writes.
+TEXT_ENCODER_PARTS = ("text_encoder", "tokenizer", "processor")
+OWN_MODEL_TYPE = "qwen2_5_vl"  # of a text encoder's config.json
+MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.txt", "*.model", "*.jinja")
+
+
+def require_caption(config: Config) -> Caption:
+    if config.caption is None:
+        raise UsageError(
+            "caption has nothing to do: the section `caption` is not in the configuration",
+            "add `caption: {}`, which describes the items without a caption, or more of docs/captions-and-cleaning.md",
+        )
+    return config.caption
+
+
+def single_model(caption: Caption) -> SingleModel:
+    """The model of `caption.model`."""
+    assert caption.model is not None
+    return SingleModel(caption.model, caption.revision, "caption.model", ADVICE, MODEL_FILES)
+
+
+def encoder_parts(config: Config) -> tuple[str, ...]:
+    """The sub-folders of the checkpoint's own text encoder. UsageError where that can't describe a picture."""
+    parts = tuple(part for part in config.model.family_spec.text_components if part in TEXT_ENCODER_PARTS)
+    kind = read_component_config(config.model.source, config.model.revision, "text_encoder").get("model_type")
+    if kind != OWN_MODEL_TYPE:
+        raise UsageError(
+            f"the text encoder of {config.model.source} is a {kind}, which does not describe pictures", ADVICE
+        )
+    return parts
+
+
+def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
+    caption, memo = require_caption(config), Store(config.root)
+    if caption.model is not None:
+        weights = single_model(caption).fingerprint(memo)
+    else:
+        weights = fingerprint_weights(config.model.source, encoder_parts(config), config.model.revision, memo)
+    return caption_settings(config) | {"weights": weights}
+
+
+def caption_request(config: Config) -> ItemRequest:
+    """What the stage reads of the media."""
+    return request_of(caption_settings(config))
+
+
+def request_of(settings: dict[str, Any]) -> ItemRequest:
+    """The request by which captions with these settings were made, also those of a cache's provenance.json."""
+    shown = settings["shown"]
+    return ItemRequest(
+        stage="caption",
+        pixels=shown["edge"] ** 2,
+        multiple=PIXEL_MULTIPLE,
+        frames=shown["frames"],
+        sources=shown["source"],
+        options=("make_captions", "make_captions_where"),
+        choose=choose_items,
+    )
+
+
+def choose_items(dataset: Dataset, table: pa.Table) -> NDArray[np.bool_]:
+    """(n,) which rows of a media table are described: by their files' captions alone, as an edited one comes and goes
+    while machines are at work."""
+    if not dataset.describes_missing:
+        return np.zeros(len(table), bool)
+    wanted = passes_filter(dataset, "make_captions_where", table)
+    if dataset.make_captions == "missing":
+        wanted = wanted & (np.asarray(pc.fill_null(pc.list_value_length(table.column("captions")), 0)) == 0)
+    return wanted

@@ -1,0 +1,196 @@
+"""Media tables -> an item plan: what a stage before `bucket` reads, as samples and units. Pure, opens no file.
+
+A member is a whole picture, or a few frames spread over a clip: over each clip that the dataset's `video` options cut,
+so that what is said of it is true of what is trained on. It is resized to the size that the model wants, its sides
+rounded to a multiple, with nothing cropped; so pictures of similar shape have one size and can share a batch. A small
+picture is not enlarged to more than twice its area.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas import identity
+from schemas.config.datasets import Dataset
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from schemas.filters import Filter
+from schemas.geometry import Bucket
+from schemas.identity import hash_json
+from schemas.recipe import item_dataset_settings
+from schemas.tables import ACTIVE_SCHEMA, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION, UNITS_SCHEMA
+from stages.planning.candidates import CandidateItems, drop_duplicate_ids
+from stages.planning.samples import SelectedClips, frame_strides, select_clips_and_images
+from stages.planning.units import split_into_units
+
+MOST_HALVINGS = 20  # of the area that the model wants, for small pictures
+MOST_MEMBERS = 256  # of a unit, however small its pictures are: what a kill costs at most
+_CONDITION_CODES = {"none": 0, "source": 2}  # as in `stages/planning/samples.py`
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ItemRequest:
+    """What an item stage reads. stage: its name. pixels: width x height, about. multiple: of the sides, in pixels.
+    frames: of a clip, at most. sources: whether an item's first source image is read with it. options: those of a
+    dataset that `choose` depends on. choose: (n,) whether each row of a dataset's media table is wanted."""
+
+    stage: str
+    pixels: int
+    multiple: int
+    frames: int
+    sources: bool
+    options: tuple[str, ...]
+    choose: Callable[[Dataset, pa.Table], NDArray[np.bool_]]
+
+
+def item_plan_key(config: Config, request: ItemRequest) -> str:
+    """The key by which a configuration finds its item plans of a stage."""
+    family, used = config.model.family_spec, [dataset for dataset in config.datasets if not dataset.disabled]
+    settings = [
+        item_dataset_settings(dataset, request.options) | {"strides": frame_strides(family, dataset.video)}
+        for dataset in sorted(used, key=lambda dataset: dataset.id)
+    ]
+    of_model = {name: getattr(request, name) for name in ("stage", "pixels", "multiple", "frames", "sources")}
+    return hash_json({"tables": TABLES_VERSION, "items": of_model, "datasets": settings})
+
+
+def plan_items(config: Config, request: ItemRequest, media: Mapping[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
+    """Rows of SAMPLES_SCHEMA, each id once, and of ACTIVE_SCHEMA, one for each item or clip. media: as of
+    `build_plan`."""
+    samples, active = [SAMPLES_SCHEMA.empty_table()], [ACTIVE_SCHEMA.empty_table()]
+    for dataset in sorted(config.datasets, key=lambda dataset: dataset.id):
+        if dataset.disabled:
+            continue
+        table = media[dataset.id]
+        wanted = request.choose(dataset, table) & passes_filter(dataset, "where", table)
+        items = CandidateItems(dataset.id, table.filter(pa.array(wanted)))
+        if len(items):
+            _, rows = item_members(config, dataset, request, items)
+            samples.append(rows)
+            active.append(_active_rows(rows))
+    return drop_duplicate_ids(pa.concat_tables(samples), "sample_id"), pa.concat_tables(active)
+
+
+def passes_filter(dataset: Dataset, option: str, table: pa.Table) -> NDArray[np.bool_]:
+    """(n,) whether each row of a media table passes the filter of this option; all where it has none."""
+    filter = getattr(dataset, option)
+    if filter is None:
+        return np.ones(len(table), bool)
+    try:
+        return np.asarray(Filter(filter).mask(table))
+    except ValueError as error:
+        raise LatentpressError(f"datasets.{dataset.id}.{option}: {error}", "correct the filter") from error
+
+
+def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[Ints, Ints]:
+    """(n,) sides of about `pixels` of area in each picture's own shape, multiples of `multiple`; of a half, a quarter
+    and so on of this area where that is enough for all of a picture's own pixels."""
+    own = width * height
+    halvings = sum((own << k) <= pixels for k in range(1, MOST_HALVINGS + 1))
+    edge = np.sqrt(pixels / 2.0 ** np.asarray(halvings, np.float64))
+    shape = np.sqrt(width / height)
+    sides = (
+        np.maximum(1, np.rint(side / multiple)).astype(np.int64) * multiple for side in (edge * shape, edge / shape)
+    )
+    across, down = sides
+    return across, down
+
+
+def item_members(
+    config: Config, dataset: Dataset, request: ItemRequest, items: CandidateItems
+) -> tuple[SelectedClips, pa.Table]:
+    """The pictures and clips of items, and of each its row of SAMPLES_SCHEMA as a member of an item plan. A video that
+    yields no clip has none."""
+    clips = select_clips_and_images(config.model.family_spec, dataset, items)
+    rows = clips.item
+    frames = np.minimum(clips.frames, request.frames)
+    # From the first frame of the clip to its last.
+    spread = (frames > 1) & (clips.frames > 1)
+    rate = np.where(spread, (frames - 1) * clips.rate / np.maximum(clips.frames - 1, 1), clips.rate)
+
+    def take(name: str) -> pa.Array:
+        return items.column(name).take(pa.array(rows))
+
+    def fit(prefix: str, frames: Ints) -> Ints:
+        """(m, 7) the geometry as sample ids contain it; zeros without a picture."""
+        width, height = (items.numbers(f"{prefix}{side}").astype(np.int64)[rows] for side in ("width", "height"))
+        has = width > 0
+        across, down = fit_sizes(np.where(has, width, 1), np.where(has, height, 1), request.pixels, request.multiple)
+        none = np.zeros_like(across)
+        return np.stack([across, down, frames, across, down, none, none], axis=1) * has[:, None]
+
+    geometry = fit("", frames)
+    sourced = np.asarray(pc.is_valid(take("source_id"))) & request.sources
+    condition = pa.array(np.where(sourced, "source", "none"))
+    record = np.zeros(len(rows), identity.SAMPLE_DTYPE)
+    record["media"], record["geometry"] = identity.id_bytes(take("media_id")), geometry
+    record["start"], record["rate"] = np.nan_to_num(clips.start), np.nan_to_num(rate)
+    record["condition"] = np.where(sourced, _CONDITION_CODES["source"], _CONDITION_CODES["none"])
+    columns: dict[str, Any] = {
+        "role": pa.repeat("item", len(rows)),
+        "dataset": pa.repeat(dataset.id, len(rows)),
+        **{name: take(name) for name in ("path", "media_id", "kind")},
+        "geometry": _geometry_column(geometry),
+        "start": pa.array(clips.start, from_pandas=True),
+        "rate": pa.array(rate, from_pandas=True),
+        "condition": condition,
+    }
+    if sourced.any():
+        source = fit("source_", np.ones_like(frames)) * sourced[:, None]
+        has = pa.array(sourced)
+        record["source"] = np.where(sourced, identity.id_bytes(take("source_id")), np.zeros(1, "V16"))
+        record["source_geometry"] = source
+        columns |= {"source_path": pc.if_else(has, take("source"), None)}
+        columns |= {"source_id": pc.if_else(has, take("source_id"), None)}
+        columns["source_geometry"] = pc.if_else(has, _geometry_column(source), pa.scalar(None, GEOMETRY_TYPE))
+    columns["sample_id"] = identity.sample_ids(record)
+    columns = {field.name: columns.get(field.name, pa.nulls(len(rows), field.type)) for field in SAMPLES_SCHEMA}
+    return clips, pa.table(columns, schema=SAMPLES_SCHEMA)
+
+
+def _geometry_column(geometry: Ints) -> pa.StructArray:
+    sizes, codes = np.unique(geometry[:, :3], axis=0, return_inverse=True)
+    names = pa.array([f"{width}x{height}@{frames}" for width, height, frames in sizes.tolist()], pa.string())
+    numbers = [pa.array(geometry[:, column], pa.int32()) for column in range(3, 7)]
+    return pa.StructArray.from_arrays([names.take(pa.array(codes.ravel())), *numbers], fields=list(GEOMETRY_TYPE))
+
+
+def _active_rows(samples: pa.Table) -> pa.Table:
+    count = len(samples)
+    columns: dict[str, Any] = {
+        **{name: samples.column(name) for name in ("sample_id", "role", "dataset", "path", "source_path", "mask_path")},
+        "bucket": pc.struct_field(samples.column("geometry"), "bucket"),
+        "repeats": pa.repeat(pa.scalar(0, pa.int32()), count),
+        "weight": pa.repeat(1.0, count),
+        "regularisation": pa.repeat(False, count),
+        "texts": pa.array([[]] * count, pa.list_(pa.string())),
+        "null_text": pa.nulls(count, pa.string()),
+    }
+    return pa.table(columns, schema=ACTIVE_SCHEMA)
+
+
+def item_units(config: Config, samples: pa.Table) -> pa.Table:
+    """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
+    cache.unit_mib of pixels, and of at most MOST_MEMBERS."""
+    buckets = pc.struct_field(samples.column("geometry"), "bucket")
+    sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
+    group = pc.binary_join_element_wise(buckets, sources, "|").combine_chunks().dictionary_encode()
+    ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
+    order = np.lexsort((identity.id_prefixes(ids), codes))
+    ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
+    limit, units = int(config.cache.unit_mib * 2**20), [UNITS_SCHEMA.empty_table()]
+    for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
+        rows = order[ends[code - 1] if code else 0 : ends[code]]
+        pictures = [Bucket.parse(part) for part in name.split("|") if part]
+        size = sum(3 * picture.width * picture.height * picture.frames for picture in pictures)
+        sizes = np.full(len(rows), max(size, -(-limit // MOST_MEMBERS)))
+        members = ids.take(pa.array(rows))
+        units.append(split_into_units("items", name.partition("|")[0], members, sizes, limit))
+    return pa.concat_tables(units)

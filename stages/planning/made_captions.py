@@ -1,0 +1,89 @@
+"""Captions that a model made, as captions of a dataset's pictures and clips: beside, or in the place of, those of its
+files. One that a person edited stays as it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas.config.datasets import Dataset
+from schemas.config.pipeline import Config
+from stages.planning.candidates import CandidateItems, message_column
+from stages.planning.items import ItemRequest, item_members
+from stages.planning.samples import SelectedClips
+from stages.planning.texts import CleanedCaptions
+
+NO_CAPTION = "has no caption, and none was made of it; `latentpress status --rejects` says why; or write one"
+
+
+@dataclass(frozen=True)
+class CaptionSet:
+    """One set of made captions. request: by which they were made. table: of cache.sets.item_rows.CAPTIONS_SCHEMA."""
+
+    request: ItemRequest
+    table: pa.Table
+
+
+@dataclass(frozen=True)
+class MadeCaptions:
+    """The sets that a dataset uses, all as alternatives. edited: media ids of items whose captions a person edited."""
+
+    sets: Sequence[CaptionSet]
+    edited: pa.Array
+
+    def join(self, config: Config, dataset: Dataset, items: CandidateItems) -> tuple[pa.ListArray, NDArray[np.int64]]:
+        """The captions of each picture and clip of the items, and its item, in the items' order, as
+        `select_clips_and_images` gives them."""
+        owner, made = np.zeros(0, np.int64), list[pa.Array]()
+        for used in self.sets:
+            clips, rows = item_members(config, dataset, used.request, items)
+            owner, ids = clips.item, rows.column("sample_id").combine_chunks()
+            found = pc.index_in(ids, value_set=used.table.column("sample_id").combine_chunks())
+            made.append(used.table.column("captions").combine_chunks().take(found))
+        own = items.column("captions").take(pa.array(owner))
+        has_own = list_lengths(own) > 0
+        has_made = np.zeros(len(owner), bool)
+        for captions in made:
+            has_made |= np.asarray(captions.is_valid())
+        edited = np.asarray(pc.is_in(items.column("media_id").take(pa.array(owner)), value_set=self.edited))
+        uses_made = {"fill": ~has_own, "beside": has_made, "instead": has_made}[dataset.made_captions] & ~edited
+        uses_own = ~uses_made | (dataset.made_captions == "beside")
+        parts = [pc.if_else(pa.array(uses_own), own, None)]
+        parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made]
+        return _join_lists(parts), owner
+
+
+def list_lengths(lists: pa.Array) -> NDArray[np.int64]:
+    """(n,) the length of each list; 0 for null."""
+    return np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
+
+
+def renumber(owner: NDArray[np.int64], stay: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The items of the rows whose item stays, by the items' numbers among those."""
+    return (np.cumsum(stay) - 1)[owner[stay[owner]]]
+
+
+def drop_clips_without_caption(
+    items: CandidateItems, clips: SelectedClips, captions: CleanedCaptions
+) -> NDArray[np.bool_]:
+    """(m,) which clips have a caption; the others are recorded among the items that were dropped."""
+    has_caption = np.bincount(captions.item, minlength=len(clips.item)) > 0
+    if not has_caption.all():
+        without = CandidateItems(items.dataset, items.table.take(pa.array(clips.item[~has_caption])))
+        starts = message_column("has a clip at ", clips.start[~has_caption], f" s that {NO_CAPTION}")
+        without.drop(np.ones(len(without), bool), "no-caption", lambda gone: starts)
+        items.rejects += without.rejects
+    return has_caption
+
+
+def _join_lists(parts: Sequence[pa.Array]) -> pa.ListArray:
+    """The lists of several columns of one length, joined row by row."""
+    owner = np.concatenate([np.asarray(pc.list_parent_indices(part)).astype(np.int64) for part in parts])
+    values = pa.concat_arrays([pc.list_flatten(part) for part in parts])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(parts[0])))])
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), values.take(pa.array(np.argsort(owner, kind="stable")))
+    )

@@ -1,0 +1,47 @@
+"""Projects whose pictures a tiny Qwen2.5-VL describes, and what it wrote."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cache.sets.item_rows import iter_item_rows
+from cache.store.store import Store
+from stages.encoding.stage_registry import CAPTION
+from tests.project import Project
+
+SMALL = {"resolution": 56, "max_tokens": 24}  # four tokens a picture
+
+
+def with_ends(checkpoint: Path, folder: Path) -> Path:
+    """A copy of a checkpoint, by links, whose text encoder ends a caption at every eighth token: random weights hardly
+    ever choose the one that a trained model ends with."""
+    shutil.copytree(checkpoint, folder, copy_function=os.symlink)
+    settings = folder / "text_encoder" / "generation_config.json"
+    config = json.loads((checkpoint / "text_encoder" / "config.json").read_text())
+    made = json.loads(settings.read_text()) | {"eos_token_id": [*range(3, config["text_config"]["vocab_size"], 8)]}
+    settings.unlink()
+    settings.write_text(json.dumps(made))
+    return folder
+
+
+def describing(
+    project: Callable[..., Project], tiny: Callable[[str], Path], kind: str = "kandinsky5-image-t2i", **caption: Any
+) -> Project:
+    """A project without media whose `caption` describes what has none, in small pictures."""
+    home = project(kind, caption=SMALL | caption)
+    model = home.folder / "model"
+    home.settings["model"]["path"] = str(with_ends(tiny(kind), model))
+    home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}
+    return home
+
+
+def written(home: Project, *overrides: str) -> dict[str, list[str]]:
+    """path -> captions, of the current set."""
+    config, store = home.config(*overrides), Store(home.root)
+    plan = CAPTION.find_plan(store, config)
+    paths = dict(zip(*(plan.active.column(name).to_pylist() for name in ("sample_id", "path")), strict=True))
+    rows = iter_item_rows(store, f"captions/{CAPTION.fingerprint(config)}")
+    return {paths[row.id]: row.info["captions"] for _, _, row in rows}

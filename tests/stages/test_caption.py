@@ -1,0 +1,117 @@
+"""caption as a user runs it: what it writes of which items, once and the same each time."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from cache.sets import plans
+from cache.store.damage import DamageError
+from cache.store.store import Store
+from schemas.config.captioning import PRESETS
+from schemas.errors import LatentpressError
+from schemas.geometry import Bucket
+from stages import bucket, caption, discover, status
+from stages.encoding.captions.inputs import QWEN_CHAT
+from stages.encoding.stage_registry import CAPTION
+from tests.project import Project
+from tests.qwen_processor import Processor
+from tests.stages.describing import describing, written
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def photos(project: Any, tiny: Any) -> Project:
+    """Six pictures of two shapes without a caption, and one with."""
+    home = describing(project, tiny)
+    for number in range(6):
+        home.image(f"{number}.png", (64, 48) if number % 3 else (48, 64), None, number)  # type: ignore[arg-type]
+    home.image("own.png", (64, 48), "a cat", 9)
+    home.run(discover.run)
+    return home
+
+
+@torch.no_grad()
+def generated(home: Project, question: str, picture: Image.Image, most: int) -> tuple[str, bool]:
+    """What transformers' own `generate` writes of one picture, and whether it came to its end."""
+    folder = Path(home.settings["model"]["path"])
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
+    processor = Processor(folder / "tokenizer")
+    text = QWEN_CHAT.replace("{}", f"<|vision_start|><|image_pad|><|vision_end|>{question}")
+    inputs = processor(text=[text], images=[picture], return_tensors="pt", return_mm_token_type_ids=True)
+    ids = model.generate(**inputs, max_new_tokens=most, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = model.generation_config.eos_token_id
+    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    return " ".join(processor.tokenizer.decode(ids[:end], skip_special_tokens=True).split()), end is not None
+
+
+def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) -> None:
+    report = photos.run(caption.run)
+    print(report.set_aside, written(photos))
+    assert report.done + len(report.set_aside) == 6 and report.done >= 3
+    plan, found = CAPTION.find_plan(Store(photos.root), photos.config()), written(photos)
+    messages = {row["path"]: row["message"] for row in report.set_aside}
+    for row in plan.sample_table.to_pylist():
+        size = Bucket.parse(row["geometry"]["bucket"])
+        picture = Image.open(photos.media / row["path"]).resize((size.width, size.height), Image.Resampling.LANCZOS)
+        text, ended = generated(photos, PRESETS["detailed"], picture.convert("RGB"), 24)
+        if row["path"] in found:
+            assert found[row["path"]] == [text] and ended
+        else:
+            assert text.replace("; ", ", ") in messages[row["path"]]
+
+
+def test_only_what_has_no_caption_is_described_and_then_nothing_is_left(photos: Project) -> None:
+    asked = photos.run(caption.run, dry_run=True)
+    assert asked.remaining == 6 and not (photos.root / "plans").exists() and not (photos.root / "captions").exists()
+    first = photos.run(caption.run)
+    before = photos.shards("captions")
+    again = photos.run(caption.run)
+    assert (again.done, again.skipped) == (0, first.done) and again.remaining == 0
+    assert photos.shards("captions") == before and "own.png" not in written(photos)
+    rows = {row["stage"]: row for row in photos.run(status.run).details["stages"]}
+    assert rows["caption"]["done"] == first.done and rows["caption"]["set_aside"] == len(first.set_aside)
+
+
+def test_a_partition_and_workers_make_the_same_shards(photos: Project, forked_programs: None) -> None:
+    other = Project(photos.folder.with_name("other"), photos.settings)
+    shutil.copytree(photos.folder, other.folder, symlinks=True)
+    photos.run(caption.run)
+    for part in ("0/2", "1/2"):
+        other.run(caption.run, shard=part)
+    assert other.shards("captions") == photos.shards("captions") and len(photos.shards("captions")) > 1
+    shutil.rmtree(other.root / "captions")
+    other.run(caption.run, workers=2)
+    assert other.shards("captions") == photos.shards("captions")
+
+
+def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
+    with pytest.raises(LatentpressError, match="6 of 6 items are not described yet") as caught:
+        photos.run(bucket.run)
+    assert "latentpress caption" in caught.value.next_step
+    photos.run(caption.run)
+    report = photos.run(bucket.run)
+    found = written(photos)
+    plan = plans.load_plan(Store(photos.root), plans.list_plans(Store(photos.root))[-1])
+    texts = {row["text_id"]: row["text"] for row in plan.text_table.to_pylist()}
+    planned = {row["path"]: [texts[name] for name in row["texts"]] for row in plan.active.to_pylist()}
+    assert planned.pop("own.png") == ["a cat"] and planned.keys() == found.keys()
+    assert {row["path"]: row["reason"] for row in report.set_aside} == dict.fromkeys(
+        {f"{number}.png" for number in range(6)} - found.keys(), "no-caption"
+    )
+
+
+def test_damage_is_named_before_a_plan_is_made_of_it(photos: Project) -> None:
+    photos.run(caption.run)
+    path = max((photos.root / "captions").glob("*/*.arrow"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[data.index(b'{"captions":["') + 15] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamageError, match="checksum") as caught:
+        photos.run(bucket.run)
+    assert path.name in caught.value.message and "caption" in caught.value.next_step
