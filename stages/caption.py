@@ -1,14 +1,45 @@
-"""caption: captions for items that have none, or for all, by a vision-language model; in place of a plan of samples,
+"""caption: captions for items that have none, or for all, by a vision-language model. In place of a plan of samples,
 which needs captions, it has one of the media tables' items.
 
 They are kept under the root, where `bucket` finds them, and the user's folders are not touched unless --write-files.
 """
 
-from schemas.cli.console import make_app
+from typing import Annotated, Any
+
+import typer
+
+from cache.store.store import Store
+from schemas.cli.console import Console, Options, Report, make_app
+from schemas.config.pipeline import Config
+from stages.encoding.caption_files import list_writable, write_caption_files
+from stages.encoding.captions.settings import require_caption
 from stages.encoding.stage_registry import CAPTION as STAGE
 
-run = STAGE.run
-app = make_app("caption", "Describe pictures and clips that have no caption, by a vision-language model.", run)
+_WRITE_HELP = "Also write <name>.txt beside media in local folders, where there is none."
+
+
+def run(
+    config: Config,
+    options: Options,
+    console: Console,
+    *,
+    write_files: Annotated[bool, typer.Option("--write-files", help=_WRITE_HELP)] = False,
+    **more: Any,
+) -> Report:
+    """more: the options of every encoding stage."""
+    require_caption(config)
+    writable = list_writable(config, console) if write_files else []
+    report = STAGE.run(config, options, console, **more)
+    if writable and not options.dry_run:
+        counts = write_caption_files(Store(config.root), config, writable)
+        report.details |= {"files_written": counts.written, "files_there_before": counts.existing}
+        if counts.several_clips:
+            report.details["clips_without_a_file"] = counts.several_clips
+    return report
+
+
+ABOUT = "Describe pictures and clips that have no caption, by a vision-language model."
+app = make_app("caption", ABOUT, run, examples=["--write-files"], passes_to=STAGE.run)
 
 if __name__ == "__main__":
     app()

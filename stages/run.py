@@ -32,13 +32,19 @@ from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
+from stages.encoding.made_captions import NoCaptions
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.watchers import Watchers, check_models
 
 #: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
-MADE_BY = {OtherSettings.__name__: "discover", NoPlan.__name__: "bucket", SetNotFound.__name__: "index"}
+MADE_BY: dict[str, StageName] = {
+    OtherSettings.__name__: "discover",
+    NoCaptions.__name__: "caption",
+    NoPlan.__name__: "bucket",
+    SetNotFound.__name__: "index",
+}
 MOST_PLANS = 3  # that are made again where the configuration is edited between two stages
 STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
 PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need

@@ -244,12 +244,14 @@ def make_app(
     examples: Sequence[str] = (),
     unused: Sequence[str] = (),
     needs_config: bool = True,
+    passes_to: RunFunction | None = None,
 ) -> typer.Typer:
     """The typer application of one program. `run(config, options, console, **own options) -> Report`.
 
     examples: argument lines for --help. unused: common options that --help leaves out. They are read, so that the
     program can say why it has none. needs_config: False for a program that gets None for the configuration, which it
-    reads itself; one that takes several has --config as its own option `configs`.
+    reads itself; one that takes several has --config as its own option `configs`. passes_to: a function to which `run`
+    passes its further keywords on, whose options the program has, too.
     """
 
     hide_line()  # this module's program has been imported
@@ -277,7 +279,8 @@ def make_app(
             hidden = copy(option)
             hidden.hidden = True
             common[number] = parameter.replace(annotation=Annotated[kind, hidden])
-    own_parameters = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    signatures = [inspect.signature(each, eval_str=True) for each in (run, passes_to) if each is not None]
+    own_parameters = [p for each in signatures for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY]
     if any(p.name == "configs" for p in own_parameters):
         common = [p for p in common if p.name != "config"]
     # typer reads a program's options from its signature.

@@ -12,9 +12,9 @@ from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, P
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal[
-    *("discover", "caption", "bucket", "encode-text", "encode-latents", "encode-vision"),
-    *("index", "train", "decode", "score"),
-]
+    "discover", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode",
+    "score",
+]  # fmt: skip
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
 CACHE_LIMIT = "cache.rolling"  # for messages: the option behind `Cache.limit`

@@ -7,6 +7,7 @@ machines that start at different moments agree; what is new is in a generation o
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,7 +35,7 @@ class UnpublishedPlan(Plan):
         return self.tables[what]
 
     @property
-    def active(self) -> pa.Table:  # type: ignore[override]
+    def active(self) -> pa.Table:
         return self.tables["active"]
 
 
@@ -66,7 +67,8 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
             "units": item_units(config, new),
             "active": active.combine_chunks(),
         }
-    key, info = item_plan_key(config, request), {"items": request.stage, "null_text": None, "validation": []}
+    key = item_plan_key(config, request)
+    info: dict[str, Any] = {"items": request.stage, "null_text": None, "validation": []}
     if publish:
         with activity(f"writing the plan to {store.path('plans')}"):
             return plans.publish_plan(store, key, tables, info, planned_on)

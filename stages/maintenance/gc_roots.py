@@ -57,9 +57,9 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
         items = stage_registry.item_stages(config)
         stages = [*items, *stage_registry.required_stages(config)]
         roots.caches |= {f"{stage.kind}/{stage.fingerprint(config)}" for stage in stages}
-        for used in (plan, *(stage.find_plan(store, config) for stage in items)):
-            roots.units |= _unit_ids(used)
-            used_plans.append(used)
+        for needed in (plan, *(stage.find_plan(store, config) for stage in items)):
+            roots.units |= _unit_ids(needed)
+            used_plans.append(needed)
         roots.whole_caches |= {f"captions/{name}" for dataset in config.datasets for name in dataset.caption_sets}
         roots.datasets |= {dataset.id for dataset in config.datasets}
         roots.reject_lists.add(f"{config.model.family}-{config.model.task}")

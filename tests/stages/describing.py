@@ -16,12 +16,12 @@ SMALL = {"resolution": 56, "max_tokens": 24}  # four tokens a picture
 
 
 def with_ends(checkpoint: Path, folder: Path) -> Path:
-    """A copy of a checkpoint, by links, whose text encoder ends a caption at every eighth token: random weights hardly
+    """A copy of a checkpoint, by links, whose text encoder ends a caption at every tenth token: random weights hardly
     ever choose the one that a trained model ends with."""
     shutil.copytree(checkpoint, folder, copy_function=os.symlink)
     settings = folder / "text_encoder" / "generation_config.json"
     config = json.loads((checkpoint / "text_encoder" / "config.json").read_text())
-    made = json.loads(settings.read_text()) | {"eos_token_id": [*range(3, config["text_config"]["vocab_size"], 8)]}
+    made = json.loads(settings.read_text()) | {"eos_token_id": [*range(9, config["text_config"]["vocab_size"], 10)]}
     settings.unlink()
     settings.write_text(json.dumps(made))
     return folder

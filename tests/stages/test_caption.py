@@ -52,9 +52,9 @@ def generated(home: Project, question: str, picture: Image.Image, most: int) -> 
 
 def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) -> None:
     report = photos.run(caption.run)
-    print(report.set_aside, written(photos))
     assert report.done + len(report.set_aside) == 6 and report.done >= 3
     plan, found = CAPTION.find_plan(Store(photos.root), photos.config()), written(photos)
+    assert len({texts[0] for texts in found.values()}) >= 3 and max(len(texts[0]) for texts in found.values()) > 20
     messages = {row["path"]: row["message"] for row in report.set_aside}
     for row in plan.sample_table.to_pylist():
         size = Bucket.parse(row["geometry"]["bucket"])
@@ -78,16 +78,17 @@ def test_only_what_has_no_caption_is_described_and_then_nothing_is_left(photos: 
     assert rows["caption"]["done"] == first.done and rows["caption"]["set_aside"] == len(first.set_aside)
 
 
-def test_a_partition_and_workers_make_the_same_shards(photos: Project, forked_programs: None) -> None:
+def test_a_partition_and_workers_make_the_same_shards(photos: Project, is_long: bool) -> None:
     other = Project(photos.folder.with_name("other"), photos.settings)
     shutil.copytree(photos.folder, other.folder, symlinks=True)
     photos.run(caption.run)
     for part in ("0/2", "1/2"):
         other.run(caption.run, shard=part)
     assert other.shards("captions") == photos.shards("captions") and len(photos.shards("captions")) > 1
-    shutil.rmtree(other.root / "captions")
-    other.run(caption.run, workers=2)
-    assert other.shards("captions") == photos.shards("captions")
+    if is_long:
+        shutil.rmtree(other.root / "captions")
+        other.run(caption.run, workers=2)
+        assert other.shards("captions") == photos.shards("captions")
 
 
 def test_bucket_waits_for_captions_and_plans_them(photos: Project) -> None:
@@ -110,7 +111,7 @@ def test_damage_is_named_before_a_plan_is_made_of_it(photos: Project) -> None:
     photos.run(caption.run)
     path = max((photos.root / "captions").glob("*/*.arrow"), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
-    data[data.index(b'{"captions":["') + 15] ^= 1
+    data[data.rindex(b'{"captions":["') + 15] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamageError, match="checksum") as caught:
         photos.run(bucket.run)

@@ -49,7 +49,7 @@ class ItemNoise(LogitsProcessor):
     def __init__(self, seeds: Sequence[int], begin: int) -> None:
         self._seeds, self._begin = seeds, begin
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         noise_BV = gumbel_noise(self._seeds, input_ids.shape[1] - self._begin, scores.shape[1], scores.device)
         return torch.log_softmax(scores.float(), dim=-1) + noise_BV
 

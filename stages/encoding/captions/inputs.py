@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from cache.models.weights import WeightsError
 from stages.encoding.text.qwen_vl_images import QwenImageProcessor, vision_features
@@ -45,6 +44,13 @@ class PreparedItem:
     def tokens(self) -> int:
         """Of the longest prompt."""
         return max(len(text["input_ids"]) for text in self.texts)
+
+
+@dataclass(frozen=True)
+class VisionFeatures:
+    """What the vision model made of a batch, as the whole model takes it in place of pixels."""
+
+    pooler_output: tuple[torch.Tensor, ...]
 
 
 class ModelInputs(ABC):
@@ -144,7 +150,7 @@ class QwenInputs(ModelInputs):
                 kept[grid] = torch.cat([item.vision[grid] for item in items])
                 all_pixels = torch.cat([item.vision[pixels] for item in items])
                 features = vision_features(self._model, all_pixels, kept[grid], device, clips=kind == "video")
-                kept["mm_encoder_outputs"][kind] = BaseModelOutputWithPooling(pooler_output=features)
+                kept["mm_encoder_outputs"][kind] = VisionFeatures(features)
         if "second_per_grid_ts" in items[0].vision:
             kept["second_per_grid_ts"] = torch.cat([item.vision["second_per_grid_ts"] for item in items])
         return kept

@@ -1,0 +1,33 @@
+"""Words that are drawn by the item."""
+
+import numpy as np
+import torch
+
+from schemas.randomness import mix_bits
+from stages.encoding.captions.drawing import GAMMA, gumbel_noise, mix_bits_on_device
+
+CPU = torch.device("cpu")
+
+
+def test_bits_are_those_of_the_host() -> None:
+    values = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)
+    mixed = mix_bits_on_device(torch.from_numpy(values.view(np.int64)))
+    assert mixed.numpy().view(np.uint64).tolist() == mix_bits(values.copy()).tolist()
+    assert GAMMA % 2**64 == 0x9E3779B97F4A7C15
+
+
+def test_noise_is_of_the_item_its_place_and_the_token_alone() -> None:
+    both = gumbel_noise([3, 4], 7, 100, CPU)
+    assert torch.equal(both[1:], gumbel_noise([4], 7, 100, CPU))
+    assert torch.equal(both[:, :50], gumbel_noise([3, 4], 7, 50, CPU))
+    others = gumbel_noise([3], 8, 100, CPU), both[1:], both[:1].roll(1, 1)
+    assert all((both[:1] == other).float().mean() < 0.05 for other in others)
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
+    wanted, count = torch.softmax(logits, 0), 20_000
+    drawn = (logits + gumbel_noise(range(count), 0, 5, CPU)).argmax(1)
+    shares = torch.bincount(drawn, minlength=5) / count
+    # Five deviations of a binomial share.
+    assert ((shares - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt() + 1e-6).all()

@@ -1,0 +1,134 @@
+"""Captions of several settings beside each other, drawn ones, those of files and of a person, and files of them."""
+
+from typing import Any
+
+import pytest
+
+from cache.sets import plans
+from cache.sets.caption_edits import write_edit
+from cache.store.store import Store
+from schemas.errors import LatentpressError
+from stages import bucket, caption, discover
+from stages.encoding.stage_registry import CAPTION
+from tests.project import Project
+from tests.stages.describing import describing, written
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def photos(project: Any, tiny: Any) -> Project:
+    """Four pictures without a caption, and one with."""
+    home = describing(project, tiny, temperature=2.0)
+    for number in range(4):
+        home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
+    home.image("own.png", (64, 48), "a cat", 9)
+    home.run(discover.run)
+    return home
+
+
+def planned(home: Project) -> dict[str, set[str]]:
+    """path -> texts of the newest plan."""
+    store = Store(home.root)
+    plan = plans.load_plan(store, plans.list_plans(store)[-1])
+    texts = {row["text_id"]: row["text"] for row in plan.text_table.to_pylist()}
+    return {row["path"]: {texts[name] for name in row["texts"]} for row in plan.active.to_pylist()}
+
+
+def test_drawn_captions_are_the_same_in_any_batch_and_others_by_another_seed(photos: Project) -> None:
+    photos.run(caption.run)
+    first, name = written(photos), CAPTION.fingerprint(photos.config())
+    assert len({text for texts in first.values() for text in texts}) >= 3
+    photos.run(discover.run, "root=alone")
+    alone = "caption.batch_tokens=1", "root=alone"
+    photos.run(caption.run, *alone)
+    assert CAPTION.fingerprint(photos.config(*alone)) == name
+    other = Project(photos.folder, photos.settings | {"root": "alone"})
+    found = {row: texts for row, texts in written_under(other, "alone", *alone).items()}
+    assert found == first
+    photos.run(caption.run, "caption.seed=1")
+    second = written(photos, "caption.seed=1")
+    assert written(photos) == first and second != first
+    photos.settings["datasets"][0]["caption_sets"] = ["current", name]
+    photos.run(bucket.run, "caption.seed=1")
+    for path, texts in planned(photos).items():
+        if path != "own.png":
+            assert texts == cleaned(photos, first.get(path, []) + second.get(path, []))
+
+
+def cleaned(home: Project, texts: list[str]) -> set[str]:
+    """As `bucket` cleans captions, which removes what random weights write of control characters."""
+    return {home.config().model.template.cleaner.text(text) for text in texts}
+
+
+def written_under(home: Project, root: str, *overrides: str) -> dict[str, list[str]]:
+    from cache.sets.item_rows import iter_item_rows
+
+    config, store = home.config(*overrides), Store(home.folder / root)
+    plan = CAPTION.find_plan(store, config)
+    paths = dict(zip(*(plan.active.column(name).to_pylist() for name in ("sample_id", "path")), strict=True))
+    return {
+        paths[row.id]: row.info["captions"]
+        for _, _, row in iter_item_rows(store, f"captions/{CAPTION.fingerprint(config)}")
+    }
+
+
+def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
+    photos.settings["datasets"][0]["make_captions"] = "all"
+    photos.run(discover.run)
+    photos.run(caption.run)
+    made = {path: cleaned(photos, texts) for path, texts in written(photos).items()}
+    path = next(path for path in made if path != "own.png")
+    assert "own.png" in made, "the model's caption of it is set aside: choose another picture"
+    media = CAPTION.find_plan(Store(photos.root), photos.config()).sample_table.to_pylist()
+    ids = {row["path"]: row["media_id"] for row in media}
+    write_edit(Store(photos.root), ids[path], ["by hand"])
+    for how, own in (("fill", {"a cat"}), ("beside", {"a cat"} | made["own.png"]), ("instead", made["own.png"])):
+        photos.settings["datasets"][0]["made_captions"] = how
+        photos.run(bucket.run)
+        texts = planned(photos)
+        assert texts["own.png"] == own and texts[path] == {"by hand"}
+
+
+def test_files_are_written_beside_media_and_never_over_others(photos: Project) -> None:
+    photos.run(caption.run)
+    found = written(photos)
+    first, *others = sorted(found)
+    (photos.media / first).with_suffix(".txt").write_text("mine")
+    before = {path.name for path in photos.media.iterdir()}
+    report = photos.run(caption.run, write_files=True)
+    assert report.details["files_written"] == len(others) and report.details["files_there_before"] == 1
+    assert (photos.media / first).with_suffix(".txt").read_text() == "mine"
+    for path in others:
+        assert (photos.media / path).with_suffix(".txt").read_text() == "".join(f"{text}\n" for text in found[path])
+    assert {path.name for path in photos.media.iterdir()} == before | {path.replace("png", "txt") for path in others}
+    photos.settings["datasets"][0] |= {"caption_strategy": "filename"}
+    with pytest.raises(LatentpressError, match=r"photos .folder, filename."):
+        photos.run(caption.run, write_files=True)
+
+
+def test_several_prompts_are_alternatives_and_a_forbidden_word_is_not_written(photos: Project) -> None:
+    photos.settings["caption"] |= {"prompts": ["plain", "What is it?"], "prefix": "ohwx"}
+    photos.run(caption.run)
+    found = written(photos)
+    assert {len(texts) for texts in found.values()} <= {1, 2} and any(len(texts) == 2 for texts in found.values())
+    assert all(text.startswith("ohwx ") for texts in found.values() for text in texts)
+    word = max(
+        (word for texts in found.values() for text in texts for word in text.split()[1:] if word.isalpha()), key=len
+    )
+    photos.run(caption.run, f"caption.forbidden=[{word}]")
+    again = written(photos, f"caption.forbidden=[{word}]")
+    assert again != found and not any(word in text.split() for texts in again.values() for text in texts)
+
+
+def test_without_the_section_or_a_model_that_writes_it_is_said(photos: Project, tiny: Any) -> None:
+    with pytest.raises(LatentpressError, match="section `caption` is not in"):
+        photos.run(caption.run, "caption=null")
+    photos.settings["caption"]["model"] = str(tiny("dinov2"))
+    with pytest.raises(LatentpressError, match="dinov2, which takes no pictures and questions"):
+        photos.run(caption.run)
+    photos.settings["caption"]["model"] = None
+    photos.settings["model"] |= {"family": "sana", "flavour": "sana-1.6b-1024px", "path": str(tiny("sana"))}
+    with pytest.raises(LatentpressError, match="is a gemma2, which does not describe pictures") as caught:
+        photos.run(caption.run)
+    assert "caption.model" in caught.value.next_step
