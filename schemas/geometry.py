@@ -21,7 +21,7 @@ from schemas.clips import Floats, Ints, largest_valid_frames, to_python_scalar
 Lengths = int | Ints
 Numbers = float | Floats
 Pixels = TypeVar("Pixels", int, Ints)
-CropStyle = Literal["center", "random", "corner"]
+CropStyle = Literal["center", "random", "corner", "face"]
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 
 #: Type -> what the resolution is.
@@ -183,13 +183,16 @@ def cover_crop(
     down: Numbers = 0.0,
     *,
     scaled_shorter: Numbers | None = None,
+    face: Sequence[Lengths] = (0, 0, 0, 0),
 ) -> Crop:
     """Scale (width, height) until it just covers the bucket, and crop.
 
     One side equals the bucket's; the other is rounded to the nearest pixel. style: `center`; `corner`, the upper left;
     `random`, at `across` and `down`, each in [0, 1): where they are uniform, so is the offset. scaled_shorter: shorter
     side in pixels of the scaled picture, where that is more than covers the bucket and no more than the picture has;
-    both sides are rounded to the nearest pixel, the longer one to keep the aspect.
+    both sides are rounded to the nearest pixel, the longer one to keep the aspect. face: of `face`, x, y, width and
+    height in pixels of the picture of what is in the middle, as far as the picture reaches: it stays whole where the
+    crop is large enough; 0 wide for none, which is `center`.
     """
     if style not in get_args(CropStyle):
         raise ValueError(f"crop_style {style!r}: choose one of {', '.join(get_args(CropStyle))}")
@@ -210,11 +213,15 @@ def cover_crop(
         pairs = zip(sides[:2], size, strict=True)
         size = [np.maximum(covering, _rounded_division(side * scaled, shorter)) for side, covering in pairs]
     offsets = []
-    for length, cut, share in zip(size, sides[2:], (across, down), strict=True):
+    for axis, (length, cut, share) in enumerate(zip(size, sides[2:], (across, down), strict=True)):
         free = length - cut
         if style == "random":
             assert np.all((np.asarray(share) >= 0) & (np.asarray(share) < 1)), "across and down are in [0, 1)"
             offsets.append(np.floor(share * (free + 1)).astype(np.int64))
+        elif style == "face":
+            begin, extent = np.asarray(face[axis], np.int64), np.asarray(face[axis + 2], np.int64)
+            low, high = begin * length // sides[axis], -(-(begin + extent) * length // sides[axis])
+            offsets.append(np.where(extent > 0, np.clip((low + high - cut) // 2, 0, free), free // 2))
         else:
             offsets.append(free // 2 if style == "center" else np.zeros_like(free))
     return Crop(*map(to_python_scalar, np.broadcast_arrays(*size, *offsets)))

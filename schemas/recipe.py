@@ -44,6 +44,7 @@ MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 LATER_OPTIONS: dict[str, Any] = {
     "bucket_step": 1,
     "conditioning_count": None,
+    "face_detector": None,
     "make_captions": None,
     "make_captions_where": None,
     "made_captions": "fill",
@@ -117,7 +118,7 @@ def dataset_settings(dataset: Dataset) -> Settings:
     are any counts, and of several places how many."""
     sources = dataset.conditioning_data
     as_before = {name for name, value in LATER_OPTIONS.items() if getattr(dataset, name) == value}
-    return dataset.model_dump(exclude={*MACHINE_OPTIONS, *as_before}, mode="json") | {
+    settings = dataset.model_dump(exclude={*MACHINE_OPTIONS, *as_before}, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,
@@ -125,6 +126,9 @@ def dataset_settings(dataset: Dataset) -> Settings:
         "conditioning_data": len(sources) if isinstance(sources, tuple) else sources is not None,
         "mask_data": dataset.mask_data is not None,
     }
+    if dataset.face_detector is not None:
+        settings["face_detector"] = PurePath(dataset.face_detector).name
+    return settings
 
 
 def item_dataset_settings(dataset: Dataset, options: tuple[str, ...]) -> Settings:
@@ -139,7 +143,8 @@ def discovery_settings(dataset: Dataset) -> Settings:
     settings = dataset_settings(dataset)
     options = {name: settings[name] for name in DISCOVERY_OPTIONS if name in settings}
     kept = {"make_captions": True} if dataset.describes_missing else {}  # left out: tables had none when first made
-    return options | {"video.scenes": dataset.video.scenes} | kept
+    faces = {"faces": settings.get("face_detector", "cascade")} if dataset.crop_style == "face" else {}
+    return options | {"video.scenes": dataset.video.scenes} | kept | faces
 
 
 #: What is quantized exactly, where a library's default depends on its version or on the CPU.

@@ -3,7 +3,7 @@
 Tables are Arrow IPC files. docs/cache-format.md describes shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
@@ -35,8 +35,8 @@ GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _i
 #: (orientation applied). frames, rate (frames per second), duration (seconds), constant_rate (whether frames follow
 #: each other evenly): null for images. scenes: seconds at which each new scene begins, null where not looked for.
 #: captions_version: of the caption file, null where the listing has the captions. source, mask: paths of companions
-#: within their own source. Further source images follow as source_2, ... (`media_schema`), and columns of a manifest as
-#: "extra.<name>", with their own types.
+#: within their own source. Further source images follow as source_2, ..., the largest face as face (`media_schema`),
+#: and columns of a manifest as "extra.<name>", with their own types.
 MEDIA_SCHEMA = pa.schema(
     [
         ("path", _str),
@@ -54,6 +54,7 @@ MEDIA_SCHEMA = pa.schema(
     ]
 )
 EXTRA_PREFIX = "extra."
+FACE = "face"
 
 #: captions/edits/<number>.arrow: captions that a person edited, one row per media id, sorted by it. captions: the
 #: alternatives, at least one. edited: seconds since 1970.
@@ -125,19 +126,20 @@ REJECTS_SCHEMA = pa.schema([*_fields(_str, "stage", "item", "path", "reason", "m
 MERGED_REJECTS_SCHEMA = pa.schema([*_fields(_str, "list", "version"), *REJECTS_SCHEMA])
 
 
-def media_schema(sources: int) -> pa.Schema:
-    """MEDIA_SCHEMA with the columns of so many source images; the first's it has itself."""
+def media_schema(sources: int, faces: bool = False) -> pa.Schema:
+    """MEDIA_SCHEMA with the columns of so many source images, the first's it has itself, and with that of faces: x, y,
+    width and height in pixels of the largest, an empty list for none, null where not looked for."""
     further = [
         pa.field(name.replace("source", role, 1), MEDIA_SCHEMA.field(name).type)
         for role in SOURCE_ROLES[1:sources]
         for name in ("source", "source_version", "source_id", "source_width", "source_height")
     ]
-    return pa.schema([*MEDIA_SCHEMA, *further])
+    return pa.schema([*MEDIA_SCHEMA, *further, *([pa.field(FACE, pa.list_(_int))] if faces else [])])
 
 
-def count_sources(columns: Sequence[str]) -> int:
-    """The number of source images for which `media_schema` has these columns."""
-    return sum(role in columns for role in SOURCE_ROLES)
+def media_schema_of(columns: Collection[str]) -> pa.Schema:
+    """The `media_schema` of a table with these columns."""
+    return media_schema(sum(role in columns for role in SOURCE_ROLES), FACE in columns)
 
 
 def active_schema(references: bool) -> pa.Schema:

@@ -25,7 +25,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.references import SOURCE_ROLES
-from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA, media_schema
+from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery import listing_diff, media_table
 from stages.discovery.listing_diff import KnownRows, ListingDiff
@@ -261,14 +261,14 @@ class _DatasetDiscovery:
         old = len(before or ())
         partial_rows = pa.array(np.flatnonzero(self.kept_known[old:]) + old)  # of an unfinished discovery
         slices = listing_diff.iter_slices(partial_rows)
-        schema = media_schema(len(self.dataset.roles) - 1)
+        schema = listing_diff.dataset_schema(self.dataset)
         others = (self.known.take(part.to_numpy(), schema.names) for part in slices)
         known_before = self.known if old == len(self.kept_known) else KnownRows(before or schema.empty_table())
         counts = media_table.count_changes(known_before, int(self.kept_known[:old].sum()), chain(others, rows))
         keep = np.ones(self.rows.rows, bool)  # (n,): which of the rows are in the table
         if self.kept_known.any():  # else none of the known extra columns stays either
             rows, keep = [self.known.table, *rows], np.concatenate([self.kept_known, keep])
-        table = media_table.concat_media(rows, len(self.dataset.roles) - 1)
+        table = media_table.concat_media(rows, schema)
         del self.before, self.known, known_before  # no longer needed, and as large as the table
         made_with = media_table.with_table_metadata(MEDIA_SCHEMA.empty_table(), self.settings).schema.metadata
         new = before is None or before.schema.metadata != made_with

@@ -88,6 +88,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "datasets.clips.crop_aspect": (PLAN, "datasets.clips.crop_aspect=square"),
     "datasets.clips.crop_aspect_buckets": (PLAN, "datasets.clips.crop_aspect_buckets=[1.0]"),
     "datasets.clips.crop_style": (PLAN, "datasets.clips.crop_style=corner"),
+    "datasets.clips.face_detector": (REFUSED, "datasets.clips.face_detector=yunet.onnx"),
     "datasets.clips.minimum_image_size": (PLAN, "datasets.clips.minimum_image_size=8"),
     "datasets.clips.maximum_image_size": (PLAN, "datasets.clips.maximum_image_size=512"),
     "datasets.clips.target_downsample_size": (

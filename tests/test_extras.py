@@ -112,6 +112,7 @@ class Case(NamedTuple):
 ENCODED, TRAINED, ALL = "work/text work/latents", "output", "work output"
 HEIF = {"datasets": [{"id": "colors", "instance_data_dir": "heif", "resolution": 64, "dataset_type": "image"}]}
 TARS = {"datasets": [{"id": "colors", "instance_data_dir": "{0..1}.tar", "resolution": 64, "dataset_type": "image"}]}
+FACES = {"datasets": [{"id": "colors", "instance_data_dir": "media", "resolution": 64, "crop_style": "face"}]}
 TABLE = {
     "datasets": [
         {
@@ -141,6 +142,7 @@ CASES = {
     "media,heif": Case(ALL, "discover, bucket", HEIF),
     "media,webdataset": Case(ALL, "discover, bucket", TARS),
     "media,huggingface": Case(ALL, "discover, bucket", TABLE),
+    "media,faces": Case(ALL, "discover, bucket", FACES),
     "media,scenes": Case(ALL, "discover, bucket", SCENES),
     "encode": Case(ENCODED, "encode-text, encode-latents, preview"),
     "encode,quant": Case(ENCODED, "encode-text --set text.quantization=int8-quanto"),

@@ -95,7 +95,7 @@ def check_media(table: pa.Table) -> None:
     extra = [field for field in table.schema if field.name.startswith(tables.EXTRA_PREFIX)]
     if len(set(table.schema.names)) < len(table.schema):
         raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
-    schema = tables.media_schema(tables.count_sources(table.schema.names))
+    schema = tables.media_schema_of(table.schema.names)
     _check_columns(table.drop_columns([field.name for field in extra]), schema, ("path", "media_id", "kind"))
     roles = (*SOURCE_ROLES, "mask")
     _check_ids(table, "media_id", *(f"{role}_id" for role in roles))
@@ -108,6 +108,11 @@ def check_media(table: pa.Table) -> None:
     for name in ("rate", "duration"):
         _check_numbers(table, name, 0, 1e12)
     _check_lists(table, "captions", 0)
+    if tables.FACE in table.schema.names:
+        faces = table[tables.FACE].drop_null()
+        lengths, numbers = pc.list_value_length(faces), pc.list_flatten(faces)
+        if {*pc.unique(lengths).to_pylist()} - {0, 4} or (pc.min(numbers).as_py() or 0) < 0:
+            raise ValueError("a face has other than four numbers of 0 or more")
 
 
 def check_caption_edits(table: pa.Table) -> None:

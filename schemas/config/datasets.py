@@ -179,8 +179,12 @@ class Dataset(Section):
     crop_aspect_buckets: Aspects = Field(
         (), description="width / height for closest and random, such as [1.0, 0.75, 1.33]"
     )
-    crop_style: Literal["center", "random", "corner"] = Field(
-        "center", description="place of the crop; random: seeded by the item's identity; corner: upper left"
+    crop_style: Literal["center", "random", "corner", "face"] = Field(
+        "center",
+        description="place of the crop; random: seeded by the item's identity; corner: upper left; face: the largest",
+    )
+    face_detector: str | None = Field(
+        None, description="YuNet file that finds faces for crop_style: face; default: OpenCV's cascade"
     )
     minimum_image_size: Size | None = Field(
         None, description="smaller is excluded (too-small); in the unit of resolution_type"
@@ -291,7 +295,14 @@ class Dataset(Section):
             yield ("animations",), "video needs dataset_type: video; images take first-frame"
         if self.eval and self.eval_fraction:
             yield ("eval_fraction",), "has no effect where eval: true holds out everything"
-        for key in ("instance_data_dir", "media_root", "caption_file", "conditioning_data", "mask_data"):
+        for key in (
+            "instance_data_dir",
+            "media_root",
+            "caption_file",
+            "conditioning_data",
+            "mask_data",
+            "face_detector",
+        ):
             for place in listed(getattr(self, key)):
                 _, scheme, rest = place.rpartition("://")
                 if scheme and "@" in rest.partition("/")[0]:
@@ -309,6 +320,8 @@ class Dataset(Section):
 
         if self.crop_aspect in ("closest", "random") and not self.crop_aspect_buckets:
             yield ("crop_aspect_buckets",), f"crop_aspect {self.crop_aspect} needs a list, such as [1.0, 0.75, 1.33]"
+        if self.face_detector and self.crop_style != "face":
+            yield ("face_detector",), "goes with crop_style: face"
         low, target, high = self.minimum_image_size, self.target_downsample_size, self.maximum_image_size
         if target is not None and high is None:
             yield ("maximum_image_size",), "target_downsample_size needs it: what is larger is scaled down"

@@ -272,7 +272,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     for dataset in _list_items(config, "datasets"):
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
         _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
-        _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data"), absolute)
+        _map_texts(dataset, ("media_root", "caption_file", "conditioning_data", "mask_data", "face_detector"), absolute)
     validation = config.get("validation")
     _map_texts(validation, ("prompts_file",), absolute)
     _map_texts(validation.get("scores") if isinstance(validation, dict) else None, ("clip",), absolute_if_there)

@@ -138,8 +138,8 @@ DATASET = {
     "crop_aspect": Row("crop_aspect", _only_cropped(text)),
     "crop_style": Row(
         "crop_style",
-        _only_cropped(one_of({"center": None, "random": "random", "corner": "corner"},
-                  "valid: center, random, corner")),
+        _only_cropped(one_of({"center": None, "random": "random", "corner": "corner", "face": "face"},
+                  "valid: center, random, corner, face")),
     ),
     "crop_aspect_buckets": Row("crop_aspect_buckets", lambda value, draft: [number(item) for item in value]),
     "crop_enabled": Row("crop", _crop),

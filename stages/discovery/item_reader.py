@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.config.datasets import Dataset
+from schemas.tables import FACE
 from stages.discovery.sources.base import open_source
 from stages.discovery.sources.captions import MISSING_REASONS
-from stages.media import animation, files, video
+from stages.media import animation, faces, files, video
 from stages.media.files import MediaError, MediaPath, media_size, unreadable_error
 from stages.media.image import ImageInfo, probe_image
 from stages.media.video import VideoInfo, probe_video
@@ -107,6 +108,8 @@ class ItemReader:
                 columns["size"] = media_size(media)
                 scenes = self._dataset.video.scenes
                 columns |= probe_media(media, task.kind, animations=self._dataset.animations, scenes=scenes)
+                if self._dataset.crop_style == "face":
+                    columns[FACE] = faces.find_face(media, columns, self._dataset.face_detector)
             for role, (path, kind) in task.companions.items():
                 companion = self._source.open_companion(role, path)
                 media_size(companion)

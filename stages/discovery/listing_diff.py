@@ -14,12 +14,12 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
-from schemas.tables import EXTRA_PREFIX, REJECTS_SCHEMA, media_schema
+from schemas.tables import EXTRA_PREFIX, FACE, REJECTS_SCHEMA, media_schema
 from stages.discovery.sources.columns import hash_texts, to_mask
 
 #: Columns of MEDIA_SCHEMA by what must be read for them.
 COLUMN_GROUPS = {
-    "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "constant_rate", "scenes"),
+    "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "constant_rate", "scenes", FACE),
     "captions": ("captions",),
     **{role: (f"{role}_id", f"{role}_width", f"{role}_height") for role in SOURCE_ROLES},
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),
@@ -95,13 +95,19 @@ class ListingDiff:
     rejects: pa.Table
 
 
+def dataset_schema(dataset: Dataset) -> pa.Schema:
+    """The schema of a dataset's media table, without the extra columns."""
+    return media_schema(len(dataset.roles) - 1, dataset.crop_style == "face")
+
+
 def diff_listing(listing: pa.Table, known: KnownRows, dataset: Dataset) -> ListingDiff:
     listing = listing.combine_chunks()
     usable = pc.is_null(listing["problem"])
     rejects = rejects_of_listing(listing.filter(pc.invert(usable)), dataset.id)
     listing = listing if not len(rejects) else listing.filter(usable)
-    schema, roles = media_schema(len(dataset.roles) - 1), dataset.roles
+    schema, roles = dataset_schema(dataset), dataset.roles
     compared = [*_listed_columns(roles), "size", "kind", "scenes", *(f"{role}_id" for role in roles)]
+    compared += [FACE] if FACE in schema.names else []
     rows, before = known.find(listing["path"], compared)
     needs = _required_reads(listing, before, dataset)
     todo = np.logical_or.reduce([*needs.values()])
@@ -138,7 +144,7 @@ def equals_known(table: pa.Table, listing: pa.Table, known: KnownRows) -> bool:
 
 def null_columns(count: int, names: list[str]) -> pa.Table:
     """Columns of a media table that are all null."""
-    schema = media_schema(MOST_REFERENCES)
+    schema = media_schema(MOST_REFERENCES, faces=True)
     return pa.table({name: pa.nulls(count, schema.field(name).type) for name in names})
 
 
@@ -168,6 +174,8 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
     same &= same_kind | was_video if dataset.animations == "video" else same_kind
     if dataset.video.scenes:
         same &= ~was_video | _valid_mask(before["scenes"])
+    if dataset.crop_style == "face":
+        same &= _valid_mask(before[FACE])
     captions = _valid_mask(listing["captions_at"]) & ~_valid_mask(listing["captions"])
     captions &= ~equal_mask(listing["captions_version"], before["captions_version"])
     needs = {"media": ~same, "captions": captions}
@@ -180,9 +188,11 @@ def _required_reads(listing: pa.Table, before: pa.Table, dataset: Dataset) -> di
 
 def assemble_rows(listing: pa.Table, results: list[dict[str, Any]], known: KnownRows) -> pa.Table:
     """Rows of the media table from rows of `ListingDiff.todo` and what was read of each, if anything."""
-    schema = media_schema(sum(role in listing.schema.names for role in SOURCE_ROLES))
+    sources = sum(role in listing.schema.names for role in SOURCE_ROLES)
+    schema = media_schema(sources, FACE in known.table.schema.names)
     roles = [role for role in (*SOURCE_ROLES, "mask") if role in schema.names]
-    groups = {name: COLUMN_GROUPS[name] for name in ("media", "captions", *roles)}
+    columns_of = {group: [name for name in names if name in schema.names] for group, names in COLUMN_GROUPS.items()}
+    groups = {name: columns_of[name] for name in ("media", "captions", *roles)}
     before = known.take(known_row_numbers(listing), schema.names)
     names = ["size", *(name for members in groups.values() for name in members)]
     read = null_columns(len(listing), names)

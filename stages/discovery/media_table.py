@@ -25,9 +25,16 @@ from schemas.errors import LatentpressError
 from schemas.identity import hash_json, id_bytes
 from schemas.recipe import discovery_settings
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
-from schemas.tables import MEDIA_SCHEMA, TABLES_VERSION, count_sources, media_schema
+from schemas.tables import FACE, MEDIA_SCHEMA, TABLES_VERSION, media_schema, media_schema_of
 from schemas.text_format import escape_unprintable
-from stages.discovery.listing_diff import SLICE_ROWS, KnownRows, RandomAccessTable, equal_mask, iter_slices
+from stages.discovery.listing_diff import (
+    SLICE_ROWS,
+    KnownRows,
+    RandomAccessTable,
+    dataset_schema,
+    equal_mask,
+    iter_slices,
+)
 
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
@@ -147,16 +154,16 @@ def load_known_rows(
             continue
         if _is_current_version(table):
             tables[rel] = table
-    sources = len(dataset.roles) - 1
+    schema = dataset_schema(dataset)
     known = concat_media(
-        [_drop_stale_versions(table, settings) for table in tables.values()], sources
+        [_drop_stale_versions(table, settings) for table in tables.values()], schema
     )  # newer come last
     known_rows = KnownRows(_drop_versions(known, _VERSIONS) if rehash else known)
     for other in discovered:
         rows = _rows_of_same_files(store, dataset, other, settings)
         _, known_versions = known_rows.find(rows["path"], ["version"])
         rows = rows.filter(pa.array(~equal_mask(rows["version"], known_versions["version"])))
-        known_rows = KnownRows(concat_media([known_rows.table, rows], sources)) if len(rows) else known_rows
+        known_rows = KnownRows(concat_media([known_rows.table, rows], schema)) if len(rows) else known_rows
     return tables.get(media_table_path(dataset.id)), known_rows
 
 
@@ -198,6 +205,9 @@ def _drop_stale_versions(table: pa.Table, settings: DiscoverySettings) -> pa.Tab
         return _drop_versions(table, _VERSIONS)
     if before.get("captions") != settings.captions:
         table = _drop_versions(table, ["captions_version"])
+    faces = options.get("faces")
+    if FACE in table.schema.names and faces != settings.options.get("faces", faces):
+        table = table.drop_columns([FACE])  # of another detector
     if before.get("identity") != settings.identity:
         return _drop_versions(table, ["version"])
     if before.get("animations") != settings.animations:
@@ -218,12 +228,10 @@ def _drop_versions(table: pa.Table, names: Collection[str], keep: pa.ChunkedArra
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def concat_media(tables: list[pa.Table], sources: int | None = None) -> pa.Table:
-    """All rows of media tables. sources: with the columns of so many source images, and no more."""
-    if sources is None:
-        sources = max((count_sources(table.schema.names) for table in tables), default=1)
-    schema = media_schema(sources)
-    further = {*media_schema(MOST_REFERENCES).names} - {*schema.names}
+def concat_media(tables: list[pa.Table], schema: pa.Schema | None = None) -> pa.Table:
+    """All rows of media tables, with the columns of `schema` and extra ones; by default with those of any table."""
+    schema = schema or media_schema_of({name for table in tables for name in table.schema.names})
+    further = {*media_schema(MOST_REFERENCES, faces=True).names} - {*schema.names}
     kept = (table.select([name for name in table.schema.names if name not in further]) for table in tables)
     return concat_permissive([schema.empty_table(), *kept])
 

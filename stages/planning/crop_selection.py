@@ -13,9 +13,11 @@ from schemas.errors import LatentpressError
 from schemas.geometry import Crop
 from schemas.identity import derive_seeds
 from schemas.randomness import mix_bits, to_unit_interval
-from schemas.tables import GEOMETRY_TYPE
+from schemas.tables import FACE, GEOMETRY_TYPE
 from stages.planning.candidates import CandidateItems, message_column
 
+Faces = tuple[geometry.Lengths, geometry.Lengths, geometry.Lengths, geometry.Lengths]  # x, y, width and height
+NO_FACE: Faces = (0, 0, 0, 0)
 BucketSizes = tuple[tuple[int, int], ...]
 # A mask or source whose aspect differs by more than this, and by more than a pixel, shows something else.
 MAX_ASPECT_DIFFERENCE = 0.02
@@ -186,20 +188,22 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, s
         seeds = derive_seeds(items.column("media_id"), "crop")
         offsets = to_unit_interval(seeds), to_unit_interval(mix_bits(seeds))
 
-    def crop_of(width: np.ndarray, height: np.ndarray) -> Crop:
+    faces = _faces(items) if dataset.crop_style == "face" else NO_FACE
+
+    def crop_of(width: np.ndarray, height: np.ndarray, face: Faces = NO_FACE) -> Crop:
         if not dataset.crop:
             return geometry.stretch_to_bucket(bucket_width, bucket_height)
         how = (width, height, bucket_width, bucket_height, dataset.crop_style, *offsets)
-        covering = geometry.cover_crop(*how)
+        covering = geometry.cover_crop(*how, face=face)
         if dataset.target_downsample_size is None:
             return covering
         assert dataset.maximum_image_size is not None
         shorter = geometry.shorter_side_at_size(width, height, dataset.target_downsample_size, dataset.resolution_type)
-        downsampled = geometry.cover_crop(*how, scaled_shorter=shorter)
+        downsampled = geometry.cover_crop(*how, scaled_shorter=shorter, face=face)
         large = geometry.measure_size(width, height, dataset.resolution_type) > dataset.maximum_image_size
         return _crop_where(large, downsampled, covering)
 
-    crop = crop_of(width, height)
+    crop = crop_of(width, height, faces)
     source, differs = None, np.zeros(len(items), bool)
     if sources and items.table.column("source_id").null_count < len(items):
         # Items without their source were dropped before, so every row has one. The target's crop, in numbers, shows
@@ -208,6 +212,16 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, s
         source = _crop_where(differs, crop_of(items.numbers("source_width"), items.numbers("source_height")), crop)
     lost = geometry.cropped_share(width, height, crop, bucket_width, bucket_height)
     return SelectedCrops(sizes, size, crop, source, differs, lost, geometry.aspect_distortion(width, height, crop))
+
+
+def _faces(items: CandidateItems) -> Faces:
+    """x, y, width and height, each (n,) int64, of the items' faces; zeros for items without one."""
+    faces = items.column(FACE)
+    boxes = np.zeros((len(faces), 4), np.int64)
+    boxes[np.asarray(pc.equal(pc.fill_null(pc.list_value_length(faces), 0), 4))] = np.asarray(faces.flatten()).reshape(
+        -1, 4
+    )
+    return boxes.T[0], boxes.T[1], boxes.T[2], boxes.T[3]
 
 
 def _crop_where(condition: np.ndarray, first: Crop, second: Crop) -> Crop:

@@ -53,12 +53,27 @@ def test_a_random_cut_reaches_every_place_alike():
         cover_crop(103, 100, 100, 100, "random", 1.0, 0.0)
 
 
+@given(sides, sides, sides, sides, st.tuples(shares, shares, shares, shares))
+def test_what_is_in_the_middle_stays_whole_where_it_can(width, height, across, down, places):
+    box = [math.floor(places[0] * width), math.floor(places[1] * height)]
+    box += [1 + math.floor(places[2] * (width - box[0])), 1 + math.floor(places[3] * (height - box[1]))]
+    crop = cover_crop(width, height, across, down, "face", face=box)
+    axes = ((crop.x, crop.resize_width, across, width), (crop.y, crop.resize_height, down, height))
+    for axis, (offset, length, cut, side) in enumerate(axes):
+        assert 0 <= offset <= length - cut
+        low, high = (Fraction((box[axis] + more) * length, side) for more in (0, box[axis + 2]))
+        if math.ceil(high) - math.floor(low) <= cut:
+            assert offset <= low and high <= offset + cut
+    nothing = cover_crop(width, height, across, down, "face", face=[0, 0, 0, 0])
+    assert nothing == cover_crop(width, height, across, down)
+
+
 def test_a_crop_of_the_same_size_changes_nothing():
     assert cover_crop(640, 384, 640, 384) == Crop(640, 384, 0, 0)
     with pytest.raises(ValueError, match="every side"):
         cover_crop(0, 1, 1, 1)
-    with pytest.raises(ValueError, match="center, random, corner"):
-        cover_crop(1, 1, 1, 1, "face")
+    with pytest.raises(ValueError, match="center, random, corner, face"):
+        cover_crop(1, 1, 1, 1, "left")
 
 
 @given(sides, sides, sides, sides, st.floats(0.01, 5000), styles, shares, shares)

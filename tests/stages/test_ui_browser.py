@@ -164,6 +164,8 @@ def test_stop_restart_and_kill(
         assert "stopped" in page.locator("#card-run").inner_text()
 
         third = press("start", "running")
+        log = programs.logs("run")[0]
+        wait_until(lambda: "discover" in log.read_text(), "its first line: from then on it ends in its own way")
         os.kill(third.process, signal.SIGSTOP)  # it no longer listens
         press("stop", "stopping")
         assert third.is_running and asked == []

@@ -1,0 +1,107 @@
+"""The largest face of a picture or clip, for `crop_style: face`. By OpenCV: YuNet with a file that the user names
+(https://github.com/opencv/opencv_zoo, face_detection_yunet), else the Haar cascade that the package has itself.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from schemas.cli.starting import install_command
+from schemas.errors import LatentpressError
+from stages.media import animation, video
+from stages.media.files import MediaPath
+from stages.media.image import load_image
+
+Box = tuple[float, float, float, float]  # x, y, width, height
+#: Of uint8 RGB pixels_HWC.
+Detector = Callable[[np.ndarray], list[Box]]
+CASCADE = "haarcascade_frontalface_alt2.xml"
+_EDGE = 480  # pixels of the longer side in which faces are looked for
+_SMALLEST = 0.1  # of the shorter side: smaller ones are not what a picture is of, and more often no faces
+_NEIGHBORS, _SCALE = 4, 1.1  # of the cascade: benchmarks/faces.py
+_SCORE = 0.7  # of YuNet
+_FRAMES = 5  # of a clip, spread evenly
+
+
+def find_face(path: MediaPath, media: dict[str, Any], detector: str | None) -> list[int]:
+    """x, y, width and height in pixels of the largest face, within the picture as it is shown; [] without a face.
+
+    Of a clip the box around the largest faces of five frames. media: columns of schemas.tables.MEDIA_SCHEMA. detector:
+    a YuNet file, or None for the cascade. Raises MediaError, and LatentpressError where OpenCV can't be used.
+    """
+    faces = []
+    for picture in _pictures(path, media):
+        size = media["width"], media["height"]  # as shown: that of the picture, but for pixels that are not square
+        faces += [face] if (face := largest_face(picture, open_detector(detector), size)) else []
+    if not faces:
+        return []
+    boxes = np.array(faces)
+    low, high = boxes[:, :2].min(0), (boxes[:, :2] + boxes[:, 2:]).max(0)
+    return [*low.tolist(), *(high - low).tolist()]
+
+
+def largest_face(picture: Image.Image, detect: Detector, size: tuple[int, int] | None = None) -> list[int]:
+    """x, y, width and height of the largest face, [] without one, in pixels of the picture scaled to `size`, by default
+    its own. picture: RGB."""
+    size = size or picture.size
+    small = picture.copy()
+    small.thumbnail((_EDGE, _EDGE), Image.Resampling.BILINEAR)
+    smallest = _SMALLEST * min(small.size)
+    faces = [face for face in detect(np.asarray(small)) if min(face[2:]) >= smallest]
+    if not faces:
+        return []
+    x, y, width, height = max(faces, key=lambda face: (face[2] * face[3], face))
+    scale = np.array(size) / small.size
+    low = np.floor(np.array([x, y]) * scale).clip(0, np.array(size) - 1).astype(int)
+    high = np.ceil(np.array([x + width, y + height]) * scale).clip(1, size).astype(int)
+    return [*low.tolist(), *(high - low).tolist()]
+
+
+def _pictures(path: MediaPath, media: dict[str, Any]) -> Iterator[Image.Image]:
+    if media["kind"] == "image":
+        yield load_image(path).convert("RGB")
+        return
+    times = [media["duration"] * (number + 0.5) / _FRAMES for number in range(_FRAMES)]
+    read = animation.read_frames if animation.is_animation(path) else video.read_frames
+    yield from map(Image.fromarray, read(path, times))
+
+
+@lru_cache(maxsize=1)
+def open_detector(detector: str | None) -> Detector:
+    """By a YuNet file, or by the cascade. LatentpressError where OpenCV is not installed or can't do it."""
+    try:
+        import cv2
+
+        cv2.setNumThreads(1)
+        if detector is None:
+            cascade = cv2.CascadeClassifier(f"{Path(cv2.__file__).parent}/data/{CASCADE}")
+    except (ImportError, AttributeError) as error:  # OpenCV 5 has no cascades
+        raise LatentpressError(f"crop_style: face can't be used here ({error})", install_command("faces")) from error
+    if detector is None:
+
+        def by_cascade(pixels_HWC: np.ndarray) -> list[Box]:
+            gray = cv2.cvtColor(pixels_HWC, cv2.COLOR_RGB2GRAY)
+            side = int(_SMALLEST * min(gray.shape))
+            faces = cascade.detectMultiScale(gray, _SCALE, _NEIGHBORS, minSize=(side, side))
+            return [(float(x), float(y), float(width), float(height)) for x, y, width, height in faces]
+
+        return by_cascade
+    try:
+        yunet = cv2.FaceDetectorYN.create(detector, "", (_EDGE, _EDGE), _SCORE)
+    except cv2.error as error:
+        problem = str(error).strip().splitlines()[-1]
+        raise LatentpressError(
+            f"face_detector: {detector} can't be read as a YuNet model: {problem}",
+            "name a file of opencv_zoo's face_detection_yunet, or leave it out for the cascade",
+        ) from error
+
+    def by_yunet(pixels_HWC: np.ndarray) -> list[Box]:
+        yunet.setInputSize((pixels_HWC.shape[1], pixels_HWC.shape[0]))
+        _, faces = yunet.detect(np.ascontiguousarray(pixels_HWC[..., ::-1]))
+        return [tuple(face[:4]) for face in (faces if faces is not None else ())]
+
+    return by_yunet
