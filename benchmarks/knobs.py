@@ -232,6 +232,7 @@ def compare(runs: Runs, option: str, out: Path, name: str, scale: Scale) -> None
     for value in values:
         steps, losses = read_metrics(runs[option, value], "eval_loss")
         axes[1].plot(steps, losses, label=f"{value:g}")
+        highest = 1.1 * losses[0]  # that of the base; beyond it a run is lost
         steps, losses = read_metrics(runs[option, value], "loss")
         means = [np.mean(losses[end - scale.every : end]) for end in range(scale.every, len(losses) + 1)]
         axes[0].plot(steps[scale.every - 1 :], means, label=f"{value:g}")
@@ -240,7 +241,7 @@ def compare(runs: Runs, option: str, out: Path, name: str, scale: Scale) -> None
     axes[1].legend(title=option)
     for axis in axes:
         axis.title.set_fontsize(10)
-        axis.set_ylim(0, min(3.4, axis.get_ylim()[1]))
+        axis.set_ylim(0, min(highest, axis.get_ylim()[1]))
     save(figure, out / f"knob-{name}.svg")
     prompts = {"trained": "trained\nin blue", "unseen": "unseen\nin blue", "plain": "no style\nword"}
     folders = [runs[option, value] for value in values]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import DOCUMENTS
+
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("schemas", "cache", "stages", "trainer")
 FOLDERS = (*PACKAGES, "tests", "examples", "benchmarks", "docs")
 #: Of libraries, of the system, or in an example.

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import typer
@@ -16,37 +16,13 @@ from schemas.config.error_messages import section_fields
 from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from stages.cli import PROGRAMS, program_module
+from tests.documents import DOCUMENTS, Block, blocks, shell_commands
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: What completes a part of a configuration.
 MODEL = {"family": "kandinsky5-video"}
 DATASET = {"id": "clips", "dataset_type": "video", "instance_data_dir": "clips"}
 #: First keys of a block that is no configuration: prompts of a file, a part of train.optimizer.
 OTHER_KEYS = {"harbour", "groups"}
-
-
-class Block(NamedTuple):
-    """A block of code, without the indentation of a list around it."""
-
-    document: Path
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.document.relative_to(ROOT)}:{self.line}"
-
-
-@cache
-def blocks(language: str) -> list[Block]:
-    found = []
-    for document in DOCUMENTS:
-        text = document.read_text()
-        for match in re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
-            body = re.sub(rf"^{match[1]}", "", match[2], flags=re.MULTILINE)
-            found.append(Block(document, text.count("\n", 0, match.start()) + 2, language, body))
-    return found
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
@@ -68,11 +44,10 @@ def test_a_configuration_is_valid(block: Block, tmp_path: Path) -> None:
 
 
 def commands(document: Path) -> Iterator[str]:
-    """Those of `latentpress`, their continuation lines joined, without prompts and remarks."""
-    for block in (*blocks("sh"), *blocks("console")):
-        for line in re.sub(r"\\\n\s*", " ", block.text).splitlines() if block.document == document else ():
-            if found := re.search(r"(?:^|[\s$])latentpress ([\w-].*)$", line.split(" #")[0]):
-                yield re.split(r" [|&>]", found[1])[0]
+    """Those of `latentpress`."""
+    for command in shell_commands(document):
+        if found := re.search(r"(?:^|[\s])latentpress ([\w-].*)$", command):
+            yield re.split(r" [|&>]", found[1])[0]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
