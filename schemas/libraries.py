@@ -7,6 +7,7 @@ from typing import NamedTuple
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
+from schemas.errors import LatentpressError
 from schemas.optimizers import DISTRIBUTIONS, find_optimizer
 
 QUANTIZATION_LIBRARIES = {
@@ -138,6 +139,27 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
         for scheme, module in (("s3", "s3fs"), ("gs", "gcsfs"), ("gcs", "gcsfs"), ("http", "aiohttp")):
             if url.startswith((f"{scheme}://", f"{scheme}a://", f"{scheme}s://")):
                 yield module, f"{option} {scheme}://"
+
+
+def missing_libraries(config: Config) -> dict[Library, str]:
+    """Libraries that the configuration needs and that are not installed, each with what needs it."""
+    missing: dict[Library, str] = {}
+    for module, option in needed_libraries(config):
+        if not is_installed(module):
+            missing.setdefault(find_library(module), option)
+    return missing
+
+
+def require_libraries(config: Config, training: bool) -> None:
+    """LatentpressError where one is missing: before stages that take hours. training: whether it is one of these."""
+    ours = ("train", "validation")
+    missing = {
+        library: why for library, why in missing_libraries(config).items() if training or not why.startswith(ours)
+    }
+    if missing:
+        names = "; ".join(f"{library.distribution} ({why})" for library, why in missing.items())
+        commands = dict.fromkeys(library.command for library in missing)
+        raise LatentpressError(f"not installed: {names}", ", ".join(commands) + ", or change what needs it")
 
 
 def needed_stores(config: Config) -> Iterator[tuple[str, str]]:

@@ -30,12 +30,14 @@ from schemas.cli.starting import install_command
 from schemas.config.encoding import CACHE_LIMIT, StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
+from schemas.libraries import require_libraries
 from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.made_captions import NoCaptions
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
+from stages.follow.encoding_followers import EncodingFollowers
 from stages.follow.watchers import Watchers, check_models
 
 #: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
@@ -72,6 +74,7 @@ def run(
     refuse_partition(options, "run")
     refuse_ranks()
     check_models(config)
+    require_libraries(config, "train" in config.stage_order and not prompts)
     if prompts and config.cache.limit is not None:
         what = f"--prompts: with {CACHE_LIMIT}, validation prompts are encoded when training begins"
         raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
@@ -80,7 +83,7 @@ def run(
     aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
     note = nullcontext() if aside else noted("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
-    followers = _Followers(config, options, processes)
+    followers = EncodingFollowers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     watchers = Watchers(config, options, console, stop_handler)
     with console.keep_log(None if aside else folder), stop_handler.stop_on_signals(), note, watchers:
@@ -125,7 +128,7 @@ def _run_stages(
     console: Console,
     processes: StageProcesses,
     stop_handler: StopHandler,
-    followers: "_Followers",
+    followers: EncodingFollowers,
     watchers: Watchers,
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
@@ -264,7 +267,7 @@ def _stage_order(config: Config, options: Options) -> list[StageName]:
     return [name for stage in rest for name in ((*encoding, stage) if stage == "train" else (stage,))]
 
 
-def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) -> None:
+def _add_followers(report: Report, followers: EncodingFollowers, rows: list[dict]) -> None:
     """Add what the encoding stages beside training report. StageFailed where one of them failed."""
     for stage, results in followers.results.items():
         for code, document in results:
@@ -276,78 +279,6 @@ def _add_followers(report: Report, followers: "_Followers", rows: list[dict]) ->
         rows.append({"stage": stage, "seconds": "", "done": done, "skipped": 0, "remaining": 0})
         rows[-1]["set_aside"] = len(set_aside) + last.get("more_set_aside", 0)
         report.set_aside += set_aside
-
-
-class _Followers:
-    """With a limited cache, the encoding stages that run beside training, or take turns with it.
-
-    results: of each stage, exit codes and reports. failed: stages that failed, and so ended training.
-    """
-
-    def __init__(self, config: Config, options: Options, training: StageProcesses) -> None:
-        limit = None if options.dry_run else config.cache.limit
-        order = config.stage_order
-        self.stages = tuple(stage for stage in order if limit and stage in ENCODE_PROGRAMS.values())
-        self._alternate = limit is not None and limit.alternate
-        self._options, self._training = options, training
-        self._processes = {stage: StageProcesses({}) for stage in self.stages}
-        self._ending = False
-        self.results: dict[StageName, list[tuple[int, dict]]] = {stage: [] for stage in self.stages}
-        self.failed: set[StageName] = set()
-
-    def train(self) -> tuple[int, dict]:
-        """Run `train` with the encoding stages: its exit code and report."""
-        return self._take_turns() if self._alternate else self._train_beside()
-
-    def _train_beside(self) -> tuple[int, dict]:
-        threads = [threading.Thread(target=self._follow, args=(stage,)) for stage in self.stages]
-        for thread in threads:
-            thread.start()
-        try:
-            return self._training.run("train", self._options)
-        finally:
-            self.stop()
-            for thread in threads:
-                thread.join()
-
-    def _follow(self, stage: StageName) -> None:
-        if self._run(stage) and not self._ending:
-            self.failed.add(stage)
-            self._training.stop()  # which saves a checkpoint
-
-    def _run(self, stage: StageName) -> bool:
-        """Whether it failed."""
-        code, document = self._processes[stage].run(stage, self._options)
-        self.results[stage].append((code, document))
-        return code != OK or "error" in document
-
-    def _take_turns(self) -> tuple[int, dict]:
-        """Encode what fits, train on it, and so on."""
-        done = idle = 0
-        while True:
-            for stage in self.stages:
-                if self._run(stage) and not self._ending:
-                    self.failed.add(stage)
-                    return INCOMPLETE, {}
-            code, document = self._training.run("train", self._options)
-            if "error" in document or not document:
-                return code, document
-            done += document["done"]
-            # What was there may be that of steps before which the run was killed: then it is encoded next.
-            idle = 0 if document["done"] else idle + 1
-            if self._ending or not document["remaining"] or idle > 1:
-                return code, document | {"done": done}
-
-    def stop_all(self) -> None:
-        """`stop`, and training."""
-        self._training.stop()
-        self.stop()
-
-    def stop(self) -> None:
-        """Terminate what encodes; nothing more is started."""
-        self._ending = True
-        for processes in self._processes.values():
-            processes.stop()
 
 
 app = make_app("run", "Run every stage in order, each in its own process, skipping what is done.", run)

@@ -17,7 +17,7 @@ from schemas.config.yaml_editor import CannotEdit
 from schemas.config.yaml_editor import set_value as edit_value
 from schemas.config.yaml_reader import parse_yaml
 from schemas.errors import LatentpressError
-from schemas.libraries import find_library, is_installed, needed_libraries
+from schemas.libraries import missing_libraries
 from schemas.text_format import format_bytes, format_duration
 from stages.configuring import files, rates
 from stages.configuring.answers import Answers
@@ -185,16 +185,10 @@ class Proposal:
 
     @staticmethod
     def _missing(config: Config) -> list[dict[str, str]]:
-        rows = {}
-        for module, option in needed_libraries(config):
-            if not is_installed(module):
-                library = find_library(module)
-                rows[library.distribution] = {
-                    "missing": library.distribution,
-                    "for": option,
-                    "install": library.command,
-                }
-        return [*rows.values()]
+        return [
+            {"missing": library.distribution, "for": option, "install": library.command}
+            for library, option in missing_libraries(config).items()
+        ]
 
     def commands(self) -> list[str]:
         """The three that follow."""

@@ -16,6 +16,7 @@ import pytest
 
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import SetNotFound
+from schemas import libraries
 from schemas.cli.console import Console, Options, Report, run_program
 from schemas.config.loading import load_config
 from schemas.errors import LatentpressError
@@ -200,6 +201,21 @@ def test_an_output_that_is_no_folder_is_named_before_the_first_stage(home: Proje
     with pytest.raises(LatentpressError, match="output is a file, not a folder"):
         home.run(run.run)
     assert not (home.folder / "work").exists()
+
+
+def test_what_is_not_installed_is_named_before_the_first_stage(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of training only where it is one of the stages."""
+    found = libraries.find_spec
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None if name in ("optimi", "decord") else found(name))
+    optimizer = "train.optimizer.name=optimi-adamw"
+    with pytest.raises(LatentpressError) as caught:
+        home.run(run.run, optimizer, "latents.decoder=decord", dry_run=True)
+    assert caught.value.message == (
+        "not installed: torch-optimi (train.optimizer.name optimi-adamw); decord (latents.decoder decord)"
+    )
+    assert all(f"[{extra}]" in caught.value.next_step for extra in ("optimizers", "decord"))
+    assert not (home.folder / "work").exists()
+    home.run(run.run, optimizer, "stages.order=[discover,bucket]", dry_run=True)
 
 
 def test_reports_of_all_programs_have_the_same_keys() -> None:
