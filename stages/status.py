@@ -33,7 +33,7 @@ from schemas.errors import LatentpressError
 from schemas.tables import TRAINED_ROLES
 from schemas.text_format import format_duration
 from stages.discovery.media_locations import spread_evenly
-from stages.discovery.media_table import find_media_table
+from stages.discovery.media_table import OtherSettings, find_media_table
 from stages.encoding import stage_registry
 from stages.encoding.job_reports import JobReport, count_states, describe_jobs, list_jobs, read_reports, sum_rates
 from stages.encoding.stage import EncodingStage, refuse_partition
@@ -112,6 +112,9 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
             jobs |= _add_states(report, store, states, listed)
     except WeightsError as error:
         return _stop_at(report, error)
+    except OtherSettings as error:
+        report.next_steps, report.remaining = [error.next_step], 1
+        return report
     try:
         plan = current_plan(store, config)
     except LatentpressError as error:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from cache.store.store import Store
-from stages import discover
+from stages import caption, discover
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.captions_page import MOST_SHOWN
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
+from tests.stages.describing import SMALL, with_ends, written
 from tests.stages.ui_server import UiServer
 
 
@@ -105,3 +106,28 @@ def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  #
     until(page, "document.querySelectorAll('#entries li').length === 1")
     assert errors == [] and page.locator("#start-queue").is_visible()
     page.close()
+
+
+@pytest.mark.slow
+def test_captions_by_a_model_are_shown_and_an_edit_wins(
+    home: Project, server: UiServer, tiny: Callable[[str], Any]
+) -> None:
+    """Of items whose files have none."""
+    home.settings |= {"caption": SMALL}
+    home.settings["model"]["path"] = str(with_ends(tiny("kandinsky5-image-t2i"), home.folder / "model"))
+    home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}
+    for number in range(4):
+        home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
+    home.run(discover.run)
+    home.run(caption.run)
+    found = written(home)
+    path, (text, *_) = max(found.items(), key=lambda made: sum(letter.isalpha() for letter in made[1][0]))
+    page = server.get("/captions").text
+    assert page.count(">by a model<") == len(found)
+    word = max(re.findall("[a-z]+", text), key=len)
+    assert word in page
+    table = read_media_table(Store(home.root), "photos").to_pydict()
+    media_id = dict(zip(table["path"], table["media_id"], strict=True))[path]
+    assert server.post(f"/captions/{media_id}/save", text="mine").status == 200
+    edited = server.get("/captions?edited=1").text
+    assert "1 edited" in edited and ">mine</textarea>" in edited and "Of the model" in edited and word in edited

@@ -23,11 +23,12 @@ from cache.sets.set_lookup import find_set
 from cache.sets.trainset import SetError
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
+from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.encoding.text.worker import TextWorker
 from tests.forms import long
 from tests.processes import Child
 from tests.project import Project
+from tests.stages.describing import describing
 from tests.torture.kills import FORMATS, POINTS, Stage, die
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """The children fork from a process that has imported torch."""
-    for stage in ("text", "vae", "vision"):
+    for stage in ("text", "vae", "vision", "captions"):
         importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
@@ -46,6 +47,12 @@ def warm() -> None:
 def pictures(home: Project) -> None:
     for number in range(6):
         home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
+
+
+def without_captions(home: Project) -> None:
+    pictures(home)
+    for file in home.media.glob("*.txt"):
+        file.unlink()
 
 
 def edits(home: Project) -> None:
@@ -90,6 +97,7 @@ CASES = {
         "kandinsky5-video-i2v", encode_latents, clips, another_clip, aside=1
     ),
     "vision": Case("kandinsky5-image-t2i", encode_vision, pictures),
+    "captions": Case("kandinsky5-image-t2i", caption, without_captions, aside=2),
 }
 
 
@@ -120,11 +128,16 @@ def planned(project, tiny, spoil) -> Callable[[str], Stage]:
     def make(name: str) -> Stage:
         case = CASES[name]
         vision = {"vision": {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}}
-        home = project(case.kind, cache={"unit_mib": 0.004}, **(vision if case.program is encode_vision else {}))
+        if case.program is caption:
+            home = describing(project, tiny, case.kind)
+        else:
+            home = project(case.kind, **(vision if case.program is encode_vision else {}))
+        home.settings["cache"] = {"unit_mib": 0.004}
         home.settings["stages"]["encode-vision"] = {"threads": 1}
         case.media(home)
         home.run(discover.run)
-        home.run(bucket.run)
+        if case.program is not caption:  # which has a plan of its own
+            home.run(bucket.run)
         case.later(home)
         if case.nan:
             spoil(case.nan)

@@ -6,7 +6,7 @@ as they are; the next `bucket` plans with them.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,13 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.sets.caption_edits import read_edits, write_edit
+from cache.sets.caption_edits import apply_edits, read_edits, write_edit
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.flow_page import AT_WORK, build_job_card
+from stages.pages.ui.made_captions import made_captions
 
 PATH, JOB = "/captions", "caption-thumbnails"
 MOST_SHOWN = 50  # items on one page
@@ -61,6 +62,8 @@ class Shown:
     edited: int = 0
     count: int = 0
     start: int = 0
+    made: frozenset[str] = frozenset()  # media ids of items whose captions a model made
+    made_problem: LatentpressError | None = None  # why these can't be shown
     problem: LatentpressError | None = None
 
 
@@ -72,6 +75,10 @@ def _find(site: Site, asked: Mapping[str, str]) -> Shown:
     try:
         store = _store(site.root)
         edits, media = read_edits(store), read_media_table(store, chosen)
+        try:
+            media, shown.made = add_made(media, made_captions(store, site.config()))
+        except LatentpressError as error:
+            shown.made_problem = error
         is_edited = pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())
         shown.total, shown.edited = len(media), pc.sum(is_edited).as_py() or 0
         rows = np.flatnonzero(_matches(media, edits, words) & (np.asarray(is_edited) | (not only_edited)))
@@ -114,6 +121,17 @@ def make_thumbnails(request: Request, form: Form) -> str:
     ids = dict.fromkeys(item.media_id for item in shown.items)
     site.programs.start(JOB, f"--dataset={shown.given['dataset']}", *(f"--media-id={media_id}" for media_id in ids))
     return f"thumbnails of {len(ids)} items are being made"
+
+
+def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:
+    """A media table with made captions where its files have none, and the media ids of these."""
+    lacking = pc.equal(pc.fill_null(pc.list_value_length(media["captions"]), 0), 0)
+    ids = [name for name in media["media_id"].filter(lacking).to_pylist() if name in made]
+    if not ids:
+        return media, frozenset()
+    distinct = [*dict.fromkeys(ids)]
+    table = pa.table({"media_id": distinct, "captions": [list(made[name]) for name in distinct]})
+    return apply_edits(media, table), frozenset(ids)
 
 
 def _matches(media: pa.Table, edits: pa.Table, words: str) -> np.ndarray:
