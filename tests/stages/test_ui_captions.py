@@ -112,7 +112,7 @@ def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  #
 def test_captions_by_a_model_are_shown_and_an_edit_wins(
     home: Project, server: UiServer, tiny: Callable[[str], Any]
 ) -> None:
-    """Of items whose files have none."""
+    """Of items whose files have none. A picture that is there twice, once with a caption, is edited twice."""
     home.settings |= {"caption": SMALL}
     home.settings["model"]["path"] = str(with_ends(tiny("kandinsky5-image-t2i"), home.folder / "model"))
     home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}
@@ -130,4 +130,4 @@ def test_captions_by_a_model_are_shown_and_an_edit_wins(
     media_id = dict(zip(table["path"], table["media_id"], strict=True))[path]
     assert server.post(f"/captions/{media_id}/save", text="mine").status == 200
     edited = server.get("/captions?edited=1").text
-    assert "1 edited" in edited and ">mine</textarea>" in edited and "Of the model" in edited and word in edited
+    assert "2 edited" in edited and "mine</textarea>" in edited and "Of the model" in edited and word in edited

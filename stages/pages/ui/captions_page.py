@@ -62,7 +62,7 @@ class Shown:
     edited: int = 0
     count: int = 0
     start: int = 0
-    made: frozenset[str] = frozenset()  # media ids of items whose captions a model made
+    made: frozenset[str] = frozenset()  # paths of items whose captions a model made
     made_problem: LatentpressError | None = None  # why these can't be shown
     problem: LatentpressError | None = None
 
@@ -124,14 +124,16 @@ def make_thumbnails(request: Request, form: Form) -> str:
 
 
 def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:
-    """A media table with made captions where its files have none, and the media ids of these."""
+    """A media table with made captions where an item's files have none, and the paths of these items."""
     lacking = pc.equal(pc.fill_null(pc.list_value_length(media["captions"]), 0), 0)
-    ids = [name for name in media["media_id"].filter(lacking).to_pylist() if name in made]
+    ids = [*dict.fromkeys(name for name in media["media_id"].filter(lacking).to_pylist() if name in made)]
+    table = pa.table({"media_id": pa.array(ids, pa.string()), "captions": [list(made[name]) for name in ids]})
+    described = pc.and_(lacking, pc.is_in(media["media_id"], value_set=table["media_id"].combine_chunks()))
     if not ids:
         return media, frozenset()
-    distinct = [*dict.fromkeys(ids)]
-    table = pa.table({"media_id": distinct, "captions": [list(made[name]) for name in distinct]})
-    return apply_edits(media, table), frozenset(ids)
+    captions = pc.if_else(described, apply_edits(media, table)["captions"], media["captions"])
+    number = media.schema.get_field_index("captions")
+    return media.set_column(number, "captions", captions), frozenset(media["path"].filter(described).to_pylist())
 
 
 def _matches(media: pa.Table, edits: pa.Table, words: str) -> np.ndarray:
