@@ -10,12 +10,13 @@ import transformers
 from PIL import Image
 
 from cache.sets import plans
+from cache.sets.caption_edits import write_edit
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.captioning import PRESETS
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from stages import bucket, caption, discover, status
+from stages import bucket, caption, discover, gc, status, verify
 from stages.encoding.captions.inputs import QWEN_CHAT
 from stages.encoding.stage_registry import CAPTION
 from tests.project import Project
@@ -116,3 +117,27 @@ def test_damage_is_named_before_a_plan_is_made_of_it(photos: Project) -> None:
     with pytest.raises(DamageError, match="checksum") as caught:
         photos.run(bucket.run)
     assert path.name in caught.value.message and "caption" in caught.value.next_step
+
+
+def test_captions_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
+    """Also those of a set that a dataset names; of other settings they go."""
+    photos.run(caption.run)
+    photos.run(bucket.run)
+    write_edit(Store(photos.root), "0" * 32, ["by hand"])
+    kept = photos.shards("captions")
+    assert photos.run(verify.run).exit_code == 0
+    name = max((name for name in kept if not name.startswith("edits/")), key=lambda name: len(kept[name]))
+    (photos.root / "captions" / name).write_bytes(kept[name][:-40])
+    assert photos.run(verify.run).exit_code == 4
+    assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
+    assert photos.shards("captions") == kept
+    photos.run(gc.run, keep_days=0, yes=True)
+    assert photos.shards("captions") == kept
+    folder = f"captions/{name.partition('/')[0]}"
+    named = f"datasets.photos.caption_sets=[{folder.partition('/')[2]}]"
+    photos.run(discover.run, "datasets.photos.make_captions=none")
+    for used, more in (((), True), ((named,), False)):
+        given = "datasets.photos.make_captions=none", "caption.prompts=[plain]", *used
+        photos.run(bucket.run, *given)
+        unused = photos.run(gc.run, *given, keep_days=0).details["unused"]
+        assert (folder in {row["path"] for row in unused if isinstance(row, dict)}) == more

@@ -121,7 +121,7 @@ def cost_rows(config: Config, folder: Path, metrics: Sequence[Mapping[str, Any]]
 def _fingerprints(config: Config) -> dict[str, str]:
     """Fingerprints of the encoding stages whose checkpoint is on this machine."""
     fingerprints = {}
-    for stage in stage_registry.required_stages(config):
+    for stage in (*stage_registry.item_stages(config), *stage_registry.required_stages(config)):
         with suppress(LatentpressError):
             fingerprints[stage.name] = stage.fingerprint(config)
     return fingerprints
@@ -130,9 +130,10 @@ def _fingerprints(config: Config) -> dict[str, str]:
 def _sizes(store: Store, config: Config, folder: Path, fingerprints: Mapping[str, str]) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {
         "discover": _stored(store, [f"media/{dataset.id}" for dataset in config.datasets]),
+        **dict.fromkeys((stage.name for stage in stage_registry.item_stages(config)), None),
         "bucket": _stored(store, ["plans"]),
     }
-    for stage in stage_registry.required_stages(config):
+    for stage in (*stage_registry.item_stages(config), *stage_registry.required_stages(config)):
         fingerprint = fingerprints.get(stage.name)
         sizes[stage.name] = None if fingerprint is None else _stored(store, [f"{stage.kind}/{fingerprint}"])
     is_named = "/" not in config.train.set and config.train.set != "current"
