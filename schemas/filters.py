@@ -8,14 +8,14 @@ out.
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import reduce
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.tables import EXTRA_PREFIX
+from schemas.tables import EXTRA_PREFIX, FEATURE_COLUMNS
 
 BUILTIN_COLUMNS = ("path", "size", "kind", "width", "height", "frames", "rate", "duration")
 
@@ -29,6 +29,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 _QUOTED = re.compile(r"`([^`]+)`")
 _PLACEHOLDER = "_quoted_column_"
+
+
+def feature_columns(text: str | None, columns: Collection[str] = ()) -> list[str]:
+    """The FEATURE_COLUMNS that a filter names. columns: of the media table; one of that name is meant instead."""
+    names = () if text is None else Filter(text).columns
+    return [name for name in names if name in FEATURE_COLUMNS and EXTRA_PREFIX + name not in columns]
 
 
 class Filter:

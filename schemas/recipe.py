@@ -17,7 +17,7 @@ from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
 # Raise a version when its stage gives other bytes for the same settings.
-TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION = 3, 2, 1, 1
+TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION = 3, 2, 1, 1, 1
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
@@ -37,6 +37,9 @@ VISION_PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-dev
 VISION_POOLING = (
     "last-hidden-state-patches;space-area-mean-where-finer-than-tokens;time-mean-of-each-latent-frames-group"
 )
+#: Of features of whole items: stages/encoding/features/worker.py and measures.py.
+FEATURES_POOLING = "class-token;mean-of-frames;length-one"
+MEASURES = "luminance-601;area-of-448;bars-of-24;motion-of-64;cosines-of-8-in-19"
 #: Options of a dataset that do not change a plan.
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
 #: Options that plans did not have when they were first made -> the value that means what these plans are. With it an
@@ -235,6 +238,29 @@ def caption_settings(config: Config) -> Settings:
     }
     if caption.temperature:
         settings["drawn"] = {name: getattr(caption, name) for name in ("temperature", "top_p", "seed")}
+    return settings
+
+
+def features_settings(config: Config) -> Settings:
+    """Settings that determine features and measures, beside the items and the model's weights."""
+    features = config.features
+    assert features is not None
+    settings: Settings = {
+        "stage": "features",
+        "version": FEATURES_VERSION,
+        "frames": features.frames,
+        "measures": MEASURES,
+        "decoder": config.latents.decoder if config.model.family_spec.video else None,
+        "resize": RESIZE,
+        "colour": COLOR,
+    }
+    if features.source is not None:
+        settings["shown"] = {
+            "size": features.pixels,
+            "precision": features.precision or config.model.precision,
+            "pixels": VISION_PIXELS,
+            "pooling": FEATURES_POOLING,
+        }
     return settings
 
 

@@ -56,6 +56,19 @@ MEDIA_SCHEMA = pa.schema(
 EXTRA_PREFIX = "extra."
 FACE = "face"
 
+#: items/<name>.arrow: what `features` made of items, one row per media id, sorted by it. luminance, dark, bright,
+#: contrast: of 0 to 1. bar_*: shares of a side that are black. motion: null for images. group: of near-duplicates, the
+#: media id of the best; null without any. duplicate_of: the same, null for the best.
+FEATURES_SCHEMA = pa.schema(
+    [
+        ("media_id", _str),
+        *_fields(_float, "sharpness", "luminance", "dark", "bright", "contrast"),
+        *_fields(_float, "bar_left", "bar_right", "bar_top", "bar_bottom", "motion"),
+        *_fields(_str, "group", "duplicate_of"),
+    ]
+)
+FEATURE_COLUMNS = tuple(FEATURES_SCHEMA.names[1:])
+
 #: captions/edits/<number>.arrow: captions that a person edited, one row per media id, sorted by it. captions: the
 #: alternatives, at least one. edited: seconds since 1970.
 CAPTION_EDITS_SCHEMA = pa.schema([("media_id", _str), ("captions", pa.list_(_str)), ("edited", _float)])

@@ -106,6 +106,7 @@ def _list_devices(configuration: Config) -> dict[str, str]:
         "stages.decode.device": stages.decode.device,
         "stages.score.device": stages.score.device,
     }
+    named |= {"stages.features.device": stages.features.device} if configuration.features else {}
     named |= {"stages.caption.device": stages.caption.device} if configuration.caption else {}
     return named | ({"stages.encode-vision.device": stages.encode_vision.device} if configuration.vision.model else {})
 
@@ -251,6 +252,7 @@ def _list_device_failures(configuration: Config, finding: Mapping[str, Any]) -> 
         "stages.encode-text.device": configuration.text.precision or model,
         "stages.encode-latents.device": configuration.latents.precision or model,
         "stages.encode-vision.device": configuration.vision.precision or model,
+        "stages.features.device": (configuration.features and configuration.features.precision) or model,
         "stages.caption.device": (configuration.caption and configuration.caption.precision) or model,
     }
     for option, name in _list_devices(configuration).items():

@@ -160,8 +160,8 @@ def _repair_shards(
     states: list[tuple[EncodingStage, StageState]] = []
     try:
         if repairable:
-            plan = current_plan(store, config)
-            states = stage_registry.all_states(store, config, plan)
+            states = stage_registry.item_states(store, config)  # which have no plan of `bucket`
+            states = stage_registry.all_states(store, config, current_plan(store, config))
     except LatentpressError as error:  # there is no plan, or weights are missing
         console.warn(f"nothing can be encoded again: {error.message}")
     for stage, state in states:

@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 class Kind(NamedTuple):
     """What becomes of a change. plan: what has to run first. again: stages with work to do. trains: whether training
-    takes the same set. next_run: whether it is in force at the next run."""
+    takes the same set. next_run: whether it is in force at the next run. of_items: stages before `bucket` with work to
+    do."""
 
     plan: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     trains: bool = True
     next_run: bool = False
+    of_items: tuple[str, ...] = ()
 
 
 REFUSED = Kind(trains=False)  # no valid value but the one in use, or it does not go with the rest
@@ -23,6 +25,7 @@ WEIGHTS = Kind(again=("encode-text", "encode-latents"), trains=False)
 ENCODERS = Kind(again=("encode-text", "encode-latents", "encode-vision"), trains=False)
 JOIN = Kind(again=("index",), trains=False)
 VISION = Kind(again=("encode-vision",), trains=False)
+FEATURES = Kind(of_items=("features",))  # of items, before there is a plan
 MACHINE = Kind()  # where and how fast, not what: places and resources of this machine, sizes of what is still to come
 ROLLING = Kind(again=("index",))  # a set of the same samples in the same order, whose shards are made as they are read
 RUN = Kind(next_run=True)  # of training, validation and decoding, on the same set
@@ -134,6 +137,12 @@ TABLE: dict[str, tuple[Kind, str]] = {
             **{"quantization": "bf16", "attention": "eager", "offload": "blocks", "batch_tokens": 100},
         }.items()
     },
+    **{
+        f"features.{name}": (FEATURES, f"features={{{name}: {value}}}")  # of a `where` that names their columns
+        for name, value in {
+            **{"model": "DINO", "revision": "main", "size": 28, "batch_size": 1, "precision": "bfloat16", "frames": 4},
+        }.items()
+    },
     "vision.model": (VISION, "vision.model=DINO"),
     "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
     "vision.size": (VISION, "vision.size=28"),
@@ -149,12 +158,21 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "stages.item_memory_mib": (MACHINE, "stages.item_memory_mib=4096"),
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}={value}")
-        for stage in ("discover", "caption", "encode-text", "encode-latents", "encode-vision", "decode", "score")
+        for stage in (
+            "discover",
+            "features",
+            "caption",
+            "encode-text",
+            "encode-latents",
+            "encode-vision",
+            "decode",
+            "score",
+        )
         for option, value in (("workers", 2), ("threads", 3), ("device", "auto" if stage == "score" else "cpu"))
     },
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}=2")
-        for stage in ("caption", "encode-text", "encode-latents", "encode-vision")
+        for stage in ("features", "caption", "encode-text", "encode-latents", "encode-vision")
         for option in ("readers", "prefetch", "num_cpus", "num_gpus", "memory_gib")
     },
     "stages.decode.while_training": (MACHINE, "stages.decode.while_training=true"),

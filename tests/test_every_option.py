@@ -183,4 +183,4 @@ def _made_again(home: Project, kind: Kind, values: list[str]) -> None:
     assert again == {*kind.again} | ({"index"} if not kind.trains else set())
     assert home.run(bucket.run, *values, dry_run=True).remaining == 0
     stages = {row["stage"]: row["remaining"] for row in home.run(status.run, *values).details["stages"]}
-    assert {stage for stage, count in stages.items() if count} == set(kind.again) - {"index"}
+    assert {stage for stage, count in stages.items() if count} == {*kind.again, *kind.of_items} - {"index"}

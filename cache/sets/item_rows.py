@@ -1,8 +1,9 @@
-"""What an item stage made of items: the rows of one cache, captions/<fingerprint>/, by the ids of its item plan.
+"""What an item stage made of items: the rows of a cache such as captions/<fingerprint>/, by the ids of its item plan.
 
 A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from cache.shards.shard_io import open_reader
 from cache.store.damage import DamageError
 from cache.store.json_checks import check_list, check_text
 from cache.store.store import Store
+from schemas.tables import FEATURES_SCHEMA
 
+MEASURES = tuple(field.name for field in FEATURES_SCHEMA if pa.types.is_floating(field.type))
 CAPTIONS_SCHEMA = pa.schema([("sample_id", pa.string()), ("captions", pa.list_(pa.string()))])
 
 
@@ -47,6 +50,21 @@ def read_captions(store: Store, fingerprint: str) -> pa.Table:
         ids.append(row.id)
         captions.append(row.info["captions"])
     return pa.table([ids, captions], schema=CAPTIONS_SCHEMA)
+
+
+def check_features_row(row: ShardRow) -> None:
+    """ValueError where a row of a shard of features is none."""
+    measures = row.info.get("measures")
+    if not isinstance(measures, dict) or measures.keys() != set(MEASURES):
+        raise ValueError("it lacks measures, or has others")
+    for name, value in measures.items():
+        if not (type(value) is float and math.isfinite(value)) and not (name == "motion" and value is None):
+            raise ValueError(f"its {name} is no number")
+    if "layouts" not in row.tensors or not row.tensors.keys() <= {"layouts", "features"}:
+        raise ValueError("it lacks its layouts, or has further tensors")
+    for name, array in row.tensors.items():
+        if array.dtype != "float16" or len(array.shape) != (2 if name == "layouts" else 1):
+            raise ValueError(f"its {name} are {array.dtype} of shape {array.shape}")
 
 
 def check_caption_row(row: ShardRow) -> None:

@@ -14,7 +14,7 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 EXTRAS = {
     **dict.fromkeys(("configure", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
     **dict.fromkeys(
-        ("caption", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"), "encode"
+        ("features", "caption", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"), "encode"
     ),
     **dict.fromkeys(("train", "export-adapter"), "train"),
     "report": "report",

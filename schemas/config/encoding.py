@@ -12,8 +12,8 @@ from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, P
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal[
-    "discover", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train", "decode",
-    "score",
+    "discover", "features", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train",
+    "decode", "score",
 ]  # fmt: skip
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
@@ -158,8 +158,8 @@ class Latents(Section):
         return settings
 
 
-class Vision(Section):
-    """Features to which CREPA aligns the transformer's hidden states; none without `model`."""
+class DinoModel(Section):
+    """A DINOv2, and how pictures are shown to it."""
 
     model: str | None = Field(None, description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2")
     revision: str | None = Field(None, description="commit or tag of the repo")
@@ -171,7 +171,7 @@ class Vision(Section):
         description="pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
     )
     batch_size: Count = Field(32, description="frames of one forward pass")
-    precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
+    precision: Precision | None = Field(None, description="default: model.precision")
 
     @field_validator("model")
     @classmethod
@@ -188,6 +188,22 @@ class Vision(Section):
     @property
     def pixels(self) -> int:
         return self.size or (VISION_MODELS[self.model].size if self.model in VISION_MODELS else 224)
+
+
+class Vision(DinoModel):
+    """Features to which CREPA aligns the transformer's hidden states; none without `model`."""
+
+    precision: Precision | None = Field(None, description="default: model.precision; features are stored in bfloat16")
+
+
+class Features(DinoModel):
+    """Features and measures of items, by which they are compared and filtered."""
+
+    model: str | None = Field(
+        "dinov2_vits14",
+        description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2; null: measures alone",
+    )
+    frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
 
 
 def cores() -> int:
@@ -273,6 +289,7 @@ class Stages(Section):
     item_timeout_s: float = Field(300.0, gt=0, le=7 * 86400, description="an item that takes longer is set aside")
     item_memory_mib: int = Field(8192, ge=256, le=2**24, description="an item that takes more memory is set aside")
     discover: StageWorkers = StageWorkers(workers=4)
+    features: Encoding = Encoding()
     caption: Encoding = Encoding()
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")

@@ -11,7 +11,7 @@ from schemas.catalog import FAMILIES
 from schemas.clips import largest_valid_frames
 from schemas.config.captioning import Caption
 from schemas.config.datasets import Dataset
-from schemas.config.encoding import Cache, Latents, Model, StageName, Stages, Text, Vision
+from schemas.config.encoding import Cache, Features, Latents, Model, StageName, Stages, Text, Vision
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
@@ -41,6 +41,7 @@ class Config(Section):
     cache: Cache = Cache()
     model: Model
     datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
+    features: Features | None = Field(None, description="vectors and measures of items; docs/captions-and-cleaning.md")
     caption: Caption | None = Field(
         None, description="captions for items that have none; docs/captions-and-cleaning.md"
     )
@@ -147,6 +148,7 @@ class Config(Section):
     def stage_order(self) -> list[StageName]:
         """The programs that `latentpress run` runs: of `stages.order` those that this configuration has work for."""
         idle = {
+            "features": self.features is None,
             "caption": self.caption is None,
             "encode-vision": not self.vision.model,
             "score": not self.validation.scores.any,

@@ -17,6 +17,11 @@ from schemas.geometry import Bucket
 from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
 from stages.encoding.captions.settings import caption_fingerprint_inputs, caption_request
+from stages.encoding.features.settings import (
+    estimate_features_bytes,
+    features_fingerprint_inputs,
+    features_request,
+)
 from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_state import StageState
@@ -79,6 +84,14 @@ VISION = EncodingStage(
     estimate_bytes=estimate_vision_bytes,
 )
 
+FEATURES = EncodingStage(
+    "features",
+    "features",
+    features_fingerprint_inputs,
+    partial(load_worker, "features", "FeaturesWorker"),
+    estimate_bytes=estimate_features_bytes,
+    item_request=features_request,
+)
 CAPTION = EncodingStage(
     "caption",
     "captions",
@@ -88,7 +101,7 @@ CAPTION = EncodingStage(
     item_request=caption_request,
 )
 
-ITEM_STAGES: tuple[EncodingStage, ...] = (CAPTION,)  # before `bucket`, each with a plan of its own
+ITEM_STAGES: tuple[EncodingStage, ...] = (FEATURES, CAPTION)  # before `bucket`, each with a plan of its own
 STAGES: tuple[EncodingStage, ...] = (TEXT, LATENTS, VISION)
 SHARD_KINDS = tuple(stage.kind for stage in (*ITEM_STAGES, *STAGES))  # the folders of their shards
 assert {stage.kind: stage.name for stage in STAGES} == ENCODE_PROGRAMS
@@ -102,7 +115,8 @@ def required_stages(config: Config) -> list[EncodingStage]:
 
 def item_stages(config: Config) -> list[EncodingStage]:
     """The stages before `bucket` that this configuration has work for."""
-    return [stage for stage in ITEM_STAGES if stage is not CAPTION or config.caption]
+    sections = {FEATURES.name: config.features, CAPTION.name: config.caption}
+    return [stage for stage in ITEM_STAGES if sections[stage.name] is not None]
 
 
 def item_states(store: Store, config: Config) -> list[tuple[EncodingStage, StageState]]:

@@ -9,7 +9,7 @@ that wrote a damaged file makes it again: bucket a plan, index a set, an encodin
 does so for plans and sets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import pyarrow as pa
 from cache.sets import plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.exported_set import ExportedSet
-from cache.sets.item_rows import check_caption_row
+from cache.sets.item_rows import check_caption_row, check_features_row
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
 from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
@@ -61,9 +61,9 @@ class UnmappedStore(Store):
 class CacheSpec:
     """How the shards of one cache were made. dtype: of its tensors, None where it is not known. embeds: of a text's
     embeddings, where it is another one. strides: of the autoencoder, (spatial, temporal). channels: of its latents.
-    condition_frames: latent frames of a condition, None for as many as the clip has. captions: whether rows hold these
-    in place of tensors. vision: for vision features the
-    model's input size and the strides of latent frames and of tokens."""
+    condition_frames: latent frames of a condition, None for as many as the clip has. vision: for vision features the
+    model's input size and the strides of latent frames and of tokens. check_row: of what item stages make; ValueError
+    where a row is not such."""
 
     dtype: str | None = None
     strides: tuple[int, int] | None = None
@@ -71,13 +71,13 @@ class CacheSpec:
     condition_frames: int | None = 1
     vision: tuple[int, int, int] | None = None
     embeds: str | None = None
-    captions: bool = False
+    check_row: Callable[[ShardRow], object] | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
         """From a provenance.json; what it does not state is not checked."""
-        if record.get("stage") == "caption":
-            return cls(captions=True)
+        if check := {"caption": check_caption_row, "features": check_features_row}.get(record.get("stage", "")):
+            return cls(check_row=check)
         if record.get("stage") == "encode-vision":
             temporal, side = record["token"]
             if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
@@ -155,9 +155,9 @@ class TensorChecker:
         self._first: dict[str, tuple[str, int]] = {}  # of each tensor: dtype, and the dimension that all rows share
 
     def check(self, row: ShardRow) -> None:
-        """ValueError with what is wrong with a row's tensors, or with its captions."""
-        if self._spec.captions:
-            check_caption_row(row)
+        """ValueError with what is wrong with a row's tensors, or with its captions or measures."""
+        if self._spec.check_row:
+            self._spec.check_row(row)
         elif not row.tensors:
             raise ValueError("it has no tensors")
         for name, array in row.tensors.items():
@@ -322,7 +322,7 @@ def _check_file(store: Store, rel: str) -> None:
 
 def rebuild_commands(paths: DamageByPath) -> list[str]:
     """The commands that make these files again, in the order in which to run them."""
-    order = ["discover", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
+    order = ["discover", "features", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
     programs = {rebuild_program(path) for path in paths}
     known = [f"latentpress {name}" for name in order if name in programs]
     return known + [f"latentpress {name}" for name in sorted(programs - {*order})]

@@ -19,13 +19,13 @@ from schemas import identity
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.filters import Filter
+from schemas.filters import Filter, feature_columns
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from schemas.recipe import item_dataset_settings
 from schemas.tables import ACTIVE_SCHEMA, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION, UNITS_SCHEMA
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids
-from stages.planning.samples import SelectedClips, frame_strides, select_clips_and_images
+from stages.planning.samples import SelectedClips, frame_strides, select_clips_and_images, select_whole_items
 from stages.planning.units import split_into_units
 
 MOST_HALVINGS = 20  # of the area that the model wants, for small pictures
@@ -39,7 +39,9 @@ Ints = NDArray[np.int64]
 class ItemRequest:
     """What an item stage reads. stage: its name. pixels: width x height, about. multiple: of the sides, in pixels.
     frames: of a clip, at most. sources: whether an item's first source image is read with it. options: those of a
-    dataset that `choose` depends on. choose: (n,) whether each row of a dataset's media table is wanted."""
+    dataset that `choose` depends on. choose: (n,) whether each row of a dataset's media table is wanted. whole: a
+    member is a whole item, a video from its beginning to its end, whatever clips are cut of it; and a `where` that is
+    about what the stage makes leaves nothing out."""
 
     stage: str
     pixels: int
@@ -48,6 +50,7 @@ class ItemRequest:
     sources: bool
     options: tuple[str, ...]
     choose: Callable[[Dataset, pa.Table], NDArray[np.bool_]]
+    whole: bool = False
 
 
 def item_plan_key(config: Config, request: ItemRequest) -> str:
@@ -57,6 +60,8 @@ def item_plan_key(config: Config, request: ItemRequest) -> str:
         item_dataset_settings(dataset, request.options) | {"strides": frame_strides(family, dataset.video)}
         for dataset in sorted(used, key=lambda dataset: dataset.id)
     ]
+    if request.whole:
+        settings = [{key: row[key] for key in row if key not in ("video", "strides")} for row in settings]
     of_model = {name: getattr(request, name) for name in ("stage", "pixels", "multiple", "frames", "sources")}
     return hash_json({"tables": TABLES_VERSION, "items": of_model, "datasets": settings})
 
@@ -69,7 +74,9 @@ def plan_items(config: Config, request: ItemRequest, media: Mapping[str, pa.Tabl
         if dataset.disabled:
             continue
         table = media[dataset.id]
-        wanted = request.choose(dataset, table) & passes_filter(dataset, "where", table)
+        wanted = request.choose(dataset, table)
+        if not (request.whole and feature_columns(dataset.where, table.column_names)):
+            wanted = wanted & passes_filter(dataset, "where", table)
         items = CandidateItems(dataset.id, table.filter(pa.array(wanted)))
         if len(items):
             _, rows = item_members(config, dataset, request, items)
@@ -108,7 +115,10 @@ def item_members(
 ) -> tuple[SelectedClips, pa.Table]:
     """The pictures and clips of items, and of each its row of SAMPLES_SCHEMA as a member of an item plan. A video that
     yields no clip has none."""
-    clips = select_clips_and_images(config.model.family_spec, dataset, items)
+    if request.whole:
+        clips = select_whole_items(items, request.frames)
+    else:
+        clips = select_clips_and_images(config.model.family_spec, dataset, items)
     rows = clips.item
     frames = np.minimum(clips.frames, request.frames)
     # From the first frame of the clip to its last.

@@ -19,6 +19,7 @@ from schemas.tables import SAMPLES_SCHEMA
 from stages.planning.candidates import CandidateItems, message_column
 from stages.planning.crop_selection import SelectedCrops, geometry_columns
 
+SHORTEST_S = 1e-3  # of a video: one that is said to last no time has a frame
 _CONDITION_CODES = {"none": 0, "first-frame": 1, "source": 2, "references": 3}
 
 
@@ -105,6 +106,14 @@ def select_clips_and_images(family: Family, dataset: Dataset, items: CandidateIt
         rate=np.concatenate([clips.rate, no_time])[order],
         frames=np.concatenate([clips.frames, np.ones(len(images), np.int64)])[order],
     )
+
+
+def select_whole_items(items: CandidateItems, frames: int) -> SelectedClips:
+    """Every item as one member: of a video `frames` frames, or all that it has, each in the middle of an equal part."""
+    count = np.where(items.videos, np.clip(items.numbers("frames"), 1, frames), 1).astype(np.int64)
+    duration = np.maximum(items.numbers("duration"), SHORTEST_S)
+    start = np.where(items.videos, duration / (2 * count), np.nan)
+    return SelectedClips(np.arange(len(items)), start, np.where(items.videos, count / duration, np.nan), count, 0, 0)
 
 
 def _source_rates(items: CandidateItems) -> np.ndarray:

@@ -23,7 +23,7 @@ from cache.sets.set_lookup import find_set
 from cache.sets.trainset import SetError
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, index
+from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, features, index
 from stages.encoding.text.worker import TextWorker
 from tests.forms import long
 from tests.processes import Child
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """The children fork from a process that has imported torch."""
-    for stage in ("text", "vae", "vision", "captions"):
+    for stage in ("text", "vae", "vision", "captions", "features"):
         importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
@@ -98,6 +98,7 @@ CASES = {
     ),
     "vision": Case("kandinsky5-image-t2i", encode_vision, pictures),
     "captions": Case("kandinsky5-image-t2i", caption, without_captions, aside=2),
+    "features of pictures": Case("kandinsky5-image-t2i", features, pictures),
 }
 
 
@@ -127,13 +128,11 @@ def planned(project, tiny, spoil) -> Callable[[str], Stage]:
 
     def make(name: str) -> Stage:
         case = CASES[name]
-        vision = {"vision": {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}}
-        if case.program is caption:
-            home = describing(project, tiny, case.kind)
-        else:
-            home = project(case.kind, **(vision if case.program is encode_vision else {}))
+        section = {encode_vision: "vision", features: "features"}.get(case.program)
+        seen = {section: {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}} if section else {}
+        home = describing(project, tiny, case.kind) if case.program is caption else project(case.kind, **seen)
         home.settings["cache"] = {"unit_mib": 0.004}
-        home.settings["stages"]["encode-vision"] = {"threads": 1}
+        home.settings["stages"] |= {"encode-vision": {"threads": 1}, "features": {"threads": 1}}
         case.media(home)
         home.run(discover.run)
         if case.program is not caption:  # which has a plan of its own

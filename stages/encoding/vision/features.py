@@ -52,7 +52,8 @@ def stored_grid(bucket: Bucket, size: int, side: int) -> GridSize:
 
 #: model_type in config.json -> class in transformers.
 MODEL_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
-ADVICE = "set vision.model to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
+ADVICE = "set {} to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
+OPTION = "vision.model"
 
 
 class UnsupportedModelError(WeightsError):
@@ -61,10 +62,12 @@ class UnsupportedModelError(WeightsError):
     exit_code = USAGE
 
 
-def fingerprint_weights(source: str, revision: str | None, memo: Store | None = None) -> dict[str, Any]:
-    """`SingleModel.fingerprint` of a DINOv2."""
-    model = _dinov2_model(source, revision)
-    require_dinov2_class(source, model.config_file())
+def fingerprint_weights(
+    source: str, revision: str | None, memo: Store | None = None, option: str = OPTION
+) -> dict[str, Any]:
+    """`SingleModel.fingerprint` of a DINOv2. option: that names it."""
+    model = _dinov2_model(source, revision, option)
+    require_dinov2_class(source, model.config_file(), option)
     return model.fingerprint(memo)
 
 
@@ -73,18 +76,18 @@ def feature_width(source: str, revision: str | None) -> int:
     return read_object(_dinov2_model(source, revision).config_file())["hidden_size"]
 
 
-def resolve_checkpoint(source: str, revision: str | None) -> Path:
+def resolve_checkpoint(source: str, revision: str | None, option: str = OPTION) -> Path:
     """The directory of the config and weights, a repository's after fetching it. Raises WeightsError."""
-    folder = _dinov2_model(source, revision).fetch()
-    require_dinov2_class(source, folder / CONFIG_FILE)
+    folder = _dinov2_model(source, revision, option).fetch()
+    require_dinov2_class(source, folder / CONFIG_FILE, option)
     return folder
 
 
-def _dinov2_model(source: str, revision: str | None) -> SingleModel:
-    return SingleModel(source, revision, "vision.model", ADVICE)
+def _dinov2_model(source: str, revision: str | None, option: str = OPTION) -> SingleModel:
+    return SingleModel(source, revision, option, ADVICE.format(option))
 
 
-def require_dinov2_class(source: str, config: Path) -> str:
+def require_dinov2_class(source: str, config: Path, option: str = OPTION) -> str:
     """The transformers class of the model that the config describes. UnsupportedModelError where it is no DINOv2."""
     values = read_object(config)
     kind, patch = values.get("model_type"), values.get("patch_size")
@@ -92,6 +95,6 @@ def require_dinov2_class(source: str, config: Path) -> str:
         raise UnsupportedModelError(
             f"{source} is a {kind} with patches of {patch}; vision features are of "
             f"{' or '.join(MODEL_CLASSES)}, of {PATCH_SIZE}",
-            ADVICE,
+            ADVICE.format(option),
         )
     return MODEL_CLASSES[kind]

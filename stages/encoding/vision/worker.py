@@ -72,12 +72,26 @@ class Encoder:
         frames_BHWC: uint8, sides multiples of 14.
         """
         height, width = frames_BHWC.shape[1:3]
+        tokens_BLC = self._tokens(frames_BHWC)[:, self._leading_tokens :]
+        return tokens_BLC.unflatten(1, (height // PATCH_SIZE, width // PATCH_SIZE))
+
+    @torch.no_grad()
+    def pooled(self, clips: list[np.ndarray], limit: int) -> torch.Tensor:
+        """float16 vectors_NC on the device, of length one: of uint8 clips_FHWC of one size the mean of their frames'
+        class tokens, after the last norm. limit: as of `clips`."""
+        frames_BHWC = clips[0] if len(clips) == 1 else np.concatenate(clips)
+        starts = range(0, len(frames_BHWC), limit)
+        tokens_BC = torch.cat([self._tokens(frames_BHWC[start : start + limit])[:, 0].float() for start in starts])
+        means = [tokens_FC.mean(0) for tokens_FC in tokens_BC.split([len(clip) for clip in clips])]
+        return torch.nn.functional.normalize(torch.stack(means), dim=-1).to(torch.float16)
+
+    def _tokens(self, frames_BHWC: np.ndarray) -> torch.Tensor:
+        height, width = frames_BHWC.shape[1:3]
         assert height % PATCH_SIZE == width % PATCH_SIZE == 0, f"{width}x{height} has no whole patches"
         bytes_BHWC = to_device(torch.from_numpy(np.ascontiguousarray(frames_BHWC)), self._mean.device)
         unit_BCHW = bytes_BHWC.permute(0, 3, 1, 2).float() * (1 / 255)
         pixels_BCHW = (unit_BCHW - self._mean) / self._deviation
-        tokens_BLC = self._model(pixels_BCHW.to(self._model.dtype)).last_hidden_state[:, self._leading_tokens :]
-        return tokens_BLC.unflatten(1, (height // PATCH_SIZE, width // PATCH_SIZE))
+        return self._model(pixels_BCHW.to(self._model.dtype)).last_hidden_state
 
     def clips(self, clips: list[np.ndarray], grid: GridSize, stride: int, limit: int) -> list[torch.Tensor]:
         """bfloat16 features_THWC on the device, pooled to `grid` and to latent frames, of uint8 clips_FHWC of one size.

@@ -43,6 +43,7 @@ POLL_S = 0.2
 #: What each does, in the order in which they follow each other.
 STAGES = {
     "discover": "finds media and captions",
+    "features": "compares and measures pictures and clips",
     "caption": "describes what has no caption",
     "bucket": "plans samples, texts and units",
     "encode-text": "captions to embeddings",

@@ -1,0 +1,85 @@
+"""Measures of a picture or clip that need no model, at sizes that do not depend on its own, so that they compare.
+
+Luminance is that of ITU-R BT.601, 0 to 1. Means over the sampled frames, but for the bars and the motion.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from stages.encoding.features.settings import EDGE
+
+MOTION_EDGE = 64
+CLIPPED = 2  # of 255: luminance that counts as dark or, from the other end, bright
+BAR_LUMINANCE = 24  # of 255: what is drawn as black by a video of limited range, and the noise of compression
+BAR_STEP = 8  # of 255: by which the picture beside a bar is brighter
+BAR_SHARE = 95  # percent of a row that is so dark, for a station's mark in the bar
+
+
+def measure(frames_FHWC: np.ndarray, is_clip: bool) -> dict[str, Any]:
+    """The measures of uint8 frames, columns of schemas.tables.FEATURES_SCHEMA.
+
+    sharpness: the variance of the Laplacian of luminance as 0 to 255, in about the area of a square of 448 pixels, to
+    which a smaller picture is enlarged. luminance, contrast: mean and standard deviation. dark, bright: shares of
+    pixels without any detail left. bar_left, bar_right, bar_top, bar_bottom: shares of width or height that are black
+    in all frames. motion: the mean difference of luminance between one sampled frame and the next, in the area of a
+    square of 64 pixels; None for a picture.
+    """
+    images = [Image.fromarray(frame).convert("L") for frame in frames_FHWC]
+    grays = [np.asarray(_to_area(image, EDGE)) for image in images]
+    values = {
+        "sharpness": _mean(sharpness(gray) for gray in grays),
+        "luminance": _mean(gray.mean() / 255 for gray in grays),
+        "dark": _mean((gray <= CLIPPED).mean() for gray in grays),
+        "bright": _mean((gray >= 255 - CLIPPED).mean() for gray in grays),
+        "contrast": _mean(gray.std() / 255 for gray in grays),
+    }
+    brightest = np.max(grays, axis=0)
+    for name, rows in (
+        ("top", brightest),
+        ("bottom", brightest[::-1]),
+        ("left", brightest.T),
+        ("right", brightest.T[::-1]),
+    ):
+        values[f"bar_{name}"] = round(black_rows(rows) / len(rows), 4)
+    return {**values, "motion": motion(images) if is_clip else None}
+
+
+def sharpness(gray_HW: np.ndarray) -> float:
+    """Variance of the Laplacian of its four neighbors, without the edges."""
+    values = gray_HW.astype(np.float64)
+    sides = values[:-2, 1:-1] + values[2:, 1:-1] + values[1:-1, :-2] + values[1:-1, 2:]
+    return float((sides - 4 * values[1:-1, 1:-1]).var())
+
+
+def black_rows(gray_HW: np.ndarray) -> int:
+    """The number of black rows from the first one on, where they end at something brighter; of a picture that is dark
+    all over, or that grows dark slowly, none."""
+    black = np.percentile(gray_HW, BAR_SHARE, axis=1) <= BAR_LUMINANCE
+    count = len(black) if black.all() else int(black.argmin())
+    beside = gray_HW[count + 1 : count + 3]  # the row at the edge is mixed of both
+    if not count or not len(beside) or beside.mean() - gray_HW[max(0, count - 2) : count].mean() < BAR_STEP:
+        return 0
+    return count
+
+
+def motion(images: Sequence[Image.Image]) -> float:
+    """Mean difference of one frame and the next."""
+    small = [np.asarray(_to_area(image, MOTION_EDGE)).astype(np.float64) / 255 for image in images]
+    return _mean(np.abs(after - before).mean() for before, after in pairwise(small))
+
+
+def _to_area(image: Image.Image, edge: int) -> Image.Image:
+    """The picture in about the area of a square of `edge` pixels, in its own shape."""
+    scale = edge / np.sqrt(image.width * image.height)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _mean(values: Any) -> float:
+    """Their mean, to six digits, which are enough to compare by."""
+    listed = list(values)
+    return float(f"{sum(listed) / max(1, len(listed)):.6g}")
