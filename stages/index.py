@@ -40,8 +40,8 @@ from schemas.recipe import build_recipe
 from schemas.tables import SET_VERSIONS, reference_parts
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
-from stages.encoding.stage import EncodingStage, format_truncated, refuse_partition
-from stages.encoding.stage_state import RejectLimit, StageState
+from stages.encoding.stage import EncodingStage, refuse_partition
+from stages.encoding.stage_state import RejectLimit, StageState, format_truncated
 from stages.planning.join import EncodedMembers, IdLookup, TrainingSetTables, find_encoded, join_plan
 from stages.planning.units import text_tensor_limits
 

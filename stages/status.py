@@ -31,11 +31,19 @@ from schemas.cli.process_record import ProcessRecord, read_record
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.tables import TRAINED_ROLES
-from schemas.text_format import format_duration
 from stages.discovery.media_locations import spread_evenly
 from stages.discovery.media_table import OtherSettings, find_media_table
 from stages.encoding import stage_registry
-from stages.encoding.job_reports import JobReport, count_states, describe_jobs, list_jobs, read_reports, sum_rates
+from stages.encoding.job_reports import (
+    JobReport,
+    count_states,
+    describe_jobs,
+    estimate_rate,
+    format_rate,
+    list_jobs,
+    read_reports,
+    sum_rates,
+)
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import MEMBER_NAMES, StageState
 from stages.maintenance.set_aside import report_rejects
@@ -43,8 +51,6 @@ from stages.maintenance.set_aside import report_rejects
 MAX_OPENED_SHARDS = 32  # of each stage, for their libraries
 LISTED_FOLDERS = ("media", "plans", *stage_registry.SHARD_KINDS, "sets", "damaged")
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")  # which the trainer writes before anything else
-RECENT_S = 3600.0  # shards published before do not count in a rate
-MAX_COUNTED_SHARDS = 32  # in a rate
 ENDED = ("ended", "stopped")  # jobs that are shown with --all only
 MIXED = "MIXED"
 NOTHING_RUNS = "nothing is at work now: no run, training or job"
@@ -208,28 +214,6 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
         published = [(modified[name], state.counts[unit]) for name, unit in shards if name in modified]
         row |= estimate_rate(published, remaining, time.time())
     return row
-
-
-def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: float) -> TableRow:
-    """Items per second and the time left, as columns of a table; empty where nothing was published lately.
-
-    published: time and number of items of each shard. The rate is that of the last shards up to `now`, whoever wrote
-    them, so the first report has it, and it falls when no more shards appear.
-    """
-    recent = sorted(shard for shard in published if now - RECENT_S <= shard[0] <= now)[-MAX_COUNTED_SHARDS:]
-    # The first shard is the start of the count: its items were done before.
-    items = sum(count for _, count in recent[1:])
-    if not items:
-        return {"items_per_second": "", "left": ""}
-    return format_rate(items / max(now - recent[0][0], 1e-3), remaining)
-
-
-def format_rate(rate: float, remaining: int) -> TableRow:
-    """rate: items per second, not 0."""
-    return {
-        "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
-        "left": format_duration(remaining / rate),
-    }
 
 
 def _describe_limit(

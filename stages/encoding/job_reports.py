@@ -25,6 +25,8 @@ from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 from schemas.text_format import format_duration
 from stages.engines.jobs import UnitResult
 
+RECENT_S = 3600.0  # shards published before do not count in a rate
+MAX_COUNTED_SHARDS = 32  # in a rate
 INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an object store each is one put
 FIRST_INTERVAL_S = 2.0  # doubled each time
 LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, and a store may be slow
@@ -222,3 +224,25 @@ def _machine(job: JobReport) -> str:
 
 def _units(job: JobReport) -> str:
     return f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else "")
+
+
+def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: float) -> dict[str, Any]:
+    """Items per second and the time left, as columns of a table; empty where nothing was published lately.
+
+    published: time and number of items of each shard. The rate is that of the last shards up to `now`, whoever wrote
+    them, so the first report has it, and it falls when no more shards appear.
+    """
+    recent = sorted(shard for shard in published if now - RECENT_S <= shard[0] <= now)[-MAX_COUNTED_SHARDS:]
+    # The first shard is the start of the count: its items were done before.
+    items = sum(count for _, count in recent[1:])
+    if not items:
+        return {"items_per_second": "", "left": ""}
+    return format_rate(items / max(now - recent[0][0], 1e-3), remaining)
+
+
+def format_rate(rate: float, remaining: int) -> dict[str, Any]:
+    """rate: items per second, not 0."""
+    return {
+        "items_per_second": f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
+        "left": format_duration(remaining / rate),
+    }

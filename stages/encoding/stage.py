@@ -8,7 +8,7 @@ any number of processes on any number of machines need no lock and no coordinati
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from cache.models.compatibility import pin_revision
 from cache.sets import rejects
 from cache.sets.plans import Plan, Unit
 from cache.sets.set_lookup import current_plan
-from cache.shards.shard import TruncatedText, find_done_units
+from cache.shards.shard import find_done_units
 from cache.store.damage import DamageError
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
@@ -33,7 +33,6 @@ from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
-from schemas.text_format import shorten
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
 from stages.encoding.job_reports import JobReport, JobReporter
@@ -43,7 +42,9 @@ from stages.encoding.stage_state import (
     RejectLimit,
     StageState,
     count_members,
+    format_truncated,
     reject_folder,
+    report_set_aside,
     wanted_rows,
 )
 from stages.encoding.unit_queue import FollowedUnits, Shards, TimedUnits, followed_units, has_followed_set, take_units
@@ -174,7 +175,7 @@ class EncodingStage:
         report = self._begin_report(config, console, state, remaining, todo)
         if options.dry_run:
             report.remaining = count_members(remaining)
-            _report_set_aside(store, self, state, report)
+            report_set_aside(store, self, state, report)
             return report
         limit = RejectLimit(self, store, config, state)
         steal = steal and options.partition.total > 1
@@ -193,7 +194,7 @@ class EncodingStage:
                 report.details["stopped"] = f"by {stop_handler.reason}; {len(left)} units remain, what is done is kept"
                 report.remaining = count_members(left)
                 report.next_steps += [f"latentpress {self.name}"] if left else []
-        _report_set_aside(store, self, state, report)
+        report_set_aside(store, self, state, report)
         return report
 
     def _begin_report(
@@ -233,13 +234,13 @@ class EncodingStage:
         report.details = {"cache": f"{self.kind}/{state.fingerprint}", "units": len(state.units)}
         if options.dry_run:
             report.next_steps = [] if has_followed_set(config) else ["latentpress index"]
-            _report_set_aside(store, self, state, report)
+            report_set_aside(store, self, state, report)
             return report
         with followed_units(self.kind, state.units, config, console) as followed:
             tried = {**dict.fromkeys(followed.before(), ""), **state.done}
             limit = RejectLimit(self, store, config, replace(state, done=tried))
             if followed.is_over:
-                _report_set_aside(store, self, state, report)
+                report_set_aside(store, self, state, report)
                 return report
             followed.drop(state.retry_units)
             cache = config.cache.model_copy(update={"format": followed.format})
@@ -251,7 +252,7 @@ class EncodingStage:
         if stop_handler.reason:
             report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
             report.remaining, report.next_steps = 1, [f"latentpress {self.name}"]
-        _report_set_aside(store, self, self.state(store, config, state.plan), report)
+        report_set_aside(store, self, self.state(store, config, state.plan), report)
         return report
 
     def _make_job(
@@ -344,19 +345,3 @@ class EncodingStage:
         if remarks:
             rows = [{"items": count, "of": report.done, "remark": remark} for remark, count in remarks.items()]
             report.details["remarks"] = rows
-
-
-def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dict[str, Any]]:
-    """Truncated texts as rows of a report."""
-    rows = ((row.id, plan.texts[row.id]["text"], f"{row.kept} of {row.tokens} tokens kept") for row in truncated)
-    return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
-
-
-def _report_set_aside(store: Store, stage: EncodingStage, state: StageState, report: Report) -> None:
-    report.set_aside = state.set_aside
-    if report.set_aside:
-        report.rejects = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
-        if any(not row["retry"] for row in report.set_aside):
-            report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once the cause is corrected")
-        if any(row["reason"] == "missing" for row in report.set_aside):
-            report.next_steps.append(f"latentpress {stage.name}   # once the missing files are there again")

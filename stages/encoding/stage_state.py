@@ -1,19 +1,21 @@
 """The state of an encoding stage: what it has done of a plan, what remains, and the limit of what it may set aside."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets.plans import Plan, Unit
+from cache.shards.shard import TruncatedText
 from cache.store.damage import DamageError
 from cache.store.store import Store
+from schemas.cli.console import Report
 from schemas.cli.options import NOT_PARTITIONED, Partition
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.text_format import escape_unprintable
+from schemas.text_format import escape_unprintable, shorten
 
 #: What the members of units are called, by the units' kind.
 MEMBER_NAMES = {"text": "texts", "latents": "samples", "items": "items"}
@@ -107,3 +109,19 @@ class RejectLimit:
                 f"correct them and run `latentpress {self._stage.name} --retry-set-aside`, or raise that limit in the "
                 f"configuration; the list is under {self._folder}",
             )
+
+
+def format_truncated(plan: Plan, truncated: Iterable[TruncatedText]) -> list[dict[str, Any]]:
+    """Truncated texts as rows of a report."""
+    rows = ((row.id, plan.texts[row.id]["text"], f"{row.kept} of {row.tokens} tokens kept") for row in truncated)
+    return [{"item": name, "path": shorten(text), "reason": reason} for name, text, reason in rows]
+
+
+def report_set_aside(store: Store, stage: NamedStage, state: StageState, report: Report) -> None:
+    report.set_aside = state.set_aside
+    if report.set_aside:
+        report.rejects = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
+        if any(not row["retry"] for row in report.set_aside):
+            report.next_steps.append(f"latentpress {stage.name} --retry-set-aside   # once the cause is corrected")
+        if any(row["reason"] == "missing" for row in report.set_aside):
+            report.next_steps.append(f"latentpress {stage.name}   # once the missing files are there again")
