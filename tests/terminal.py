@@ -22,6 +22,7 @@ def run_in_terminal(
     cwd: Path,
     environment: Mapping[str, str] | None = None,
     answers: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, str]:
     """Exit status, and all that was written to the terminal, which is standard output and standard error alike.
     answers: typed one after the other, each when a line ends with a question, "(default): "."""
@@ -32,7 +33,7 @@ def run_in_terminal(
         settings.pop(name, None)
     process = subprocess.Popen(command, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, env=settings)
     os.close(theirs)
-    written, end, left = bytearray(), time.monotonic() + TIMEOUT_S, list(answers)
+    written, end, left = bytearray(), time.monotonic() + timeout_s, list(answers)
     try:
         while time.monotonic() < end:
             if not select.select([ours], [], [], 1.0)[0]:
@@ -46,7 +47,7 @@ def run_in_terminal(
             written += piece
             if left and _ESCAPE.sub("", written[-100:].decode(errors="replace")).endswith("): "):
                 os.write(ours, f"{left.pop(0)}\n".encode())
-        return process.wait(TIMEOUT_S), written.decode(errors="replace")
+        return process.wait(timeout_s), written.decode(errors="replace")
     finally:
         process.kill()
         process.wait()
