@@ -189,6 +189,7 @@ class Program:
             os.close(end)
         if self.new_session:
             os.setsid()
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
         os.environ.clear()
         os.environ.update(self.environment)

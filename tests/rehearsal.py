@@ -112,13 +112,14 @@ class Rehearsal:
                     settings[section] = {**settings.get(section, {}), **chosen}
         settings = small(settings, self.tiny)
         for dataset in settings["datasets"]:
-            place = self.folder / dataset["instance_data_dir"]
+            beside = (self.folder / name).parent
+            place = beside / dataset["instance_data_dir"]
             edits = dataset.get("conditioning_data")
             self._fill(
                 place, "pairs/target" if edits else "videos" if dataset.get("dataset_type") == "video" else "images"
             )
             for source in [edits] if isinstance(edits, str) else edits or ():
-                self._fill(self.folder / source, "pairs/source")
+                self._fill(beside / source, "pairs/source")
         (self.folder / name).write_text(json.dumps(settings, indent=1))  # JSON is YAML
 
     def write_foreign(self, command: str) -> None:

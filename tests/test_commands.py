@@ -77,6 +77,7 @@ PLACES: dict[str, str] = {
     "step-000750": "step-000004",
     "output/style/": "output/clips-lora/",
     " style style-rank8": " clips-lora clips-lora",
+    "--projects runs": "--projects .",
     "--size 768x512@61": "--size 64x64@5",
 }
 SET_ID, OTHER = "0123456789abcdef", "other.safetensors"
@@ -137,11 +138,13 @@ class Typist:
         for words, place in PLACES.items():
             command = command.replace(words, place)
         program = found[1] if (found := re.search(r"latentpress ([a-z-]+)", command)) else ""
-        file = found[1] if (found := re.search(r"([\w-]+\.yaml)\b", command)) else "pipeline.yaml"
+        files = re.findall(r"([\w./-]+\.yaml)\b", command) or ["pipeline.yaml"]
+        file = files[0]
         if program == "import-config":
             self.rehearsal.write_foreign(command)
         elif program not in ("configure", "doctor"):
-            self.rehearsal.write(file)
+            for named in files:
+                self.rehearsal.write(named)
         writes_nothing = program in ALONE or ("--dry-run" in command and (program in BEGIN or "--card" in command))
         if not writes_nothing and file not in self.begun:
             if program not in BEGIN or "--prompts" in command:
@@ -154,9 +157,7 @@ class Typist:
         if program == "ui":
             return self._serve(command)
         if program == "configure" and "--yes" not in command:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(subprocess, "Popen", SHELL)  # a fork has no standard input
-                return run_in_terminal(shlex.split(command), 120, self.folder, self.environment, [""] * 12, LIMIT_S)
+            return run_in_terminal(arguments(command), 120, self.folder, self.environment, [""] * 12, LIMIT_S)
         if program == "train" and command.startswith("torchrun"):  # not the run that one process has trained
             self.runs += 1
             command += f" --set train.run=ranks-{self.runs}"
