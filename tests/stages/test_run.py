@@ -203,6 +203,7 @@ def test_an_output_that_is_no_folder_is_named_before_the_first_stage(home: Proje
     assert not (home.folder / "work").exists()
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_named_before_the_first_stage(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of training only where it is one of the stages."""
     found = libraries.find_spec
