@@ -7,7 +7,7 @@ million samples is read and compared without a Python object for each.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets.row_lookup import RowLookup
 from cache.sets.table_checks import check_active, check_samples, check_texts, check_units
 from cache.store import arrow_ipc
 from cache.store.arrow_ipc import hash_table
@@ -34,7 +35,7 @@ from cache.store.json_checks import (
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from schemas.identity import hash_bytes, hash_json, id_prefixes
+from schemas.identity import hash_bytes, hash_json
 from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
@@ -46,34 +47,6 @@ class PlanOutdated(LatentpressError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "run `latentpress bucket` again, one at a time")
-
-
-class RowLookup(Mapping[str, dict[str, Any]]):
-    """Rows of `table` by the 32 hex digits in its column `key`; of rows with equal ids the first. Rows are read one at
-    a time: 16 bytes of memory a row and no Python objects."""
-
-    def __init__(self, table: pa.Table, key: str) -> None:
-        self._table, self._key = table, key
-        prefixes = id_prefixes(table.column(key))
-        self._order = np.argsort(prefixes, kind="stable")
-        self._prefixes = prefixes[self._order]
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        prefix = np.uint64(int(name[:16], 16))
-        first, end = (np.searchsorted(self._prefixes, prefix, side) for side in ("left", "right"))
-        for number in self._order[first:end].tolist():
-            row = self._table.slice(number, 1)
-            if row.column(self._key)[0].as_py() == name:
-                return row.to_pylist()[0]
-        raise KeyError(name)
-
-    def __iter__(self) -> Iterator[str]:
-        """Every id in the table's order, repeated ids included."""
-        for chunk in self._table.column(self._key).chunks:
-            yield from chunk.to_pylist()
-
-    def __len__(self) -> int:
-        return self._table.num_rows
 
 
 @dataclass(frozen=True)

@@ -267,24 +267,21 @@ def make_app(
         **own_options: Any,
     ) -> None:
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
+        extra = EXTRAS.get(name, "")
         with interrupted_by_sigterm():
-            raise typer.Exit(
-                run_program(name, run, options, own_options, extra=EXTRAS.get(name, ""), needs_config=needs_config)
-            )
+            raise typer.Exit(run_program(name, run, options, own_options, extra=extra, needs_config=needs_config))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for number, parameter in enumerate(common):
         if parameter.name in unused:
             kind, option = get_args(parameter.annotation)
-            hidden = copy(option)
-            hidden.hidden = True
-            common[number] = parameter.replace(annotation=Annotated[kind, hidden])
-    signatures = [inspect.signature(each, eval_str=True) for each in (run, passes_to) if each is not None]
-    own_parameters = [p for each in signatures for p in each.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    if any(p.name == "configs" for p in own_parameters):
-        common = [p for p in common if p.name != "config"]
-    # typer reads a program's options from its signature.
-    command.__signature__ = inspect.Signature([*common, *own_parameters])  # type: ignore[attr-defined]
+            option = copy(option)
+            option.hidden = True
+            common[number] = parameter.replace(annotation=Annotated[kind, option])
+    signatures = [inspect.signature(function, eval_str=True) for function in filter(None, (run, passes_to))]
+    own_parameters = [p for signature in signatures for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    common = [p for p in common if f"{p.name}s" not in (parameter.name for parameter in own_parameters)]
+    command.__signature__ = inspect.Signature([*common, *own_parameters])  # type: ignore[attr-defined]  # typer reads it
     command.__annotations__ = {p.name: p.annotation for p in (*common, *own_parameters)}
     shown = "\n\n".join(f"  latentpress {name} {line}".rstrip() for line in ("", "--dry-run", *examples))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.sets.plans import Plan, RowLookup
+from cache.sets.plans import Plan
+from cache.sets.row_lookup import RowLookup
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
