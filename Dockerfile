@@ -13,7 +13,7 @@ FROM ${BASE}
 
 ARG TORCH=torch==2.13.0
 # All of pyproject.toml but those of the demo and of development.
-ARG EXTRAS=media,encode,train,report,ui,quant,optimizers,notify,wandb,s3,gcs,http,huggingface,webdataset,heif,scenes,faces,decord,ray
+ARG EXTRAS=media,encode,train,report,ui,quant,optimizers,notify,wandb,s3,gcs,http,huggingface,webdataset,heif,scenes,faces,features,decord,ray
 
 # torch.compile (train.compile) calls a C compiler.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

@@ -1,6 +1,6 @@
 """Filters on the columns of a media table: `score > 5 and license in ('cc0', 'cc-by')`. Pure.
 
-The grammar is a small part of Python's: comparisons, `in`, `not in`, `and`, `or`, `not`, `is None`, numbers, text,
+The grammar is a small part of Python's: comparisons, `in`, `not in`, `and`, `or`, `not`, `is null`, numbers, text,
 True and False. A name is a column of the manifest or one of BUILTIN_COLUMNS; one that is no Python name is written in
 backquotes: `` `punsafe (nsfw)` < 0.1 ``. A comparison with a missing value is neither true nor false: its item is left
 out.
@@ -31,6 +31,17 @@ _QUOTED = re.compile(r"`([^`]+)`")
 _PLACEHOLDER = "_quoted_column_"
 
 
+class _NullNames(ast.NodeTransformer):
+    """Reads `is null` and `is not null`, as SQL has them, as `is None` and `is not None`."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.Compare:
+        for number, (op, value) in enumerate(zip(node.ops, node.comparators, strict=True)):
+            if isinstance(op, ast.Is | ast.IsNot) and isinstance(value, ast.Name) and value.id.lower() == "null":
+                node.comparators[number] = ast.copy_location(ast.Constant(None), value)
+        self.generic_visit(node)
+        return node
+
+
 def feature_columns(text: str | None, columns: Collection[str] = ()) -> list[str]:
     """The FEATURE_COLUMNS that a filter names. columns: of the media table; one of that name is meant instead."""
     names = () if text is None else Filter(text).columns
@@ -48,6 +59,7 @@ class Filter:
             self._tree = ast.parse(python.strip(), mode="eval").body
         except SyntaxError as error:
             raise ValueError(f"{text!r} can't be read ({error.msg}); write it as in: score > 5") from error
+        self._tree = _NullNames().visit(self._tree)
         self.columns = sorted({self._name(node) for node in ast.walk(self._tree) if isinstance(node, ast.Name)})
         empty = pa.table({EXTRA_PREFIX + name: pa.array([], pa.null()) for name in self.columns})
         self._evaluate(self._tree, empty, dry=True)

@@ -55,7 +55,8 @@ LIBRARIES = (
     Library("pillow_heif", "pillow-heif", "HEIC images", "heif"),
     Library("decord", "decord", "latents.decoder: decord", "decord", imported=True),
     Library("scenedetect", "scenedetect-headless", "video.scenes", "scenes"),
-    Library("cv2", "opencv-python-headless", "crop_style: face", "faces"),
+    Library("cv2", "opencv-python-headless", "crop_style: face, near-duplicates", "faces"),
+    Library("faiss", "faiss-cpu", "near-duplicates among many items", "features", imported=True),
     Library("bitsandbytes", "bitsandbytes", "nf4-bnb, 8-bit optimizers", "quant", imported=True),
     Library("optimum.quanto", "optimum-quanto", "int8-quanto", "quant", imported=True),
     Library("torchao", "torchao", "int8-torchao, fp8-torchao", "quant", imported=True),
@@ -135,6 +136,8 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
             yield "scenedetect", f"datasets.{dataset.id}.video.scenes"
         if dataset.crop_style == "face":
             yield "cv2", f"datasets.{dataset.id}.crop_style face"
+    if config.features is not None and config.features.duplicates:
+        yield "cv2", "features.duplicates"
     for option, url in needed_stores(config):
         for scheme, module in (("s3", "s3fs"), ("gs", "gcsfs"), ("gcs", "gcsfs"), ("http", "aiohttp")):
             if url.startswith((f"{scheme}://", f"{scheme}a://", f"{scheme}s://")):

@@ -13,6 +13,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
 from schemas.family import Normalization
+from schemas.filters import feature_columns
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
@@ -53,6 +54,8 @@ LATER_OPTIONS: dict[str, Any] = {
     "made_captions": "fill",
     "caption_sets": ("current",),
 }
+#: Options of a dataset that are filters on columns.
+FILTERS = ("where", "make_captions_where")
 #: Options that change its media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
@@ -108,12 +111,23 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["sources"] = "as their targets"  # how they are cropped
     if config.model.condition is not None and config.model.condition.size is not None:
         settings["references"] = asdict(config.model.condition.size)
+    if uses_features(config) and config.features is not None:
+        model = config.features.source and PurePath(config.features.source).name
+        settings["features"] = features_settings(config) | {"model": model, "duplicates": config.features.duplicates}
     used = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
     if config.caption is not None and "current" in used:
         # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.
         model = config.caption.model and PurePath(config.caption.model).name
         settings["caption"] = caption_settings(config) | {"model": model}
     return settings
+
+
+def uses_features(config: Config) -> bool:
+    """Whether a plan depends on what `features` makes: by filters, and where a share is held out, of which
+    near-duplicates are on one side."""
+    used = [dataset for dataset in config.datasets if not dataset.disabled]
+    named = any(feature_columns(getattr(dataset, option)) for dataset in used for option in FILTERS)
+    return config.features is not None and (named or any(dataset.eval or dataset.eval_fraction for dataset in used))
 
 
 def dataset_settings(dataset: Dataset) -> Settings:

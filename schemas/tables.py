@@ -57,17 +57,18 @@ EXTRA_PREFIX = "extra."
 FACE = "face"
 
 #: items/<name>.arrow: what `features` made of items, one row per media id, sorted by it. luminance, dark, bright,
-#: contrast: of 0 to 1. bar_*: shares of a side that are black. motion: null for images. group: of near-duplicates, the
-#: media id of the best; null without any. duplicate_of: the same, null for the best.
+#: contrast: of 0 to 1. bar_*: shares of a side that are black. motion: null for images. duplicate_group: of
+#: near-duplicates, the media id of the best; null without any. duplicate_of: the same, null for the best.
 FEATURES_SCHEMA = pa.schema(
     [
         ("media_id", _str),
         *_fields(_float, "sharpness", "luminance", "dark", "bright", "contrast"),
         *_fields(_float, "bar_left", "bar_right", "bar_top", "bar_bottom", "motion"),
-        *_fields(_str, "group", "duplicate_of"),
+        *_fields(_str, "duplicate_group", "duplicate_of"),
     ]
 )
 FEATURE_COLUMNS = tuple(FEATURES_SCHEMA.names[1:])
+GROUP = "duplicate_group"
 
 #: captions/edits/<number>.arrow: captions that a person edited, one row per media id, sorted by it. captions: the
 #: alternatives, at least one. edited: seconds since 1970.

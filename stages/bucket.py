@@ -21,10 +21,11 @@ from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.filters import feature_columns
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA, active_schema
 from schemas.text_format import escape_unprintable
-from stages.discovery.media_table import read_configured_media
+from stages.encoding.feature_columns import read_media
 from stages.encoding.made_captions import read_made_captions
 from stages.encoding.stage import refuse_partition
 from stages.media.files import MediaError
@@ -63,11 +64,11 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     pa.set_memory_pool(pa.system_memory_pool())  # saves a fifth of time and memory with large temporary tables
     store = Store(config.root)
     multiple = bucket_side_multiple(config.model)
-    used = [dataset for dataset in config.datasets if not dataset.disabled]
     plans.quarantine_damaged(store, console.warn, options.dry_run)
     with activity("planning"):
         edits = read_edits(store)
-        media = {dataset.id: apply_edits(read_configured_media(store, dataset), edits) for dataset in used}
+        media, items = read_media(store, config)
+        media = {name: apply_edits(table, edits) for name, table in media.items()}
         made = read_made_captions(store, config, edits)
         plan = build_plan(config, media, multiple, made)
     report = Report(program="bucket", dry_run=options.dry_run)
@@ -88,6 +89,8 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         "validation": plan.validation,
     }
     report.details = _report_details(config, plan, new_samples, new_texts)
+    if config.features is not None:
+        report.details["near_duplicates"] = _count_near_duplicates(config, media, items)
     if edited := sum(_count_edited(table, edits) for table in media.values()):
         report.details["edited_captions"] = edited
     needed = int(sum(row["new_mib"] for row in report.details["disk"]) * 2**20)
@@ -170,6 +173,23 @@ def _new_rows(table: pa.Table, key: str, known: pa.Array) -> pa.Table:
 def _count_edited(media: pa.Table, edits: pa.Table) -> int:
     """Items with captions that a person edited."""
     return pc.sum(pc.is_in(media["media_id"], value_set=edits["media_id"].combine_chunks())).as_py() or 0
+
+
+def _count_near_duplicates(config: Config, media: dict[str, pa.Table], items: pa.Table | None) -> list[TableRow] | str:
+    """Rows of the datasets that have any, with what to write."""
+    if items is None:
+        return "not known; run `latentpress features`"
+    copies, rows = items["media_id"].filter(items["duplicate_of"].is_valid()).combine_chunks(), []
+    for dataset in config.datasets:
+        if dataset.disabled:
+            continue
+        count = pc.sum(pc.is_in(media[dataset.id]["media_id"], value_set=copies)).as_py() or 0
+        step = "left out, if the filter says so"
+        if "duplicate_of" not in feature_columns(dataset.where):
+            also = f" and ({dataset.where})" if dataset.where else ""
+            step = f'to leave them out: where: "duplicate_of is null{also}"'
+        rows += [{"dataset": dataset.id, "items": count, "step": step}] if count else []
+    return rows or "none"
 
 
 def _count_equal(table: pa.Table, column: str, value: str) -> int:

@@ -18,7 +18,7 @@ WIDTH = 100
 PROGRAMS = {
     "configure": "a short configuration from a few answers, with what it takes; begin here",
     "discover": "find media, captions and companions; name files by content",
-    "features": "vectors and measures of pictures and clips",
+    "features": "near-duplicates and measures of pictures and clips, to filter by",
     "caption": "captions for items that have none, by a vision-language model",
     "bucket": "divide media into buckets; plan samples, texts and work units",
     "preview": "encoded samples beside their originals, or (--plan) the plan, as a page",

@@ -1,20 +1,65 @@
-"""features: what each picture and clip is like, before anything is planned: a vector by DINOv2, and measures."""
+"""features: what each picture and clip is like, before anything is planned: a vector by DINOv2, and measures. At its
+end all are compared, and near-duplicates put into groups."""
 
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache.sets.item_table import read_item_table
+from cache.store.damage import DamageError
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
+from stages.encoding.feature_columns import item_table_name
 from stages.encoding.features.settings import require_features
 from stages.encoding.stage_registry import FEATURES as STAGE
+from stages.encoding.stage_state import StageState
 
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
     """more: the options of every encoding stage."""
-    require_features(config)
-    return STAGE.run(config, options, console, **more)
+    from stages.encoding.features.comparison import write_item_table  # which reads media
+    from stages.encoding.features.confirmation import require_opencv
+
+    if require_features(config).duplicates:
+        require_opencv()
+    report, store = STAGE.run(config, options, console, **more), Store(config.root)
+    state = STAGE.state(store, config, STAGE.find_plan(store, config))
+    if left := len(state.remaining_units()):
+        if not report.remaining:
+            report.details["items"] = f"compared once {left} units of other parts are done"
+        return report
+    name = item_table_name(config, state.fingerprint, state.wanted_ids)
+    table = _find_table(store, name, state, console)
+    if table is None or (report.done and not options.dry_run):
+        if options.dry_run:
+            report.details["items"] = "still to be compared"
+            return report
+        table = write_item_table(store, config, state, name, console)
+    report.details["items"] = len(table)
+    if config.features is not None and config.features.duplicates:
+        count = len(table) - table["duplicate_of"].null_count
+        groups = len(pc.unique(table["duplicate_group"].drop_null()))
+        report.details["near_duplicates"] = f"{count}, beside the best of each of {groups} groups" if count else "none"
+    return report
 
 
-ABOUT = "Measure pictures and clips, and make a vector of each by a DINOv2."
+def _find_table(store: Store, name: str, state: StageState, console: Console) -> pa.Table | None:
+    """The table, if it has all rows that there are: what was set aside may have been read later."""
+    try:
+        table = read_item_table(store, name)
+    except DamageError as damage:
+        console.warn(f"{damage.message}; the items are compared again")
+        return None
+    aside = pa.array([row["item"] for row in state.set_aside], pa.string())
+    there = state.wanted_ids.filter(pc.invert(pc.is_in(state.wanted_ids, value_set=aside)))
+    samples = state.plan.sample_table
+    members = pc.count_distinct(samples["media_id"].filter(pc.is_in(samples["sample_id"], value_set=there))).as_py()
+    return table if table is not None and len(table) == members else None
+
+
+ABOUT = "Measure pictures and clips and find near-duplicates among them."
 app = make_app("features", ABOUT, run, passes_to=STAGE.run)
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ KEEP_DAYS = 30.0
 IN_PROGRESS_S = 3600.0  # seconds in which a set or plan gets all its files and is pointed at
 MIB = 1 << 20
 #: Top folders in the order of removal: what refers to others first.
-REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "jobs", "media", "damaged", "")
+REMOVAL_ORDER = ("sets", "plans", *stage_registry.SHARD_KINDS, "rejects", "jobs", "items", "media", "damaged", "")
 REMOVED_FIRST, REMOVED_LAST = ("set.json", "plan.json"), ("provenance.json",)  # of one folder
 
 
@@ -162,6 +162,8 @@ class UnusedFiles:
             return self._is_unused_shard(f"{top}/{name}", file, entry)
         if top == "rejects":
             return entry.modified < roots.since and not self._is_used_list(name, file)
+        if top == "items":
+            return entry.modified < roots.since and name.removesuffix(shard.ARROW_SUFFIX) not in roots.item_tables
         if top == "damaged":
             return entry.modified < roots.since
         if top == "jobs":
@@ -222,6 +224,7 @@ class UnusedFiles:
             "plans": "a plan that nothing is made of",
             "rejects": "lists of what was set aside, of caches or datasets that are not used",
             "media": "the media table of a dataset that no configuration given names",
+            "items": "tables of items that no configuration given has",
             "jobs": "reports of jobs that ended",
             "damaged": "damaged shards and plans that verify --repair or bucket set aside",
         }[top]

@@ -33,6 +33,7 @@ from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.libraries import require_libraries
 from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
+from stages.encoding.feature_columns import NoFeatures
 from stages.encoding.made_captions import NoCaptions
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
@@ -43,6 +44,7 @@ from stages.follow.watchers import Watchers, check_models
 #: Errors of a stage whose input was made for the configuration as it was before -> the stage that makes it.
 MADE_BY: dict[str, StageName] = {
     OtherSettings.__name__: "discover",
+    NoFeatures.__name__: "features",
     NoCaptions.__name__: "caption",
     NoPlan.__name__: "bucket",
     SetNotFound.__name__: "index",

@@ -143,6 +143,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
             **{"model": "DINO", "revision": "main", "size": 28, "batch_size": 1, "precision": "bfloat16", "frames": 4},
         }.items()
     },
+    "features.duplicates": (FEATURES, "features={duplicates: false, model: null}"),
     "vision.model": (VISION, "vision.model=DINO"),
     "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
     "vision.size": (VISION, "vision.size=28"),

@@ -123,6 +123,17 @@ def check_caption_edits(table: pa.Table) -> None:
         raise ValueError("a media id is there twice")
 
 
+def check_items(table: pa.Table) -> None:
+    names = [name for name in tables.FEATURES_SCHEMA.names if not name.startswith("duplicate") and name != "motion"]
+    _check_columns(table, tables.FEATURES_SCHEMA, names)
+    _check_ids(table, "media_id", "duplicate_group", "duplicate_of")
+    for field in table.schema:
+        if pa.types.is_floating(field.type):
+            _check_numbers(table, field.name, 0, 1e12)
+    if len(pc.unique(table["media_id"])) < len(table):
+        raise ValueError("a media id is there twice")
+
+
 def check_rejects(table: pa.Table) -> None:
     _check_columns(table, tables.REJECTS_SCHEMA, ("item", "reason", "message", "retry"))
 

@@ -35,6 +35,7 @@ SHARD_PROGRAMS = STAGE_PROGRAMS | {"samples": "export", "prompts": "export"}
 _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)media/[^/]+/(?:partial/)?[^/]+\.arrow$"), "discover", "reads the media again"),
     (re.compile(r"(?:^|/)captions/edits/[^/]+$"), "verify --repair", "goes back to the edits before the last one"),
+    (re.compile(r"(?:^|/)items/[0-9a-f]{24}\.arrow$"), "features", "compares the items again"),
     (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
     (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy an export again"),
     (re.compile(r"(?:^|/)rejects/([a-z-]+)/(?:[^/]+/)?[^/]+\.arrow$"), "", "writes the list again"),

@@ -20,6 +20,7 @@ _PATTERNS = (
     rf"damaged/{_SHARD}\.[0-9]+\.(?:arrow|tar|tar\.json)",
     rf"damaged/plans/{_PLAN}\.[0-9]+/{_PLAN_FILES}",
     rf"media/{_DATASET}/(?:media|partial/[0-9]{{6,9}})\.arrow",
+    rf"items/{_FINGERPRINT}\.arrow",
     r"captions/edits/[0-9]{6}\.arrow",
     r"damaged/captions/edits/[0-9]{6}\.[0-9]+\.arrow",
     rf"plans/{_PLAN}/{_PLAN_FILES}",

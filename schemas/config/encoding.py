@@ -204,6 +204,7 @@ class Features(DinoModel):
         description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2; null: measures alone",
     )
     frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
+    duplicates: bool = Field(True, description="look for near-duplicates; needs OpenCV, which the extra features has")
 
 
 def cores() -> int:

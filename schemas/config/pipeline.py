@@ -41,7 +41,9 @@ class Config(Section):
     cache: Cache = Cache()
     model: Model
     datasets: tuple[Dataset, ...] = Field(strict=False, description="the media, and how they are cropped")
-    features: Features | None = Field(None, description="vectors and measures of items; docs/captions-and-cleaning.md")
+    features: Features | None = Field(
+        None, description="near-duplicates and measures of items, columns for `where`; docs/captions-and-cleaning.md"
+    )
     caption: Caption | None = Field(
         None, description="captions for items that have none; docs/captions-and-cleaning.md"
     )

@@ -19,6 +19,7 @@ from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.tables import TEXTS_SCHEMA
 from stages.discovery.media_table import read_configured_media
+from stages.encoding.feature_columns import read_media
 from stages.planning.items import ItemRequest, item_plan_key, item_units, plan_items
 
 MOST_PLANS = 10  # that are made where other processes publish plans meanwhile
@@ -56,8 +57,11 @@ def _find(store: Store, config: Config, request: ItemRequest, publish: bool, war
     if publish:
         plans.quarantine_damaged(store, warn)
     with activity(f"planning {request.stage}"):
-        used = [dataset for dataset in config.datasets if not dataset.disabled]
-        media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
+        if request.whole:  # of which the columns are made that others read
+            used = [dataset for dataset in config.datasets if not dataset.disabled]
+            media = {dataset.id: read_configured_media(store, dataset) for dataset in used}
+        else:
+            media, _ = read_media(store, config)
         samples, active = plan_items(config, request, media)
         planned_on, known = plans.list_plans(store), plans.planned_ids(store, "items")
         new = samples.filter(pc.invert(pc.is_in(samples.column("sample_id"), value_set=known)))

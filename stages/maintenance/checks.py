@@ -265,7 +265,7 @@ DamageByPath = dict[str, list[DamageError]]
 def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
     """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
     damaged = DamageByPath()
-    names = [name for top in ("media", EDITS, "plans", "sets", "rejects") for name in _table_paths(store, top)]
+    names = [name for top in ("media", "items", EDITS, "plans", "sets", "rejects") for name in _table_paths(store, top)]
     for name in names:
         try:
             _check_file(store, name)
@@ -295,6 +295,8 @@ def _check_file(store: Store, rel: str) -> None:
     table = file.removesuffix(".arrow")
     if top == "media":
         store.read_table(rel, media_table.check_media_table)
+    elif top == "items":
+        store.read_table(rel, table_checks.check_items)
     elif top == "captions":
         store.read_table(rel, table_checks.check_caption_edits)
     elif top == "rejects":

@@ -18,6 +18,7 @@ from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.errors import LatentpressError
 from stages.encoding import stage_registry
+from stages.encoding.feature_columns import item_table_name
 from stages.maintenance.checks import set_pointer_paths, shards_of_set
 
 CHECKPOINT_FOLDER = "checkpoints"  # in the folder of a training run
@@ -30,13 +31,14 @@ class GcRoots:
 
     caches: `<kind>/<fingerprint>` of the configurations. whole_caches: those of which every unit stays. units: active
     in their plans. units_of_others: active in plans of other configurations, whose caches are not known. sets,
-    generations, datasets, reject_lists: names. pointers: files that point at the sets of configurations. shards: paths
-    that the sets refer to.
+    generations, datasets, reject_lists, item_tables: names. pointers: files that point at the sets of configurations.
+    shards: paths that the sets refer to.
     """
 
     since: float
     caches: set[str] = field(default_factory=set)
     whole_caches: set[str] = field(default_factory=set)
+    item_tables: set[str] = field(default_factory=set)
     units: set[str] = field(default_factory=set)
     units_of_others: set[str] = field(default_factory=set)
     sets: set[str] = field(default_factory=set)
@@ -59,6 +61,9 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
         roots.caches |= {f"{stage.kind}/{stage.fingerprint(config)}" for stage in stages}
         for needed in (plan, *(stage.find_plan(store, config) for stage in items)):
             roots.units |= _unit_ids(needed)
+            if needed.info.get("items") == stage_registry.FEATURES.name:
+                name = item_table_name(config, stage_registry.FEATURES.fingerprint(config), needed.active_sample_ids)
+                roots.item_tables.add(name)
             used_plans.append(needed)
         roots.whole_caches |= {f"captions/{name}" for dataset in config.datasets for name in dataset.caption_sets}
         roots.datasets |= {dataset.id for dataset in config.datasets}

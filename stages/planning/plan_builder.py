@@ -75,11 +75,11 @@ def build_plan(
     those of datasets that use captions which a model made."""
     default_resolution = config.model.family_spec.resolution
     used = sorted((dataset for dataset in config.datasets if not dataset.disabled), key=lambda dataset: dataset.id)
-    held_out = [pa.array([], pa.string())]  # media ids, which other datasets may not train on
+    held_out = [pa.array([], pa.string())]  # content ids, which other datasets may not train on
     for dataset in used:
         if dataset.eval or dataset.eval_fraction:
-            ids = media[dataset.id].column("media_id").combine_chunks()
-            held_out.append(ids.filter(pa.array(samples.held_out_mask(dataset, ids))))
+            ids = samples.content_ids(media[dataset.id])
+            held_out.append(ids.filter(pa.array(samples.held_out_mask(dataset, media[dataset.id]))))
     held_out_ids = pc.unique(pa.concat_arrays(held_out))
     parts = []
     for dataset in used:
@@ -140,7 +140,8 @@ def _plan_dataset(
         items.drop(~np.asarray(passed), "filtered", f"does not pass where: {dataset.where}")
     media_ids = items.column("media_id")
     duplicates = len(items) - identity.count_distinct(media_ids)
-    elsewhere = np.asarray(pc.is_in(media_ids, value_set=held_out_ids)) & ~samples.held_out_mask(dataset, media_ids)
+    elsewhere = np.asarray(pc.is_in(samples.content_ids(items.table), value_set=held_out_ids))
+    elsewhere &= ~samples.held_out_mask(dataset, items.table)
     items.drop(elsewhere, "held-out", "is held out for evaluation by another dataset")
     # Captions are of items or, where a model described each clip, of these: `owner` is the item of each.
     given, owner = items.column("captions"), np.arange(len(items))
@@ -168,7 +169,7 @@ def _plan_dataset(
     if made is not None:
         has_caption = drop_clips_without_caption(items, clips, captions)
         clips, captions = clips.keep(has_caption), captions.of_items(has_caption)
-    held_out = samples.held_out_mask(dataset, items.column("media_id"))
+    held_out = samples.held_out_mask(dataset, items.table)
     if condition is not None and condition.kind == "references":
         references = plan_references(condition, items)
     hashes = None if references is None else list_ids(references.ids)

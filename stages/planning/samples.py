@@ -15,7 +15,7 @@ from schemas.family import Condition, Family, Task
 from schemas.geometry import Bucket, Crop
 from schemas.identity import derive_seeds
 from schemas.randomness import mix_bits, to_unit_interval
-from schemas.tables import SAMPLES_SCHEMA
+from schemas.tables import GROUP, SAMPLES_SCHEMA
 from stages.planning.candidates import CandidateItems, message_column
 from stages.planning.crop_selection import SelectedCrops, geometry_columns
 
@@ -189,11 +189,19 @@ def _segments(items: CandidateItems, scenes: bool) -> tuple[np.ndarray, np.ndarr
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def held_out_mask(dataset: Dataset, media_ids: pa.Array) -> np.ndarray:
-    """(n,) whether an item is held out. Its content decides, so that its role stays when data is added."""
+def content_ids(table: pa.Table) -> pa.Array:
+    """(n,) what decides on which side an item of a media table is: its media id or, with features, that of the best of
+    its near-duplicates."""
+    ids = table.column("media_id").combine_chunks()
+    return pc.coalesce(table.column(GROUP).combine_chunks(), ids) if GROUP in table.column_names else ids
+
+
+def held_out_mask(dataset: Dataset, table: pa.Table) -> np.ndarray:
+    """(n,) whether an item of a media table is held out. Its content decides, so that its role stays when data is
+    added."""
     if dataset.eval or not dataset.eval_fraction:
-        return np.full(len(media_ids), dataset.eval)
-    return to_unit_interval(identity.derive_seeds(media_ids, "eval")) < dataset.eval_fraction
+        return np.full(len(table), dataset.eval)
+    return to_unit_interval(identity.derive_seeds(content_ids(table), "eval")) < dataset.eval_fraction
 
 
 def plan_samples(

@@ -28,6 +28,7 @@ TABLE = pa.table(
         ("licence in ('cc0', 'cc-by')", "abc"),
         ("licence not in ['cc-by']", "ac"),
         ("licence is None", "d"),
+        ("licence is null", "d"),
         ("score is not None and width < 40", "ab"),
         ("score > 5 or width == 30", "bcd"),
         ("not (width > 15)", "a"),

@@ -136,6 +136,7 @@ def test_what_it_is_asked_without_its_section_or_with_another_model_is_named(hom
     assert "features: {}" in caught.value.next_step
 
 
+@pytest.mark.long
 def test_damage_is_found_and_repaired(home: Project) -> None:
     home.run(features.run)
     before = home.shards("features")

@@ -130,6 +130,8 @@ def planned(project, tiny, spoil) -> Callable[[str], Stage]:
         case = CASES[name]
         section = {encode_vision: "vision", features: "features"}.get(case.program)
         seen = {section: {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}} if section else {}
+        if section == "features":
+            seen[section]["duplicates"] = False  # a job of its own
         home = describing(project, tiny, case.kind) if case.program is caption else project(case.kind, **seen)
         home.settings["cache"] = {"unit_mib": 0.004}
         home.settings["stages"] |= {"encode-vision": {"threads": 1}, "features": {"threads": 1}}

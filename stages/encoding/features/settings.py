@@ -25,7 +25,7 @@ def require_features(config: Config) -> Features:
     if config.features is None:
         raise UsageError(
             "features has nothing to do: the section `features` is not in the configuration",
-            "add `features: {}`, which measures every item, or more of docs/captions-and-cleaning.md",
+            "add `features: {}`, which looks for near-duplicates, or more of docs/captions-and-cleaning.md",
         )
     return config.features
 

@@ -1,0 +1,143 @@
+"""Whether two pictures are copies of each other: cropped, scaled, stretched, recompressed, with other exposure, bars or
+small additions, or mirrored.
+
+Local features (SIFT) of one are found again in the other, at places that one affine transform explains (RANSAC); and
+laid over each other by that transform the pictures agree, so that a logo or a caption that both have is not enough.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.cli.starting import install_command
+from schemas.errors import LatentpressError
+from stages.encoding.member_reader import ReadRequest, read_member
+
+KEYPOINTS = 500  # of a picture
+CHECK_EDGE = 128  # pixels: pictures are laid over each other in about the area of a square of that edge
+_CONTRAST = 0.02  # of a keypoint, half of OpenCV's own: soft pictures have few
+_RATIO = 0.8  # of the distances of the nearest and the second nearest keypoint (Lowe)
+_INLIERS = 10  # matches that the transform explains
+_PLACE = 4.0  # pixels by which it may miss one
+_STRETCH = 2.0  # of one axis against the other
+_OVERLAP = 0.6  # of the smaller picture's area that both show
+_AGREEMENT = 0.8  # correlation of luminance where both show the same
+_DETAIL, _LEAST_DETAIL = 0.9, 1.5  # correlation without a transform of fine detail, which has this deviation of 255
+
+
+@dataclass(frozen=True)
+class LocalFeatures:
+    """Of one picture. points: (n, 2) x and y in pixels. descriptors: (n, 128). gray: uint8, CHECK_EDGE in size. scale:
+    its pixels for one of the points' pixels. mirrored: the same of the picture left and right exchanged."""
+
+    points: NDArray[np.float32]
+    descriptors: NDArray[np.uint8]
+    gray: NDArray[np.uint8]
+    scale: tuple[float, float]
+    mirrored: "LocalFeatures | None" = None
+
+
+def make_reader() -> Callable[[ReadRequest], LocalFeatures]:
+    """For decoding processes: reads an item, of a clip the frame in the middle."""
+
+    def read(request: ReadRequest) -> LocalFeatures:
+        frames = read_member(request).frames
+        assert frames is not None
+        return find_local_features(frames[len(frames) // 2])
+
+    return read
+
+
+def require_opencv() -> None:
+    """LatentpressError where OpenCV is not installed."""
+    try:
+        import cv2  # noqa: F401
+    except ImportError as error:
+        raise LatentpressError(
+            f"near-duplicates can't be confirmed without OpenCV ({error})",
+            f"{install_command('features')}; or set features.duplicates: false",
+        ) from error
+
+
+def find_local_features(frame_HWC: np.ndarray) -> LocalFeatures:
+    """Of a uint8 picture and of it mirrored."""
+    plain, mirrored = (_local_features(np.ascontiguousarray(frame)) for frame in (frame_HWC, frame_HWC[:, ::-1]))
+    return LocalFeatures(plain.points, plain.descriptors, plain.gray, plain.scale, mirrored)
+
+
+def _local_features(frame_HWC: np.ndarray) -> LocalFeatures:
+    import cv2
+
+    cv2.setNumThreads(1)
+    gray = cv2.cvtColor(frame_HWC, cv2.COLOR_RGB2GRAY)
+    keypoints, descriptors = cv2.SIFT.create(nfeatures=KEYPOINTS, contrastThreshold=_CONTRAST).detectAndCompute(
+        gray, None
+    )
+    points = np.array([keypoint.pt for keypoint in keypoints], np.float32).reshape(-1, 2)
+    found = np.zeros((0, 128), np.uint8) if descriptors is None else descriptors.astype(np.uint8)
+    factor = CHECK_EDGE / np.sqrt(gray.size)
+    size = tuple(max(1, round(side * factor)) for side in gray.shape[::-1])
+    small = np.asarray(cv2.resize(gray, size, interpolation=cv2.INTER_AREA), np.uint8)
+    return LocalFeatures(points, found, small, (size[0] / gray.shape[1], size[1] / gray.shape[0]))
+
+
+def are_copies(one: LocalFeatures, other: LocalFeatures) -> bool:
+    """Whether one picture is a copy of the other or of a part of it, or mirrored such."""
+    assert other.mirrored is not None
+    return any(_agree_unmoved(one, shown) or _agree_moved(one, shown) for shown in (other, other.mirrored))
+
+
+def _agree_unmoved(one: LocalFeatures, other: LocalFeatures) -> bool:
+    """Whether the whole pictures agree in fine detail, for those with too few keypoints."""
+    import cv2
+
+    resized = cv2.resize(one.gray, other.gray.shape[::-1], interpolation=cv2.INTER_AREA)
+    details = [
+        gray - cv2.GaussianBlur(gray, (0, 0), 4) for gray in (resized.astype(np.float32), other.gray.astype(np.float32))
+    ]
+    return min(detail.std() for detail in details) >= _LEAST_DETAIL and _correlation(*details) >= _DETAIL
+
+
+def _agree_moved(one: LocalFeatures, other: LocalFeatures) -> bool:
+    import cv2
+
+    if min(len(one.points), len(other.points)) < _INLIERS:
+        return False
+    pairs = cv2.BFMatcher(cv2.NORM_L2).knnMatch(
+        one.descriptors.astype(np.float32), other.descriptors.astype(np.float32), k=2
+    )
+    matches = [pair[0] for pair in pairs if len(pair) == 2 and pair[0].distance < _RATIO * pair[1].distance]
+    if len(matches) < _INLIERS:
+        return False
+    begin = np.array([one.points[match.queryIdx] for match in matches])
+    end = np.array([other.points[match.trainIdx] for match in matches])
+    transform, inliers = cv2.estimateAffine2D(begin, end, method=cv2.RANSAC, ransacReprojThreshold=_PLACE)
+    if transform is None or inliers.sum() < _INLIERS or len(np.unique(end[inliers.ravel() > 0], axis=0)) < _INLIERS:
+        return False
+    stretch = np.linalg.svd(transform[:, :2], compute_uv=False)
+    if np.linalg.det(transform[:, :2]) <= 0 or stretch[0] > _STRETCH * stretch[1]:
+        return False
+    return _agree_under(one, other, transform)
+
+
+def _agree_under(one: LocalFeatures, other: LocalFeatures, transform: np.ndarray) -> bool:
+    """Whether `one` moved by the transform of points shows what `other` shows."""
+    import cv2
+
+    to, of = np.diag(other.scale), np.diag(1 / np.array(one.scale))
+    moved = np.concatenate([to @ transform[:, :2] @ of, to @ transform[:, 2:]], axis=1)
+    size = other.gray.shape[::-1]
+    laid = cv2.warpAffine(one.gray, moved, size, flags=cv2.INTER_AREA)
+    covered = cv2.warpAffine(np.full_like(one.gray, 255), moved, size) == 255
+    smaller = min(other.gray.size, abs(np.linalg.det(moved[:, :2])) * one.gray.size)
+    if covered.sum() < _OVERLAP * smaller or covered.sum() < CHECK_EDGE:
+        return False
+    blurred = [cv2.GaussianBlur(gray, (0, 0), 1.5)[covered].astype(np.float32) for gray in (laid, other.gray)]
+    return _correlation(*blurred) >= _AGREEMENT
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    one, other = one - one.mean(), other - other.mean()
+    return float((one * other).sum() / max(1e-6, np.sqrt((one**2).sum() * (other**2).sum())))

@@ -1,0 +1,65 @@
+"""Which pairs are worth a closer look."""
+
+import numpy as np
+import pytest
+
+from schemas.errors import LatentpressError
+from stages.encoding.features import candidates
+from stages.encoding.features.candidates import find_candidates
+from stages.encoding.features.layouts import mirror_layouts
+
+PARTS, NUMBERS = 3, 63
+
+
+def unit(values: np.ndarray) -> np.ndarray:
+    return values / np.linalg.norm(values, axis=-1, keepdims=True)
+
+
+@pytest.fixture
+def layouts() -> np.ndarray:
+    """Of 40 items; 1 is a copy of 0, 3 a mirrored copy of 2, 5 a part of 4."""
+    made = unit(np.random.default_rng(0).normal(size=(40, PARTS, NUMBERS)))
+    made[1, 0] = unit(made[0, 0] + 0.05 * made[9, 0])
+    made[3, 0] = mirror_layouts(made[2, 0])
+    made[5, 0] = made[4, 2]
+    return made.astype(np.float16)
+
+
+def test_copies_mirrored_ones_and_parts_are_candidates_and_others_are_not(layouts: np.ndarray) -> None:
+    assert find_candidates(None, layouts).tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_models_vectors_add_those_that_are_alike_beyond_what_all_have_in_common(layouts: np.ndarray) -> None:
+    common = np.zeros(32)
+    common[0] = 5
+    vectors = np.random.default_rng(1).normal(size=(40, 32)) + common
+    vectors[20] = vectors[30] + 0.1
+    pairs = find_candidates(unit(vectors).astype(np.float32), layouts).tolist()
+    assert pairs == [[0, 1], [2, 3], [4, 5], [20, 30]]
+
+
+def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_together() -> None:
+    same = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
+    noise = 0.01 * np.random.default_rng(3).normal(size=same.shape)
+    pairs = find_candidates(None, unit(same + noise).astype(np.float16))
+    assert 60 <= len(pairs) <= 60 * candidates.NEIGHBORS
+    linked, before = {0}, 0
+    while len(linked) > before:
+        before = len(linked)
+        linked |= {int(number) for pair in pairs if linked & {*pair.tolist()} for number in pair}
+    assert len(linked) == 60
+
+
+def test_many_are_found_by_an_index(layouts: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("faiss")
+    exact = find_candidates(None, layouts).tolist()
+    monkeypatch.setattr(candidates, "EXACT_ITEMS", 10)
+    assert find_candidates(None, layouts).tolist() == exact
+
+
+def test_without_faiss_many_items_name_the_extra(layouts: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "EXACT_ITEMS", 10)
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(LatentpressError, match="40 items need faiss") as caught:
+        find_candidates(None, layouts)
+    assert "features" in caught.value.next_step

@@ -1,0 +1,205 @@
+"""Near-duplicates of real photographs, from what `features` finds to what `bucket` leaves out and holds out."""
+
+import io
+import shutil
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from PIL import Image, ImageFilter
+
+from cache.sets import plans
+from cache.sets.item_table import read_item_table
+from cache.store.damage import DamageError
+from cache.store.store import Store
+from schemas.errors import LatentpressError
+from schemas.identity import derive_seeds
+from schemas.randomness import to_unit_interval
+from schemas.recipe import plan_key
+from stages import bucket, discover, features, gc, verify
+from stages.discovery.media_table import read_configured_media
+from stages.encoding.feature_columns import NoFeatures, find_item_table
+from tests.project import Project
+from tests.stages.encoding.features.photographs import photograph
+
+pytestmark = pytest.mark.slow
+#: Copies of chelsea.png, and of others; chelsea.png is the largest.
+COPIES = ("small.png", "cropped.png", "mirrored.png", "compressed.png")
+
+
+@pytest.fixture
+def home(project: Any, tiny: Any) -> Project:
+    """Four photographs, copies of one, and in another dataset a soft copy of another."""
+    made = project("kandinsky5-image-t2i", features={"model": str(tiny("dinov2")), "size": 84})
+    made.settings["stages"] |= {"features": {"threads": 1, "readers": 1}}
+    made.settings["datasets"].append({**made.settings["datasets"][0], "id": "more", "instance_data_dir": "more"})
+    (made.folder / "more").mkdir()
+    made.media.mkdir(parents=True, exist_ok=True)
+
+    def put(name: str, image: Image.Image) -> None:
+        image.save(made.media / name)
+        (made.media / name).with_suffix(".txt").write_text(name)
+
+    for name in ("chelsea.png", "coffee.png", "astronaut.png", "rocket.png"):
+        put(name, photograph(name if name != "rocket.png" else "rocket.jpg").reduce(2))
+    cat = photograph("chelsea.png").reduce(2)
+    put("small.png", cat.resize((160, 106)))
+    put("cropped.png", cat.crop((30, 10, 200, 140)))
+    put("mirrored.png", cat.crop((10, 0, cat.width, cat.height)).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    with io.BytesIO() as file:
+        cat.save(file, "JPEG", quality=40)
+        put("compressed.png", Image.open(file))
+    soft = photograph("coffee.png").reduce(2).filter(ImageFilter.GaussianBlur(1))
+    soft.save(made.folder / "more" / "soft.png")
+    (made.folder / "more" / "soft.txt").write_text("soft")
+    made.run(discover.run)
+    return made
+
+
+def items(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
+    """path -> row of the table, with the path of the best in place of its media id."""
+    store, config = Store(home.root), home.config(*overrides)
+    media = {dataset.id: read_configured_media(store, dataset) for dataset in config.datasets}
+    table = read_item_table(store, find_item_table(config, media))
+    assert table is not None
+    joined = pa.concat_tables([one.select(["path", "media_id"]) for one in media.values()]).to_pylist()
+    paths = {row["media_id"]: row["path"] for row in joined}
+    return {
+        paths[row["media_id"]]: {**row, "duplicate_of": paths.get(row["duplicate_of"])} for row in table.to_pylist()
+    }
+
+
+def table_bytes(home: Project) -> bytes:
+    [path] = (home.root / "items").glob("*.arrow")
+    return path.read_bytes()
+
+
+def planned(home: Project) -> dict[str, str]:
+    """path -> role, of the newest plan of samples."""
+    store = Store(home.root)
+    every = [plans.load_plan(store, name) for name in plans.list_plans(store)]
+    plan = [plan for plan in every if "items" not in plan.info][-1]
+    return dict(zip(plan.active["path"].to_pylist(), plan.active["role"].to_pylist(), strict=True))
+
+
+def test_copies_are_found_and_the_best_of_each_group_stays(home: Project) -> None:
+    report = home.run(features.run)
+    assert report.details["near_duplicates"] == "5, beside the best of each of 2 groups"
+    of = {path: row["duplicate_of"] for path, row in items(home).items()}
+    assert of == {
+        **dict.fromkeys(("chelsea.png", "coffee.png", "astronaut.png", "rocket.png")),
+        **dict.fromkeys(COPIES, "chelsea.png"),
+        "soft.png": "coffee.png",
+    }
+    before = table_bytes(home)
+    again = home.run(features.run)
+    assert (again.done, again.details["near_duplicates"]) == (0, report.details["near_duplicates"])
+    assert table_bytes(home) == before
+
+
+@pytest.mark.long
+def test_parts_make_the_same_table_and_the_last_of_them_makes_it(home: Project) -> None:
+    other = Project(home.folder.with_name("other"), home.settings)
+    shutil.copytree(home.folder, other.folder, symlinks=True)
+    home.run(features.run, "cache.unit_mib=1")
+    first = other.run(features.run, "cache.unit_mib=1", shard="0/2")
+    assert "once" in first.details["items"] and not (other.root / "items").exists()
+    other.run(features.run, "cache.unit_mib=1", shard="1/2")
+    assert table_bytes(other) == table_bytes(home)
+
+
+def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: Project) -> None:
+    report = home.run(bucket.run)
+    assert report.details["near_duplicates"] == "not known; run `latentpress features`"
+    everything = planned(home)
+    home.run(features.run)
+    report = home.run(bucket.run)
+    assert {row["dataset"]: row["items"] for row in report.details["near_duplicates"]} == {"photos": 4, "more": 1}
+    assert 'where: "duplicate_of is null"' in report.details["near_duplicates"][0]["step"]
+    assert planned(home) == everything and len(everything) == 9
+    for dataset in home.settings["datasets"]:
+        dataset["where"] = "duplicate_of is null and sharpness > 20"
+    report = home.run(bucket.run)
+    assert set(planned(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png"}
+    assert all("left out" in row["step"] for row in report.details["near_duplicates"])
+    (home.media / "new.png").write_bytes((home.folder / "more" / "soft.png").read_bytes())
+    photograph("camera.png").reduce(2).save(home.media / "camera.png")
+    for name in ("new.txt", "camera.txt"):
+        (home.media / name).write_text(name)
+    home.run(discover.run)
+    with pytest.raises(NoFeatures, match="not measured and compared yet") as caught:
+        home.run(bucket.run)
+    assert "latentpress features" in caught.value.next_step
+    assert home.run(features.run).done == 1
+    home.run(bucket.run)
+    assert set(planned(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png", "camera.png"}
+
+
+def test_a_group_is_on_one_side_of_what_is_held_out_and_without_features_nothing_moves(home: Project) -> None:
+    home.run(features.run)
+    draws = {
+        path: to_unit_interval(derive_seeds(pa.array([row["media_id"]]), "eval"))[0]
+        for path, row in items(home).items()
+    }
+    fraction = float(max(draws["chelsea.png"], draws["coffee.png"]) + 1e-6)
+    assert max(draws[name] for name in COPIES) > fraction < draws["rocket.png"], "other pictures would show it"
+    section = home.settings.pop("features")
+    home.settings["datasets"][0]["eval_fraction"] = fraction
+    home.run(bucket.run)
+    without = planned(home)
+    assert {path: role == "eval" for path, role in without.items()} == {
+        path: draw < fraction and path != "soft.png" for path, draw in draws.items()
+    }
+    home.settings["features"] = section
+    home.run(bucket.run)
+    roles = planned(home)
+    assert {roles[name] for name in ("chelsea.png", *COPIES)} == {"eval"}
+    assert all(roles[name] == without[name] for name in ("chelsea.png", "coffee.png", "astronaut.png", "rocket.png"))
+    assert "soft.png" not in roles  # of a dataset that is trained on, and coffee.png is held out
+    home.settings["features"]["frames"] = 2
+    with pytest.raises(NoFeatures):
+        home.run(bucket.run)
+
+
+def test_a_plan_depends_on_features_only_where_a_filter_or_a_share_says_so(home: Project) -> None:
+    def key(*overrides: str) -> str:
+        return plan_key(home.config(*overrides), 16)
+
+    plain = key()
+    section = home.settings.pop("features")
+    assert key() == plain
+    home.settings["features"] = section
+    assert key("features.frames=2") == plain
+    where = "datasets.photos.where=sharpness > 1"
+    assert len({plain, key(where), key(where, "features.frames=2"), key(where, "features.duplicates=false")}) == 4
+    assert key("datasets.photos.eval_fraction=0.5") != key("datasets.photos.eval_fraction=0.5", "features.frames=2")
+
+
+def test_a_filter_without_the_section_names_what_to_add(home: Project) -> None:
+    home.settings.pop("features")
+    with pytest.raises(LatentpressError, match="where: duplicate_of is a column that `features` makes") as caught:
+        home.run(bucket.run, "datasets.photos.where=duplicate_of is null")
+    assert "features: {}" in caught.value.next_step
+
+
+@pytest.mark.long
+def test_a_damaged_table_is_named_and_made_again_and_gc_removes_old_ones(home: Project) -> None:
+    home.run(features.run)
+    before = table_bytes(home)
+    [path] = (home.root / "items").glob("*.arrow")
+    data = bytearray(before)
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    for dataset in home.settings["datasets"]:
+        dataset["where"] = "duplicate_of is null"
+    with pytest.raises(DamageError) as caught:
+        home.run(bucket.run)
+    assert "latentpress features" in caught.value.next_step
+    assert "latentpress features" in home.run(verify.run).next_steps
+    home.run(features.run)
+    assert table_bytes(home) == before
+    home.run(features.run, "features.duplicates=false")
+    home.run(bucket.run)
+    assert len([*(home.root / "items").iterdir()]) == 2
+    home.run(gc.run, yes=True, keep_days=0)
+    assert [*(home.root / "items").iterdir()] == [path]
