@@ -29,7 +29,7 @@ T2I, SIZES = (
 )
 CASES = [
     # How weights are loaded depends on the adapter alone, what the pipeline is given on the task alone.
-    *((T2I, adapter) if adapter in (LORA, LOKR) else long(T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
+    *((T2I, adapter) if adapter == LORA else long(T2I, adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(("sana", adapter) if adapter == FULL else long("sana", adapter) for adapter in (LORA, DORA, LOKR, FULL)),
     *(
         long(kind, adapter)

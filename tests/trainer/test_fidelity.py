@@ -100,7 +100,7 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *map(long, LATER)])
+@pytest.mark.parametrize("kind", ["t2i", "i2v", "sana", *map(long, [*KINDS[3:], *LATER])])
 def test_the_eval_loss_is_the_definition_at_its_sigmas(ready, kind) -> None:
     """Before the first step, where a LoRA changes nothing; each sample's noise depends on its identity alone."""
     look = {"eval_samples": 2, "eval_sigmas": [0.25, 0.75], "seed": 3}

@@ -82,7 +82,7 @@ def test_a_run_leaves_what_it_promises(ready, kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2i", long("i2v"), "sana"])
+@pytest.mark.parametrize("kind", ["t2i", long("i2v"), long("sana")])
 def test_accumulation_equals_one_large_batch(ready, kind) -> None:
     """The same loss within 1e-5 and the same gradient norm within 1e-4, however the global batch is cut."""
     runs = []

@@ -13,6 +13,7 @@ import torch
 from cache.order.schedule import BatchSchedule
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
+from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.runs import opened, prepared
 from trainer.data import BatchLoader
@@ -114,7 +115,7 @@ def test_blocks_are_called_in_their_order_with_the_tokens_of_the_grid(ready, kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [{"rank": 2}, {"type": "full"}], ids=["lora", "full"])
+@pytest.mark.parametrize("adapter", [{"rank": 2}, long({"type": "full"})], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_trained_weight_gets_a_gradient(ready, kind, adapter) -> None:
     """DistributedDataParallel waits for each. In full rank all are trained but those that the family names."""

@@ -212,6 +212,7 @@ def make_trained(task, config):
     return pipe
 
 
+@pytest.mark.long
 def test_an_interrupted_run_of_an_expert_goes_on_with_the_same_numbers(make_config, make_set, made, tmp_path, capsys):
     """And `both` then goes on with the other one; what is finished is not done again."""
     whole, parted = (

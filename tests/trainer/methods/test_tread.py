@@ -130,8 +130,8 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         long("nabla", False, 1),
         ("z-image", True, 1),
         ("qwen-image", True, 2),
-        long("wan", True, 1),
-        ("wan-i2v", False, 2),
+        ("wan", True, 1),
+        long("wan-i2v", False, 2),
         long("wan-a14b-i2v", True, 1),
     ],
 )

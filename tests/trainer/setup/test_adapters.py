@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from schemas.config.adapter import Adapter
-from tests.forms import in_turn, long
+from tests.forms import first, in_turn, long
 from tests.project import SETTINGS
 from tests.trainer.pipelines import (
     KINDS,
@@ -48,7 +48,7 @@ LINEAR_TARGETS = (
 )
 
 
-@pytest.mark.parametrize(("kind", "variant"), in_turn(KINDS, VARIANTS))
+@pytest.mark.parametrize(("kind", "variant"), first(6, in_turn(KINDS, VARIANTS)))
 def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny, tmp_path, kind, variant):
     options = VARIANTS[variant]
     if options.get("init_weights", "default") not in ("default", "gaussian"):

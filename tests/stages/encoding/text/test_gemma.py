@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, Gemma2Model
 from schemas.catalog import FAMILIES
 from stages.encoding.text.base import TextRequest
 from stages.encoding.text.gemma import Encoder
+from tests.forms import long
 
 TEMPLATE = FAMILIES["sana"].templates["t2i"]
 INSTRUCTION = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
@@ -111,7 +112,7 @@ def test_captions_that_merge_with_the_instruction(edited):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("negative", [False, long(True)])
 def test_bfloat16_is_as_near_as_the_pipelines(edited, near, negative):
     """A batch, with a caption that merges with the instruction, against the pipeline's own float32 and bfloat16."""
     folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")

@@ -16,6 +16,7 @@ from schemas.config.loading import ConfigError
 from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
 from stages.encoding.model_loading import to_array
 from stages.encoding.text.storage import LARGEST, quantize_tokens
+from tests.forms import long
 from tests.trainer.runs import lines, opened, train
 from trainer.batch import make_batch, stack
 from trainer.reading import to_tensor
@@ -87,7 +88,7 @@ def make_nan(tensors: dict) -> None:
 @pytest.mark.parametrize(
     ("kind", "storage", "format", "more"),
     [
-        ("kandinsky5-image-t2i", "float8", "webdataset", ("text.max_length=24",)),
+        long("kandinsky5-image-t2i", "float8", "webdataset", ("text.max_length=24",)),
         ("flux2-klein", "int8", "arrow", ("text.positions=real",)),
     ],
 )
