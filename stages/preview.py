@@ -29,6 +29,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.discovery import media_locations
+from stages.encoding.feature_columns import read_media
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import UsageError
 from stages.media.files import MediaError
@@ -40,6 +41,7 @@ from stages.planning import summary
 
 TableRow = dict[str, Any]
 MAX_CAPTIONS = 3  # shown of an item
+SHOWN_MEASURES = ("sharpness", "luminance", "contrast", "motion")
 MAX_EXAMPLES = 3  # shown of a rule
 
 
@@ -163,6 +165,7 @@ def render_plan_page(
 ) -> Iterator[bytes]:
     """The page in pieces; items are read as they are rendered. Items that can't be shown are added to `report`."""
     config, rows = table.config, {row["bucket"]: row for row in table.bucket_rows()}
+    measured = _describe_items(table)
     model, workers = config.model, options.resources(config, "preview").workers
     all_rows = [row for indices in chosen.values() for row in indices]
 
@@ -174,7 +177,8 @@ def render_plan_page(
             else:
                 row = rejects.make_reject("preview", item.name, item.path, result.reason, str(result))
                 report.set_aside.append(row)
-            yield plan_card(item, [table.plan.texts[name]["text"] for name in item.active_row["texts"]], result)
+            card = plan_card(item, [table.plan.texts[name]["text"] for name in item.active_row["texts"]], result)
+            yield replace(card, facts=(*card.facts, *measured.get(item.sample["media_id"], ())))
 
     def sections(results: Iterator[tuple[PageItem, PreviewPictures | MediaError]]) -> Iterator[Section]:
         for bucket, indices in chosen.items():
@@ -206,6 +210,24 @@ def render_plan_page(
             buckets=link_buckets(rows.values()),
             sections=sections(results),
         )
+
+
+def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
+    """Media id -> lines of what `features` says of it; empty where it has not run for the present items."""
+    if table.config.features is None:
+        return {}
+    try:
+        _, items = read_media(table.store, table.config)
+    except LatentpressError:  # the plan may be older than the items
+        return {}
+    paths = dict(zip(*(table.plan.sample_table[name].to_pylist() for name in ("media_id", "path")), strict=True))
+    described = {}
+    for row in items.to_pylist() if items is not None else ():
+        best = row["duplicate_of"]
+        numbers = (f"{name} {row[name]:.3g}" for name in SHOWN_MEASURES if row[name] is not None)
+        copy = (f"near-duplicate of {paths.get(best, best)}",) if best else ()
+        described[row["media_id"]] = (", ".join(numbers), *copy)
+    return described
 
 
 def plan_card(item: PageItem, captions: Sequence[str], result: PreviewPictures | MediaError) -> Card:

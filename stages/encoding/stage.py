@@ -82,6 +82,7 @@ class EncodingStage:
     #: The size of a unit's shard, in bytes.
     estimate_bytes: Callable[[Config, Unit], int] = lambda config, unit: unit.estimated_bytes
     item_request: Callable[[Config], ItemRequest] | None = None
+    reads_checkpoint: bool = True  # that of the configured model
 
     @property
     def member_kind(self) -> str:
@@ -165,7 +166,7 @@ class EncodingStage:
         load_engine(config.stages.engine)  # or an error, before anything is read
         stop_handler, store = StopHandler(max_time), Store(config.root)
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
-        if not options.dry_run:
+        if not options.dry_run and self.reads_checkpoint:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
         overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}

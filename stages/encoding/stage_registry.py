@@ -91,6 +91,7 @@ FEATURES = EncodingStage(
     partial(load_worker, "features", "FeaturesWorker"),
     estimate_bytes=estimate_features_bytes,
     item_request=features_request,
+    reads_checkpoint=False,
 )
 CAPTION = EncodingStage(
     "caption",

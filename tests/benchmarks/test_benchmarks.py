@@ -19,6 +19,7 @@ SMALL = {
     "data_read": ["--tiny", "--repeat", "1", "--threads", "2"],
     "engines": ["--images", "3", "--side", "64", "--workers", "1", "--unit-mib", "0.001"],
     "faces": ["--frames", "2"],
+    "features": ["copies", "--photographs", "2"],
     "index": ["--items", "300"],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],

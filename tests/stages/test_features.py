@@ -111,8 +111,9 @@ def test_a_second_run_has_nothing_to_do_and_a_partition_makes_the_same(home: Pro
     assert (row["done"], row["remaining"]) == (5, 0)
 
 
-def test_without_a_model_there_are_measures_alone(home: Project) -> None:
+def test_without_a_model_there_are_measures_alone_and_no_checkpoint_is_looked_for(home: Project) -> None:
     home.settings["features"]["model"] = None
+    home.settings["model"]["path"] = None  # a repository, which can't be reached
     home.run(features.run)
     assert all(row.tensors.keys() == {"layouts"} and row.info["measures"] for row in rows(home).values())
 

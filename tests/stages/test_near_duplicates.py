@@ -16,7 +16,7 @@ from schemas.errors import LatentpressError
 from schemas.identity import derive_seeds
 from schemas.randomness import to_unit_interval
 from schemas.recipe import plan_key
-from stages import bucket, discover, features, gc, verify
+from stages import bucket, discover, features, gc, preview, verify
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.feature_columns import NoFeatures, find_item_table
 from tests.project import Project
@@ -117,6 +117,10 @@ def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: P
     assert {row["dataset"]: row["items"] for row in report.details["near_duplicates"]} == {"photos": 4, "more": 1}
     assert 'where: "duplicate_of is null"' in report.details["near_duplicates"][0]["step"]
     assert planned(home) == everything and len(everything) == 9
+    page = home.folder / "plan.html"
+    home.run(preview.run, plan=True, out=page)
+    text = page.read_text()
+    assert "near-duplicate of chelsea.png" in text and "sharpness" in text and "near-duplicate of small" not in text
     for dataset in home.settings["datasets"]:
         dataset["where"] = "duplicate_of is null and sharpness > 20"
     report = home.run(bucket.run)
