@@ -145,6 +145,7 @@ CASES = {
     "media,faces": Case(ALL, "discover, bucket", FACES),
     "media,scenes": Case(ALL, "discover, bucket", SCENES),
     "encode": Case(ENCODED, "encode-text, encode-latents, preview"),
+    "encode,features": Case("work/plans work/items work/features", "features, bucket", {"features": {"model": None}}),
     "encode,quant": Case(ENCODED, "encode-text --set text.quantization=int8-quanto"),
     "train": Case(TRAINED, "train, export-adapter"),
     "train,quant": Case(TRAINED, "train --set train.base_precision=int8-torchao"),
