@@ -24,6 +24,7 @@ from stages.encoding.stage import refuse_partition
 
 if TYPE_CHECKING:
     from stages.pages.ui.app import Site
+    from stages.pages.ui.guard import Token
     from stages.pages.ui.projects.open_projects import Projects
     from stages.pages.ui.projects.places import Places
 
@@ -71,21 +72,17 @@ def run(
 ) -> Report:
     refuse_partition(options, "ui")
     # uvicorn and starlette are of the extra `ui`.
-    from stages.pages.ui.guard import LOOPBACK_NAMES, MIN_TOKEN, TOKEN_VARIABLE, Token
     from stages.pages.ui.projects.proposals import Proposals
     from stages.pages.ui.queue_page import go_on
     from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
 
     report = Report(program="ui", dry_run=options.dry_run, what="pages")
-    given = os.environ.get(TOKEN_VARIABLE, "")
-    if given and len(given) < MIN_TOKEN:
-        raise WeakToken(f"{TOKEN_VARIABLE} has {len(given)} characters, too few", f"give it at least {MIN_TOKEN}")
-    needs_token = bool(given) or host not in LOOPBACK_NAMES
+    token, made = _choose_token(host)
     shown = open_projects(configs or (), projects, options)
     places = places_of(shown, browse or ())
     report.details = {
         "address": f"http://{_bracketed(host)}:{port}/",
-        "token": "needed" if needs_token else "not needed",
+        "token": "needed" if token else "not needed",
         "projects": [
             {"name": one.name, "configuration": str(one.path), "root": one.site.root, "output": str(one.site.output)}
             for one in shown.opened()
@@ -97,28 +94,41 @@ def run(
     if options.dry_run:
         report.remaining = 1
         return report
-    text = (given or secrets.token_urlsafe(32)) if needs_token else ""
-    token = Token(text) if needs_token else None
     with open_socket(host, port) as listener, closing(Proposals()) as proposals:
         port = listener.getsockname()[1]
         address = f"http://{_bracketed(host)}:{port}/"
         app = guarded_app(shown, places, proposals, host, port, token, allow_host or ())
-        if token is None:
-            console.log(f"open {address}   (Ctrl-C ends the page; programs that it started go on)")
-        else:
-            console.log(
-                f"open {address}login?code={token.code}   (works once; Ctrl-C ends the page, not what it started)"
-            )
-            console.log(f"other browsers: {address}login" + ("" if given else f" with the token {text}"))
+        _log_address(console, address, token, made)
         for project in shown.opened():
             if go_on(project.site):
                 console.log(f"the queue of {project.site.output}, which was interrupted, goes on")
         report.details["address"] = address
-        report.details["stopped"] = (
-            f"by {answer_until_stopped(make_server(app), listener)}; programs that it started go on"
-        )
+        stopped = answer_until_stopped(make_server(app), listener)
+        report.details["stopped"] = f"by {stopped}; programs that it started go on"
     report.done = 1
     return report
+
+
+def _choose_token(host: str) -> tuple["Token | None", str]:
+    """The token that the page asks for, if any, and its text where it was made here. Raises WeakToken."""
+    from stages.pages.ui.guard import LOOPBACK_NAMES, MIN_TOKEN, TOKEN_VARIABLE, Token
+
+    given = os.environ.get(TOKEN_VARIABLE, "")
+    if given and len(given) < MIN_TOKEN:
+        raise WeakToken(f"{TOKEN_VARIABLE} has {len(given)} characters, too few", f"give it at least {MIN_TOKEN}")
+    if not given and host in LOOPBACK_NAMES:
+        return None, ""
+    made = "" if given else secrets.token_urlsafe(32)
+    return Token(given or made), made
+
+
+def _log_address(console: Console, address: str, token: "Token | None", made: str) -> None:
+    """Say what a browser opens. made: the token, where it was made here."""
+    if token is None:
+        console.log(f"open {address}   (Ctrl-C ends the page; programs that it started go on)")
+        return
+    console.log(f"open {address}login?code={token.code}   (works once; Ctrl-C ends the page, not what it started)")
+    console.log(f"other browsers: {address}login" + (f" with the token {made}" if made else ""))
 
 
 def open_projects(configs: Sequence[Path], folder: Path | None, options: Options) -> "Projects":

@@ -283,8 +283,7 @@ class EncodingStage:
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
         self._write_provenance(store, job)
         written, stolen, smaller_batches, remarks, rounding = 0, 0, 0, Counter[str](), RoundingError()
-        names = {unit.unit_id for unit in own_units}
-        what = MEMBER_NAMES[self.member_kind]
+        names, rejected_at = {unit.unit_id for unit in own_units}, reject_folder(self.name, job.fingerprint)
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
 
@@ -302,7 +301,7 @@ class EncodingStage:
         with (
             stop_handler.stop_on_signals(),
             JobReporter(job.config.root, job.fingerprint, about, stopped_by) as reporter,
-            console.progress(about.members, self.name, what) as progress,
+            console.progress(about.members, self.name, MEMBER_NAMES[self.member_kind]) as progress,
         ):
 
             def advance(members: int) -> None:
@@ -324,8 +323,7 @@ class EncodingStage:
                         report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
                         report.remaining += len(members[result.unit_id])
                         continue
-                    folder = reject_folder(self.name, job.fingerprint)
-                    rejects.write_rejects(store, folder, result.unit_id, list(result.set_aside))
+                    rejects.write_rejects(store, rejected_at, result.unit_id, list(result.set_aside))
                     report.truncated += format_truncated(state.plan, result.truncated)
                     remarks.update(result.remarks)
                     rounding += result.rounding

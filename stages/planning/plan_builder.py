@@ -143,19 +143,7 @@ def _plan_dataset(
     elsewhere = np.asarray(pc.is_in(samples.content_ids(items.table), value_set=held_out_ids))
     elsewhere &= ~samples.held_out_mask(dataset, items.table)
     items.drop(elsewhere, "held-out", "is held out for evaluation by another dataset")
-    # Captions are of items or, where a model described each clip, of these: `owner` is the item of each.
-    given, owner = items.column("captions"), np.arange(len(items))
-    if made is not None:
-        given, owner = made.join(config, dataset, items)
-        lacking = np.bincount(owner[list_lengths(given) > 0], minlength=len(items)) == 0
-        lacking &= np.bincount(owner, minlength=len(items)) > 0  # a video without clips is dropped as such, below
-        stay = items.drop(lacking, "no-caption", NO_CAPTION)
-        given, owner = given.filter(pa.array(stay[owner])), renumber(owner, stay)
-    captions = texts.clean_captions(dataset, template, given)
-    captioned = np.bincount(owner[captions.item], minlength=len(items)) > 0
-    advice = "nothing is left of its caption once it was filtered and cleaned as the pipeline does; write another"
-    stay = items.drop(~captioned & (np.bincount(owner, minlength=len(items)) > 0), "empty-caption", advice)
-    captions, owner = captions.of_items(stay[owner]), renumber(owner, stay)
+    captions, owner = _select_captions(config, dataset, items, made)
     kept_rows = items.numbers("row")
     samples.drop_unusable_videos(family, dataset, config.model.task, items)
     condition, references = config.model.condition, None
@@ -176,17 +164,7 @@ def _plan_dataset(
     planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes)
     captioned_by = clips.item if made is None else np.arange(len(clips.item))
     text_rows, text_lists, null_text = _plan_texts(template, items, planned, captioned_by, captions, references)
-    count = planned.num_rows
-    names = ("sample_id", "role", "dataset", "path", "source_path", "mask_path")
-    active = {name: planned.column(name) for name in names}
-    active |= {
-        "bucket": pc.struct_field(planned.column("geometry"), "bucket"),
-        "repeats": pa.repeat(pa.scalar(dataset.repeats, pa.int32()), count),
-        "weight": pa.repeat(dataset.weight, count),
-        "regularisation": pa.repeat(dataset.is_regularisation_data, count),
-        "texts": text_lists,
-        "null_text": pa.nulls(count, pa.string()) if null_text is None else null_text,
-    }
+    active = _active_columns(dataset, planned, text_lists, null_text)
     if references is not None:
         owners = pa.array(clips.item)
         active["bucket"] = pc.binary_join_element_wise(active["bucket"], references.buckets.take(owners), "")
@@ -212,6 +190,41 @@ def _plan_dataset(
         planned = pa.concat_tables([planned, references.samples])
         active_rows = pa.concat_tables([active_rows, references.active])
     return DraftPlan(planned, text_rows, active_rows, rejects, {dataset.id: notes}, null_text=None)
+
+
+def _select_captions(
+    config: Config, dataset: Dataset, items: CandidateItems, made: MadeCaptions | None
+) -> tuple[texts.CleanedCaptions, np.ndarray]:
+    """Cleaned captions of items or, where a model described each clip, of these; and the item of each. Items of which
+    no caption is left are dropped."""
+    given, owner = items.column("captions"), np.arange(len(items))
+    if made is not None:
+        given, owner = made.join(config, dataset, items)
+        lacking = np.bincount(owner[list_lengths(given) > 0], minlength=len(items)) == 0
+        lacking &= np.bincount(owner, minlength=len(items)) > 0  # a video without clips is dropped as such, later
+        stay = items.drop(lacking, "no-caption", NO_CAPTION)
+        given, owner = given.filter(pa.array(stay[owner])), renumber(owner, stay)
+    captions = texts.clean_captions(dataset, config.model.template, given)
+    captioned = np.bincount(owner[captions.item], minlength=len(items)) > 0
+    advice = "nothing is left of its caption once it was filtered and cleaned as the pipeline does; write another"
+    stay = items.drop(~captioned & (np.bincount(owner, minlength=len(items)) > 0), "empty-caption", advice)
+    return captions.of_items(stay[owner]), renumber(owner, stay)
+
+
+def _active_columns(
+    dataset: Dataset, planned: pa.Table, text_lists: pa.Array, null_text: pa.Array | None
+) -> dict[str, pa.Array]:
+    """Columns of schemas.tables.ACTIVE_SCHEMA of planned samples, those of references apart."""
+    count = planned.num_rows
+    names = ("sample_id", "role", "dataset", "path", "source_path", "mask_path")
+    return {name: planned.column(name) for name in names} | {
+        "bucket": pc.struct_field(planned.column("geometry"), "bucket"),
+        "repeats": pa.repeat(pa.scalar(dataset.repeats, pa.int32()), count),
+        "weight": pa.repeat(dataset.weight, count),
+        "regularisation": pa.repeat(dataset.is_regularisation_data, count),
+        "texts": text_lists,
+        "null_text": pa.nulls(count, pa.string()) if null_text is None else null_text,
+    }
 
 
 def _join_resolutions(dataset: str, parts: list[DraftPlan]) -> DraftPlan:
