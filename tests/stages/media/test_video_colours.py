@@ -53,7 +53,7 @@ def gamma(light):
     ("name", "codec"),
     [
         ("a.mp4", ("libx264", DEEP, {"preset": "ultrafast", "qp": "1"})),
-        ("a.mkv", ("libx265", DEEP, {"x265-params": "log-level=none:lossless=1"})),
+        ("a.mkv", ("libx265", DEEP, {"x265-params": "log-level=none:bframes=0:lossless=1"})),
         ("a.mov", ("prores_ks", "yuv422p10le", {"qscale": "1"})),
     ],
 )
