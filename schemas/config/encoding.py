@@ -168,7 +168,7 @@ class DinoModel(Section):
         ge=14,
         le=14 * 148,
         multiple_of=14,
-        description="pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
+        description="of DINOv2, pixels, a multiple of 14; default: 224, for dinov2_vitg14 518",
     )
     batch_size: Count = Field(32, description="frames of one forward pass")
     precision: Precision | None = Field(None, description="default: model.precision")
@@ -201,7 +201,7 @@ class Features(DinoModel):
 
     model: str | None = Field(
         "dinov2_vits14",
-        description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a DINOv2; null: measures alone",
+        description="dinov2_vits14, dinov2_vitg14, or the folder or repo of a vision model; null: measures alone",
     )
     frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
     duplicates: bool = Field(True, description="look for near-duplicates; needs OpenCV, which the extra features has")

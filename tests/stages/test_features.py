@@ -1,5 +1,6 @@
 """features as a user runs it: one row of each item, what the model says of it, the same for every division."""
 
+import json
 import shutil
 from typing import Any
 
@@ -14,7 +15,9 @@ from cache.shards.shard import ShardRow
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from schemas.identity import compute_fingerprint
 from stages import discover, features, status, verify
+from stages.encoding.features.settings import features_fingerprint_inputs
 from stages.encoding.stage_registry import FEATURES
 from stages.encoding.vision.features import patch_grid
 from stages.encoding.vision.worker import IMAGENET_MEAN, IMAGENET_STD
@@ -125,12 +128,37 @@ def test_settings_that_matter_make_other_rows_beside_the_old_ones(home: Project)
     assert len({before, *(FEATURES.fingerprint(home.config(change)) for change in changes)}) == 5
 
 
-def test_what_it_is_asked_without_its_section_or_with_another_model_is_named(home: Project, tiny: Any) -> None:
+def test_the_fingerprint_of_a_dinov2_stays(home: Project) -> None:
+    """Made before other models were taken: shards of that time are still found."""
+    inputs = features_fingerprint_inputs(home.config("features.size=null", "features.frames=8"))
+    assert compute_fingerprint(inputs | {"weights": {"content": "0"}}) == "9d97e453bb6508d5d911bed3"
+
+
+def test_another_vision_model_has_its_own_size_and_what_shows_pictures_to_it_matters(home: Project) -> None:
+    folder = home.folder / "vit"
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+    )
+    transformers.ViTModel(config).save_pretrained(folder)
+    shown = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(shown))
+    home.settings["features"] |= {"model": str(folder)}
+    with pytest.raises(LatentpressError, match="has a size of its own") as caught:
+        home.run(features.run)
+    assert caught.value.next_step == "remove features.size"
+    del home.settings["features"]["size"]
+    assert home.run(features.run).done == 5
+    assert {row.tensors["features"].shape for row in rows(home).values()} == {(32,)}
+    before = FEATURES.fingerprint(home.config())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**shown, "image_mean": [0.1] * 3}))
+    assert FEATURES.fingerprint(home.config()) != before
+
+
+def test_what_it_is_asked_without_its_section_or_without_weights_is_named(home: Project) -> None:
     (home.folder / "clip").mkdir()
     (home.folder / "clip" / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(LatentpressError, match="is a clip") as caught:
-        home.run(features.run, f"features.model={home.folder / 'clip'}")
-    assert "set features.model to dinov2_vits14" in caught.value.next_step
+    with pytest.raises(LatentpressError, match=r"has no \*\.safetensors"):
+        home.run(features.run, f"features.model={home.folder / 'clip'}", "features.size=null")
     home.settings.pop("features")
     with pytest.raises(LatentpressError, match="nothing to do") as caught:
         home.run(features.run)

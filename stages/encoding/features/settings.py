@@ -1,11 +1,13 @@
 """The stage `features` without torch: which model it has, what identifies its shards, and what it reads."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from cache.models.single_model import WEIGHT_FILES, SingleModel
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
@@ -13,10 +15,18 @@ from schemas.config.encoding import Features
 from schemas.config.pipeline import Config
 from schemas.recipe import features_settings
 from stages.encoding.stage_options import UsageError
-from stages.encoding.vision.features import PATCH_SIZE, fingerprint_weights
+from stages.encoding.vision.features import PATCH_SIZE, is_dinov2
 from stages.planning.items import ItemRequest
 
 OPTION = "features.model"
+ADVICE = f"set {OPTION} to dinov2_vits14, or to the folder or repository of a vision model that transformers loads"
+PROCESSOR_FILE = "preprocessor_config.json"
+#: Of models beside DINOv2, in place of the same keys of `schemas.recipe.features_settings`.
+OTHER_MODEL = {
+    "size": None,
+    "pixels": "its-own-processor-by-pillow",
+    "pooling": "pooler-else-class-else-mean;length-one",
+}
 EDGE = 448  # pixels: pictures are measured in about the area of a square of that edge
 ROW_BYTES = 8192  # of one item in a shard, about
 
@@ -30,11 +40,28 @@ def require_features(config: Config) -> Features:
     return config.features
 
 
+def features_model(features: Features, revision: str | None) -> SingleModel:
+    """Where the model is; of one beside DINOv2 the file that says how pictures are shown to it, too. Raises
+    WeightsError."""
+    assert features.source is not None
+    model = SingleModel(features.source, revision, OPTION, ADVICE)
+    return model if is_dinov2(model.config_file()) else replace(model, files=(*WEIGHT_FILES, PROCESSOR_FILE))
+
+
 def features_fingerprint_inputs(config: Config) -> dict[str, Any]:
-    features, weights = require_features(config), None
+    features = require_features(config)
+    settings: dict[str, Any] = features_settings(config) | {"weights": None}
     if features.source is not None:
-        weights = fingerprint_weights(features.source, features.revision, Store(config.root), OPTION)
-    return features_settings(config) | {"weights": weights}
+        model = features_model(features, features.revision)
+        settings["weights"] = model.fingerprint(Store(config.root))
+        if PROCESSOR_FILE in model.files:
+            if features.size is not None:
+                raise UsageError(
+                    f"features.size is {features.size}, but {features.source} is no DINOv2 and has a size of its own",
+                    "remove features.size",
+                )
+            settings["shown"] |= OTHER_MODEL
+    return settings
 
 
 def features_request(config: Config) -> ItemRequest:

@@ -1,4 +1,4 @@
-"""The worker of `features`: whole pictures and videos -> one vector by DINOv2, their layout, and measures."""
+"""The worker of `features`: whole pictures and videos -> one vector by a model, their layout, and measures."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,17 +16,16 @@ from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.features.layouts import layouts
 from stages.encoding.features.measures import measure
-from stages.encoding.features.settings import OPTION, require_features
+from stages.encoding.features.settings import PROCESSOR_FILE, features_model, require_features
+from stages.encoding.features.vision_model import AutoModel, DinoModel, VisionModel, pool_clips
 from stages.encoding.member_reader import MemberPixels, ReadRequest
-from stages.encoding.vision.features import patch_grid, resolve_checkpoint
-from stages.encoding.vision.worker import Encoder, resize_frames
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
 
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """frames: uint8 (F, H, W, 3) at the model's input size, None without a model."""
+    """frames: the model's input, the first axis F; None without a model."""
 
     frames: np.ndarray | None
     layouts: np.ndarray
@@ -49,15 +48,19 @@ class FeaturesWorker(UnitWorker):
         features = require_features(self.config)
         self.precision = "float16"  # as stored
         self.tensors = ("layouts", "features") if features.source else ("layouts",)
-        self._size, self._encoder = features.pixels, None
+        self._model: VisionModel | None = None
         if features.source is None:
             return
         # The fingerprint is of the weights at this commit: the repository's branch may have moved since.
         record = self.store.read_json(f"{self.kind}/{job.fingerprint}/provenance.json")
-        weights = resolve_checkpoint(features.source, record["weights"].get("commit", features.revision), OPTION)
+        model = features_model(features, record["weights"].get("commit", features.revision))
+        folder = model.fetch()
         model_loading.disable_progress_bars()
         dtype = getattr(torch, features.precision or self.config.model.precision)
-        self._encoder = Encoder(weights, dtype, self.device)
+        if PROCESSOR_FILE in model.files:
+            self._model = AutoModel(folder, dtype, self.device)
+        else:
+            self._model = DinoModel(folder, dtype, self.device, features.pixels)
 
     def member_bytes(self, unit: Unit) -> int:
         bucket = Bucket.parse(unit.bucket)
@@ -72,8 +75,8 @@ class FeaturesWorker(UnitWorker):
         frames, sample = read.frames, self.plan.samples[name]
         measures = measure(frames, sample["kind"] == "video")
         shown = None
-        if self._encoder is not None:
-            shown = resize_frames(frames, patch_grid(Bucket.parse(sample["geometry"]["bucket"]), self._size))
+        if self._model is not None:
+            shown = self._model.show(frames, Bucket.parse(sample["geometry"]["bucket"]))
         return PreparedItem(shown, layouts(frames[len(frames) // 2]).astype(np.float16), measures)
 
     def cost(self, batch: list[PreparedItem]) -> int:
@@ -86,7 +89,7 @@ class FeaturesWorker(UnitWorker):
 
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow]:
         frames = [item.frames for item in batch if item.frames is not None]
-        pooled = HostCopy(self._encoder.pooled(frames, limit)) if self._encoder is not None else None
+        pooled = HostCopy(pool_clips(self._model, frames, limit)) if self._model is not None else None
         return self._rows(names, batch, pooled)
 
     def _rows(self, names: list[str], batch: list[PreparedItem], pooled: HostCopy | None) -> Iterator[ShardRow]:

@@ -52,8 +52,8 @@ def stored_grid(bucket: Bucket, size: int, side: int) -> GridSize:
 
 #: model_type in config.json -> class in transformers.
 MODEL_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
-ADVICE = "set {} to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
 OPTION = "vision.model"
+ADVICE = f"set {OPTION} to dinov2_vits14, dinov2_vitg14, or another DINOv2 in transformers' layout"
 
 
 class UnsupportedModelError(WeightsError):
@@ -62,12 +62,10 @@ class UnsupportedModelError(WeightsError):
     exit_code = USAGE
 
 
-def fingerprint_weights(
-    source: str, revision: str | None, memo: Store | None = None, option: str = OPTION
-) -> dict[str, Any]:
-    """`SingleModel.fingerprint` of a DINOv2. option: that names it."""
-    model = _dinov2_model(source, revision, option)
-    require_dinov2_class(source, model.config_file(), option)
+def fingerprint_weights(source: str, revision: str | None, memo: Store | None = None) -> dict[str, Any]:
+    """`SingleModel.fingerprint` of a DINOv2."""
+    model = _dinov2_model(source, revision)
+    require_dinov2_class(source, model.config_file())
     return model.fingerprint(memo)
 
 
@@ -76,25 +74,30 @@ def feature_width(source: str, revision: str | None) -> int:
     return read_object(_dinov2_model(source, revision).config_file())["hidden_size"]
 
 
-def resolve_checkpoint(source: str, revision: str | None, option: str = OPTION) -> Path:
+def resolve_checkpoint(source: str, revision: str | None) -> Path:
     """The directory of the config and weights, a repository's after fetching it. Raises WeightsError."""
-    folder = _dinov2_model(source, revision, option).fetch()
-    require_dinov2_class(source, folder / CONFIG_FILE, option)
+    folder = _dinov2_model(source, revision).fetch()
+    require_dinov2_class(source, folder / CONFIG_FILE)
     return folder
 
 
-def _dinov2_model(source: str, revision: str | None, option: str = OPTION) -> SingleModel:
-    return SingleModel(source, revision, option, ADVICE.format(option))
+def _dinov2_model(source: str, revision: str | None) -> SingleModel:
+    return SingleModel(source, revision, OPTION, ADVICE)
 
 
-def require_dinov2_class(source: str, config: Path, option: str = OPTION) -> str:
+def is_dinov2(config: Path) -> bool:
+    """Whether the config describes a DINOv2 with patches of PATCH_SIZE."""
+    values = read_object(config)
+    return values.get("model_type") in MODEL_CLASSES and values.get("patch_size") == PATCH_SIZE
+
+
+def require_dinov2_class(source: str, config: Path) -> str:
     """The transformers class of the model that the config describes. UnsupportedModelError where it is no DINOv2."""
     values = read_object(config)
-    kind, patch = values.get("model_type"), values.get("patch_size")
-    if kind not in MODEL_CLASSES or patch != PATCH_SIZE:
+    if not is_dinov2(config):
         raise UnsupportedModelError(
-            f"{source} is a {kind} with patches of {patch}; vision features are of "
-            f"{' or '.join(MODEL_CLASSES)}, of {PATCH_SIZE}",
-            ADVICE.format(option),
+            f"{source} is a {values.get('model_type')} with patches of {values.get('patch_size')}; vision features are "
+            f"of {' or '.join(MODEL_CLASSES)}, of {PATCH_SIZE}",
+            ADVICE,
         )
-    return MODEL_CLASSES[kind]
+    return MODEL_CLASSES[values["model_type"]]

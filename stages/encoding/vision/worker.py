@@ -76,14 +76,9 @@ class Encoder:
         return tokens_BLC.unflatten(1, (height // PATCH_SIZE, width // PATCH_SIZE))
 
     @torch.no_grad()
-    def pooled(self, clips: list[np.ndarray], limit: int) -> torch.Tensor:
-        """float16 vectors_NC on the device, of length one: of uint8 clips_FHWC of one size the mean of their frames'
-        class tokens, after the last norm. limit: as of `clips`."""
-        frames_BHWC = clips[0] if len(clips) == 1 else np.concatenate(clips)
-        starts = range(0, len(frames_BHWC), limit)
-        tokens_BC = torch.cat([self._tokens(frames_BHWC[start : start + limit])[:, 0].float() for start in starts])
-        means = [tokens_FC.mean(0) for tokens_FC in tokens_BC.split([len(clip) for clip in clips])]
-        return torch.nn.functional.normalize(torch.stack(means), dim=-1).to(torch.float16)
+    def class_tokens(self, frames_BHWC: np.ndarray) -> torch.Tensor:
+        """float32 vectors_BC after the last norm, on the model's device. frames_BHWC: as of `patches`."""
+        return self._tokens(frames_BHWC)[:, 0].float()
 
     def _tokens(self, frames_BHWC: np.ndarray) -> torch.Tensor:
         height, width = frames_BHWC.shape[1:3]
