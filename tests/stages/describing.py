@@ -9,6 +9,7 @@ from typing import Any
 
 from cache.sets.item_rows import iter_item_rows
 from cache.store.store import Store
+from schemas.config.pipeline import Config
 from stages.encoding.stage_registry import CAPTION
 from tests.project import Project
 
@@ -40,7 +41,10 @@ def describing(
 
 def written(home: Project, *overrides: str) -> dict[str, list[str]]:
     """path -> captions, of the current set."""
-    config, store = home.config(*overrides), Store(home.root)
+    return captions_by_path(Store(home.root), home.config(*overrides))
+
+
+def captions_by_path(store: Store, config: Config) -> dict[str, list[str]]:
     plan = CAPTION.find_plan(store, config)
     paths = dict(zip(*(plan.active.column(name).to_pylist() for name in ("sample_id", "path")), strict=True))
     rows = iter_item_rows(store, f"captions/{CAPTION.fingerprint(config)}")

@@ -9,11 +9,14 @@ The id is that of the media, or of what was set aside, which has none, one of it
 
 import re
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from stages.pages.thumbnails import Located
 from stages.pages.ui.child_programs import FOLDER
+
+if TYPE_CHECKING:  # the page's own process needs no decoder
+    from stages.pages.thumbnails import Located
 
 MOST_KEPT = 1000  # files, of about 4 kB each
 MOST_MADE = 500  # by one start, the first ones of the list
@@ -21,11 +24,11 @@ PICTURE, NONE = ".webp", ".none"
 _ID = re.compile("[0-9a-f]{32}")
 
 
-def thumbnail_id(item: Located) -> str:
+def thumbnail_id(item: "Located") -> str:
     return xxhash.xxh3_128_hexdigest(f"{item.dataset}\0{item.path}".encode("utf-8", "surrogatepass"))
 
 
-def can_have_thumbnail(item: Located) -> bool:
+def can_have_thumbnail(item: "Located") -> bool:
     """Whether the item's path leads to a place in its dataset by its letters: what a table says is not trusted."""
     path = PurePosixPath(item.path)
     return bool(item.path) and not path.is_absolute() and ".." not in path.parts

@@ -1,0 +1,44 @@
+"""The demo of what comes before training: captions that fit, and near-duplicates found."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cache.sets.item_table import read_item_table
+from cache.store.store import Store
+from examples import demo, demo_data
+from schemas.config.loading import load_config
+from stages.discovery.media_table import read_configured_media
+from stages.encoding.feature_columns import find_item_table
+from tests.stages.describing import captions_by_path
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("skimage") is None, reason="needs the demo extra (scikit-image)"),
+]
+
+
+def test_photographs_are_described_and_near_duplicates_found(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.demo", demo_data.NAME, "--out", str(tmp_path)]
+    said = subprocess.run(command, cwd=demo.ROOT, check=True, capture_output=True, text=True).stdout
+    assert 'to leave them out: where: "duplicate_of is null"' in said and "data/plan.html" in said
+    config = load_config(tmp_path / "data" / "pipeline.yaml")
+    store, media = Store(config.root), read_configured_media(Store(config.root), config.datasets[0])
+    paths = dict(zip(media["media_id"].to_pylist(), media["path"].to_pylist(), strict=True))
+    page = (tmp_path / "data" / "plan.html").read_text()
+    assert len(paths) == 20 and all(path in page for path in paths.values())
+
+    def photograph(path: str) -> str:
+        return Path(path).stem.partition("-")[0]
+
+    written = captions_by_path(store, config)
+    of = {photograph(name): caption for name, caption in demo_data.PHOTOGRAPHS.items()}
+    assert sum(captions == [of[photograph(path)]] for path, captions in written.items()) >= 16, written
+    table = read_item_table(store, find_item_table(config, {config.datasets[0].id: media}))
+    assert table is not None
+    best = zip(table["media_id"].to_pylist(), table["duplicate_of"].to_pylist(), strict=True)
+    copies = [(paths[one], paths[other]) for one, other in best if other is not None]
+    assert len(copies) >= 10 and all(photograph(one) == photograph(other) for one, other in copies), copies
