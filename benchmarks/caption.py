@@ -1,11 +1,12 @@
 """`caption` compared with the least program that could replace it: transformers' own `generate` over the same pictures.
 
-    python -m benchmarks.caption [--images 48] [--tokens 40] [--side 448] [--repeat 3]
+    python -m benchmarks.caption [--images 48] [--tokens 40] [--side 448] [--prompts 1] [--repeat 3]
     python -m benchmarks.caption --true-size --device cuda
 
 Each way is a whole process, from its start to its end, by turns: imports, loading, decoding, writing. The bare program
 opens a picture, resizes it, prepares it with transformers' processor (on Pillow images) and calls `generate`, for one
-picture at a time, and for as many as the stage has in a batch. Random weights end no caption, so every way writes
+picture at a time, and for as many as the stage has in a batch; with several prompts, for each of them. Then the stage
+runs, too, without the keys and values that its prompts share. Random weights end no caption, so every way writes
 `--tokens` tokens of each picture (which the stage then sets aside as cut). A Qwen2.5-VL of middle size in float32 on
 one thread, or of its true size in bfloat16.
 """
@@ -36,14 +37,15 @@ from examples import tiny_models
 from schemas.config.captioning import PRESETS
 from schemas.config.loading import load_config
 from schemas.geometry import Bucket
-from stages import discover
-from stages.encoding.captions.inputs import QWEN_CHAT
+from stages import caption, discover
+from stages.encoding.captions.inputs import QWEN_CHAT, PreparedItem
 from stages.encoding.stage_registry import CAPTION
 
 KIND = "kandinsky5-image-t2i"
 COMPONENTS = ("text_encoder", "tokenizer")
 SIZES = ((1152, 896), (896, 1152), (1024, 1024))
 BATCH = 8  # pictures
+PROMPTS = ("detailed", "plain", "tags", "motion")
 
 
 def make_checkpoint(folder: Path, options: argparse.Namespace) -> Path:
@@ -67,12 +69,17 @@ def make_project(folder: Path, model: Path, options: argparse.Namespace) -> Path
     for number in range(options.images):
         write_item(folder / "media" / f"{number:05d}.jpg", unique_jpeg(pictures[number % len(SIZES)], number))
     tokens = (options.side // 28) ** 2 + 150 + options.tokens  # of one caption, with its picture and prompt
-    caption = {"resolution": options.side, "max_tokens": options.tokens, "batch_tokens": BATCH * tokens}
+    described = {
+        "resolution": options.side,
+        "max_tokens": options.tokens,
+        "batch_tokens": BATCH * tokens,
+        "prompts": PROMPTS[: options.prompts],
+    }
     config = {
         "root": "work",
         "model": {"family": "kandinsky5-image", "path": str(model)},
         "datasets": [{"id": "media", "instance_data_dir": "media", "make_captions": "all"}],
-        "caption": caption,
+        "caption": described,
         "stages": {"caption": {"threads": 1, "device": options.device}, "max_reject_fraction": 1.0},
     }
     config["model"]["precision"] = "bfloat16" if options.true_size else "float32"  # type: ignore[index]
@@ -96,6 +103,7 @@ def generate(path: Path, batch: int) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=dtype).eval().to(device)
     tokenizer, images = AutoTokenizer.from_pretrained(folder / "tokenizer"), Qwen2VLImageProcessorPil()
     plan = CAPTION.find_plan(Store(config.root), config)
+    settings = {"max_new_tokens": config.caption.max_tokens, "pad_token_id": tokenizer.pad_token_id, "do_sample": False}
     for unit in plan.units("items"):
         size, written = Bucket.parse(unit.bucket), []
         for start in range(0, len(unit.members), batch):
@@ -104,20 +112,24 @@ def generate(path: Path, batch: int) -> None:
             pictures = [Image.open(file).convert("RGB").resize((size.width, size.height), 1) for file in files]
             made = images(images=pictures, return_tensors="pt")
             places = "<|image_pad|>" * int(made["image_grid_thw"][0].prod() // 4)
-            question = f"<|vision_start|>{places}<|vision_end|>{PRESETS['detailed']}"
-            ids = torch.tensor([tokenizer(QWEN_CHAT.replace("{}", question))["input_ids"]] * len(rows))
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "mm_token_type_ids": (ids == model.config.image_token_id).int(),
-                **made,
-            }
-            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-            out = model.generate(
-                **inputs, max_new_tokens=config.caption.max_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
-            )
-            written += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-        assert len(written) == len(unit.members)
+            for prompt in config.caption.prompts:
+                question = f"<|vision_start|>{places}<|vision_end|>{PRESETS[prompt]}"
+                ids = torch.tensor([tokenizer(QWEN_CHAT.replace("{}", question))["input_ids"]] * len(rows))
+                inputs = {
+                    "input_ids": ids,
+                    "attention_mask": torch.ones_like(ids),
+                    "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+                    **made,
+                }
+                out = model.generate(**{name: tensor.to(device) for name, tensor in inputs.items()}, **settings)
+                written += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        assert len(written) == len(config.caption.prompts) * len(unit.members)
+
+
+def run_unshared(path: Path) -> None:
+    """The stage, with every prompt read whole."""
+    PreparedItem.shared_tokens = lambda item, picture_ids: 0  # type: ignore[method-assign]
+    run_silently(caption.run, path)
 
 
 def run_process(words: list[str]) -> tuple[float, float]:
@@ -133,38 +145,42 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--side", type=int, default=448)
+    parser.add_argument("--prompts", type=int, default=1, choices=range(1, len(PROMPTS) + 1))
     parser.add_argument("--true-size", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bare", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--unshared", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.unshared:
+        return run_unshared(options.config)
     if options.bare:
-        generate(options.config, options.bare)
-        return
+        return generate(options.config, options.bare)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = make_checkpoint(folder / "model", options)
         without_end(model)
         path = make_project(folder, model, options)
 
-        def run_stage() -> tuple[float, float]:
+        def run_stage(words: tuple[str, ...] = ("stages.caption",)) -> tuple[float, float]:
             shutil.rmtree(folder / "work" / "captions", ignore_errors=True)
-            return run_process(["-m", "stages.caption", "--config", str(path)])
+            return run_process(["-m", *words, "--config", str(path)])
 
         def run_bare(batch: int) -> tuple[float, float]:
-            words = ["-m", "benchmarks.caption", "--config", str(path), "--bare", str(batch)]
-            return run_process(words)
+            return run_process(["-m", "benchmarks.caption", "--config", str(path), "--bare", str(batch)])
 
         ways = {
             "caption": run_stage,
             f"generate, {BATCH} pictures at a time": lambda: run_bare(BATCH),
             "generate, one picture at a time": lambda: run_bare(1),
         }
+        if options.prompts > 1:
+            ways["caption, each prompt read whole"] = lambda: run_stage(("benchmarks.caption", "--unshared"))
         times = measure_by_turns(ways, options.repeat, uncounted=1)
     found = {name: medians(rows) for name, rows in times.items()}
     print(
-        f"{options.images} pictures of about {options.side}x{options.side}, {options.tokens} tokens each, "
-        f"{options.device}"
+        f"{options.images} pictures of about {options.side}x{options.side}, {options.prompts} captions of "
+        f"{options.tokens} tokens each, {options.device}"
     )
     print_header("whole program", "s", "processor s", "pictures/s", "of caption")
     for name, (seconds, processor) in found.items():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from cache.models.weights import WeightsError, fetch_components
 from schemas.config.captioning import Caption
@@ -39,6 +40,8 @@ class Describer:
         ends = tokenizer.eos_token_id if ends is None else ends
         self._ends = [ends] if isinstance(ends, int) else list(ends or ())
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._ends[0]
+        names = ("image_token_id", "video_token_id")
+        self._picture_ids = {getattr(model.config, name) for name in names if hasattr(model.config, name)}
         # In place of the checkpoint's own, whose values would count where none are given.
         model.generation_config = GenerationConfig(
             max_new_tokens=caption.max_tokens,
@@ -51,23 +54,43 @@ class Describer:
 
     @torch.no_grad()
     def describe(self, items: Sequence[PreparedItem]) -> list[list[Written]]:
-        """For each question what was written of each item, which are of one size."""
-        vision = self.inputs.vision(items, self._device)
-        return [self._ask(items, number, vision) for number in range(len(items[0].texts))]
+        """For each question what was written of each item, which are of one size.
 
-    def _ask(self, items: Sequence[PreparedItem], question: int, vision: dict[str, Any]) -> list[Written]:
+        Questions come after the pictures, so in a decoder whose layers each see all tokens before, the keys and values
+        of all tokens before the question are the same for each, and `generate` goes on from them.
+        """
+        given = self.inputs.vision(items, self._device)
+        shared = min(item.shared_tokens(self._picture_ids) for item in items)
+        written = list[list[Written]]()
+        for question in range(len(items[0].texts)):
+            answers, cache = self._ask(items, question, given)
+            written.append(answers)
+            if shared and _holds_all_tokens(cache):
+                cache.crop(shared - cache.get_seq_length())
+                given = {"past_key_values": cache}
+        return written
+
+    def _ask(self, items: Sequence[PreparedItem], question: int, given: dict[str, Any]) -> tuple[list[Written], Any]:
+        """given: what the vision model made of the pictures, or the cache of the tokens before the question. The second
+        result is the cache of all tokens."""
         text = self.inputs.text(items, question, self._device)
         begin = text["input_ids"].shape[1]
         seeds = [(item.seed + question) % 2**64 for item in items]
         drawing = drawing_processors(self._caption, seeds, begin)
-        ids_BL = self._model.generate(**text, **vision, logits_processor=drawing)
-        rows = ids_BL[:, begin:].tolist()
-        return [self._written(row) for row in rows]
+        out = self._model.generate(**text, **given, logits_processor=drawing, return_dict_in_generate=True)
+        return [self._written(row) for row in out.sequences[:, begin:].tolist()], out.past_key_values
 
     def _written(self, ids: list[int]) -> Written:
         end = next((place for place, token in enumerate(ids) if token in self._ends), None)
         text = self.inputs.tokenizer.decode(ids[:end], skip_special_tokens=True)
         return Written(" ".join(text.split()), end is not None)
+
+
+def _holds_all_tokens(cache: Any) -> bool:
+    """Whether each layer has the keys and values of every token, and nothing else."""
+    if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return False
+    return len({cache.get_seq_length(number) for number in range(len(cache.layers))}) == 1
 
 
 def forbidden_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Pictures and a question as a vision-language model's input, without torchvision."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from cache.models.weights import WeightsError
+from stages.encoding.text.prefix_cache import common_prefix
 from stages.encoding.text.qwen_vl_images import QwenImageProcessor, vision_features
 
 Tensors = dict[str, torch.Tensor]
@@ -44,6 +45,14 @@ class PreparedItem:
     def tokens(self) -> int:
         """Of the longest prompt."""
         return max(len(text["input_ids"]) for text in self.texts)
+
+    def shared_tokens(self, picture_ids: Collection[int]) -> int:
+        """How many tokens all prompts begin with, fewer than any prompt has; 0 where pictures' tokens are not all among
+        them."""
+        rows = [text["input_ids"].tolist() for text in self.texts]
+        shared = common_prefix([row[:-1] for row in rows])
+        pictures = [sum(token in picture_ids for token in row) for row in (shared, *rows)]
+        return len(shared) if pictures[0] and len({*pictures}) == 1 else 0
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,13 @@ PROBE_CAPTIONS = ("", *string.ascii_letters, *string.digits, *string.punctuation
 
 def find_prefix_ids(tokenize: Callable[[str], list[int]], template: Template, most: int) -> list[int]:
     """The ids, at most `most`, that every rendered prompt begins with, whatever its caption begins with."""
-    rows = [tokenize(template.render(probe)) for probe in PROBE_CAPTIONS]
+    return common_prefix([tokenize(template.render(probe)) for probe in PROBE_CAPTIONS])[:most]
+
+
+def common_prefix(rows: Sequence[list[int]]) -> list[int]:
+    """The ids that all rows begin with."""
     same = takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
-    return [column[0] for column in same][:most]
+    return [column[0] for column in same]
 
 
 class _PrefixLayer(CacheLayerMixin):
