@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image
+
 from cache.sets.item_rows import iter_item_rows
 from cache.store.store import Store
 from schemas.config.pipeline import Config
+from stages.encoding.captions.inputs import QWEN_CHAT
 from stages.encoding.stage_registry import CAPTION
 from tests.project import Project
+from tests.qwen_processor import Processor
 
 SMALL = {"resolution": 56, "max_tokens": 24}  # four tokens a picture
 
@@ -51,43 +56,14 @@ def captions_by_path(store: Store, config: Config) -> dict[str, list[str]]:
     return {paths[row.id]: row.info["captions"] for _, _, row in rows}
 
 
-IDEFICS_CHAT = (
-    "{% for message in messages %}{{ message.role|capitalize }}:{% for line in message.content %}"
-    "{% if line.type == 'text' %}{{ line.text }}{% else %}<image>{% endif %}{% endfor %}"
-    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-
-
-def build_idefics3(folder: Path) -> Path:
-    """A tiny random Idefics3 with its processor, as transformers saves one: one token a picture."""
-    import torch
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-
-    from examples.tiny_models import weight_scale
-    from examples.tiny_tokenizers import qwen_tokenizer
-
-    qwen_tokenizer().save_pretrained(folder)
-    tokenizer = type(qwen_tokenizer()).from_pretrained(folder)
-    images = Idefics3ImageProcessorPil(
-        size={"longest_edge": 28}, max_image_size={"longest_edge": 28}, do_image_splitting=False
-    )
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=1, chat_template=IDEFICS_CHAT)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    text = {"model_type": "llama", "vocab_size": len(tokenizer), "num_key_value_heads": 1} | ids
-    vision = {"image_size": 28, "patch_size": 14}
-    config = Idefics3Config(
-        image_token_id=processor.image_token_id, vision_config=sizes | vision, text_config=sizes | text
-    )
-    model = Idefics3ForConditionalGeneration(config)
-    generator = torch.Generator().manual_seed(0)
+def generated(home: Project, model: Any, question: str, picture: Image.Image) -> tuple[str, bool]:
+    """What transformers' own `generate` writes of one picture, and whether it came to its end. model: a Qwen2.5-VL."""
+    processor = Processor(Path(home.settings["model"]["path"], "tokenizer"))
+    text = QWEN_CHAT.replace("{}", f"<|vision_start|><|image_pad|><|vision_end|>{question}")
+    inputs = processor(text=[text], images=[picture], return_tensors="pt", return_mm_token_type_ids=True)
+    most, begin = home.settings["caption"]["max_tokens"], inputs["input_ids"].shape[1]
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if (scale := weight_scale(name, parameter.shape)) is not None:
-                parameter.normal_(0.0, scale, generator=generator)
-    model.generation_config.eos_token_id = [*range(9, len(tokenizer), 10)]
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+        ids = model.generate(**inputs, max_new_tokens=most, do_sample=False)[0, begin:].tolist()
+    ends = model.generation_config.eos_token_id
+    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    return " ".join(processor.tokenizer.decode(ids[:end], skip_special_tokens=True).split()), end is not None

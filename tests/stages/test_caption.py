@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from PIL import Image
 
@@ -17,11 +16,9 @@ from schemas.config.captioning import PRESETS
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages import bucket, caption, discover, gc, status, verify
-from stages.encoding.captions.inputs import QWEN_CHAT
 from stages.encoding.stage_registry import CAPTION
 from tests.project import Project
-from tests.qwen_processor import Processor
-from tests.stages.describing import describing, written
+from tests.stages.describing import describing, generated, written
 
 pytestmark = pytest.mark.slow
 
@@ -37,20 +34,6 @@ def photos(project: Any, tiny: Any) -> Project:
     return home
 
 
-@torch.no_grad()
-def generated(home: Project, question: str, picture: Image.Image, most: int) -> tuple[str, bool]:
-    """What transformers' own `generate` writes of one picture, and whether it came to its end."""
-    folder = Path(home.settings["model"]["path"])
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder").eval()
-    processor = Processor(folder / "tokenizer")
-    text = QWEN_CHAT.replace("{}", f"<|vision_start|><|image_pad|><|vision_end|>{question}")
-    inputs = processor(text=[text], images=[picture], return_tensors="pt", return_mm_token_type_ids=True)
-    ids = model.generate(**inputs, max_new_tokens=most, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
-    ends = model.generation_config.eos_token_id
-    end = next((place for place, token in enumerate(ids) if token in ends), None)
-    return " ".join(processor.tokenizer.decode(ids[:end], skip_special_tokens=True).split()), end is not None
-
-
 def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) -> None:
     """Also those of the second prompt, which goes on from what the first has read."""
     prompts = photos.settings["caption"]["prompts"] = ["detailed", "plain"]
@@ -59,10 +42,12 @@ def test_greedy_captions_are_those_of_generate_one_at_a_time(photos: Project) ->
     plan, found = CAPTION.find_plan(Store(photos.root), photos.config()), written(photos)
     assert len({texts[0] for texts in found.values()}) >= 3 and max(len(texts[0]) for texts in found.values()) > 20
     messages = {row["path"]: row["message"] for row in report.set_aside}
+    folder = Path(photos.settings["model"]["path"], "text_encoder")
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
     for row in plan.sample_table.to_pylist():
         size = Bucket.parse(row["geometry"]["bucket"])
         picture = Image.open(photos.media / row["path"]).resize((size.width, size.height), Image.Resampling.LANCZOS)
-        answers = [generated(photos, PRESETS[name], picture.convert("RGB"), 24) for name in prompts]
+        answers = [generated(photos, model, PRESETS[name], picture.convert("RGB")) for name in prompts]
         if row["path"] in found:
             assert found[row["path"]] == [text for text, ended in answers if ended and text in found[row["path"]]]
         else:

@@ -1,5 +1,6 @@
 """What each kind of item and of model gets to see, against transformers' own `generate` of one item."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import transformers
 from PIL import Image
 
+from cache.models.weights import WeightsError
 from cache.sets import plans
 from cache.sets.item_rows import iter_item_rows
 from cache.sets.plans import Plan
@@ -23,7 +25,8 @@ from stages.encoding.stage_registry import CAPTION
 from stages.media.video import read_frames
 from tests.project import Project
 from tests.qwen_processor import Processor
-from tests.stages.describing import build_idefics3, describing, written
+from tests.stages.captioners import CAPTIONERS
+from tests.stages.describing import describing, written
 
 pytestmark = pytest.mark.slow
 PLACES = {name: f"<|vision_start|><|{name}_pad|><|vision_end|>" for name in ("image", "video")}
@@ -168,23 +171,44 @@ def test_what_comes_before_the_question_is_read_once_for_all_prompts(
     assert saved[0] == saved[3] == 0 and saved[1] == saved[2] > 18 and saved[4] == saved[5] > 18
 
 
-def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: Any, tmp_path: Path) -> None:
-    folder = build_idefics3(tmp_path / "idefics3")
+@pytest.mark.parametrize("name", CAPTIONERS)
+def test_another_architecture_is_asked_by_its_own_processor(project: Any, tiny: Any, tmp_path: Path, name: str) -> None:
+    folder = CAPTIONERS[name](tmp_path / name)
     home = describing(project, tiny, model=str(folder), prompts=["plain", "detailed"])
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
     report, plan = made(home)
-    model = transformers.Idefics3ForConditionalGeneration.from_pretrained(folder).eval()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = transformers.AutoProcessor.from_pretrained(folder)
     found, both = written(home), {}
     for row in plan.sample_table.to_pylist():
         texts = []
-        for name in ("plain", "detailed"):
-            content = [{"type": "image"}, {"type": "text", "text": PRESETS[name]}]
+        for prompt in ("plain", "detailed"):
+            content = [{"type": "image"}, {"type": "text", "text": PRESETS[prompt]}]
             text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
             picture = shown(home.media / row["path"], row["geometry"])
-            inputs = processor(text=[text], images=[[picture]], return_tensors="pt")
+            begins = text.startswith(processor.tokenizer.bos_token or "\0")
+            inputs = processor(text=[text], images=[[picture]], return_tensors="pt", add_special_tokens=not begins)
             texts.append(answer(model, processor.tokenizer, inputs))
         both[row["path"]] = texts
     assert found and report.done == len(found)
     assert all({*texts} <= {*both[path]} for path, texts in found.items())
+    assert any(texts[-1] == both[path][1] for path, texts in found.items())
+
+
+def test_a_model_whose_processor_needs_torchvision_is_refused_before_it_is_loaded(
+    project: Any, tiny: Any, tmp_path: Path
+) -> None:
+    """SmolVLM is an Idefics3 with another processor, which takes videos, too."""
+    folder = CAPTIONERS["idefics3"](tmp_path / "smolvlm")
+    for name, key in (("config.json", "model_type"), ("processor_config.json", "processor_class")):
+        settings = json.loads((folder / name).read_text())
+        settings[key] = {"model_type": "smolvlm", "processor_class": "SmolVLMProcessor"}[key]
+        (folder / name).write_text(json.dumps(settings))
+    (folder / "video_preprocessor_config.json").write_text('{"video_processor_type": "SmolVLMVideoProcessor"}')
+    home = describing(project, tiny, model=str(folder))
+    home.image("one.png", (64, 48), None)  # type: ignore[arg-type]
+    home.run(discover.run)
+    with pytest.raises(WeightsError, match=r"its processor can't be made here: .*orchvision") as caught:
+        home.run(caption.run)
+    assert "install torchvision" in caught.value.next_step

@@ -18,12 +18,13 @@ import ray
 
 from cache.sets.plans import Unit
 from schemas.errors import INCOMPLETE
-from stages import bucket, discover, encode_latents, encode_text
+from stages import bucket, caption, discover, encode_latents, encode_text
 from stages.engines import ray as engine
 from stages.engines.jobs import Job, UnitResult
 from stages.engines.ray_cluster import RootMismatch
 from tests.project import Project
 from tests.ray_cluster import NODE, ray_cluster
+from tests.stages.describing import describing
 from tests.stages.engines.engine_workers import Echo, make_job, make_units
 from tests.torture.kills import Stage, wait_for
 
@@ -193,16 +194,20 @@ def home(project) -> Project:
     return made
 
 
-def plan_pictures(home: Project, numbers: range) -> None:
+def plan_pictures(home: Project, numbers: range, captions: bool = True) -> None:
     for number in numbers:
-        home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), f"picture {number}", number)
+        text: Any = f"picture {number}" if captions else None
+        home.image(f"{number}.png", (64, 64) if number % 2 else (128, 64), text, number)
     home.run(discover.run)
-    home.run(bucket.run)
+    if captions:
+        home.run(bucket.run)
 
 
-def test_the_stages_make_the_same_shards_as_local_ones(home, cluster) -> None:
-    for program in (encode_text, encode_latents):
-        stage = Stage(home, program)
+def test_the_stages_make_the_same_shards_as_local_ones(home, project, tiny, cluster) -> None:
+    undescribed = describing(project, tiny)
+    undescribed.settings["cache"]["unit_mib"] = 0.01
+    plan_pictures(undescribed, range(12), captions=False)
+    for stage in (Stage(home, encode_text), Stage(home, encode_latents), Stage(undescribed, caption)):
         expected = stage.whole()
         stage.run(shard="1/3")
         assert 0 < stage.left(expected) < len(expected)

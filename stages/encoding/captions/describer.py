@@ -16,8 +16,8 @@ from schemas.config.pipeline import Config
 from stages.encoding import model_loading
 from stages.encoding.captions.drawing import drawing_processors
 from stages.encoding.captions.inputs import ModelInputs, PreparedItem, ProcessorInputs, QwenInputs
-from stages.encoding.captions.settings import ADVICE, OWN_MODEL_TYPE, encoder_parts, single_model
-from stages.encoding.text.base import load_language_model
+from stages.encoding.captions.settings import ADVICE, encoder_parts, single_model
+from stages.encoding.text.base import load_language_model, unquantized_layers
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
@@ -31,7 +31,7 @@ class Written:
 
 
 class Describer:
-    """model: with a head. inputs: makes what it reads."""
+    """model: with a head. inputs: makes what it reads. unquantized: matrices that nf4-bnb does not quantize."""
 
     def __init__(self, model: Any, inputs: ModelInputs, caption: Caption, device: torch.device) -> None:
         self._model, self.inputs, self._caption, self._device = model, inputs, caption, device
@@ -42,6 +42,7 @@ class Describer:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self._ends[0]
         names = ("image_token_id", "video_token_id")
         self._picture_ids = {getattr(model.config, name) for name in names if hasattr(model.config, name)}
+        self.unquantized = unquantized_layers(model) if caption.quantization == "nf4-bnb" else []
         # In place of the checkpoint's own, whose values would count where none are given.
         model.generation_config = GenerationConfig(
             max_new_tokens=caption.max_tokens,
@@ -118,11 +119,13 @@ def load_describer(config: Config, device: torch.device) -> Describer:
     folder = single_model(caption).fetch()
     with model_loading.reading_errors(caption.model, "the model"):
         model_class = find_model_class(folder, caption.model)
+        is_qwen = model_class is transformers.Qwen2_5_VLForConditionalGeneration
+        processor = (
+            None if is_qwen else ProcessorInputs(folder, caption.model)
+        )  # which may not be had: before the model
         model = _load(model_class, folder, dtype, device, caption)
-        if model.config.model_type == OWN_MODEL_TYPE:
-            images = folder if (folder / PREPROCESSOR_FILE).is_file() else None
-            return Describer(model, QwenInputs(model, folder, images), caption, device)
-        return Describer(model, ProcessorInputs(folder, caption.model), caption, device)
+        images = folder if (folder / PREPROCESSOR_FILE).is_file() else None
+        return Describer(model, processor or QwenInputs(model, folder, images), caption, device)
 
 
 def find_model_class(folder: Path, source: str) -> Any:

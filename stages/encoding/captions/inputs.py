@@ -175,8 +175,8 @@ class ProcessorInputs(ModelInputs):
             reason = str(error).strip().partition("\n")[0]
             raise WeightsError(
                 f"{source}: its processor can't be made here: {reason}",
-                "name a model whose processor needs no torchvision and no code of its own, such as Qwen2.5-VL or "
-                "Idefics3, or install torchvision for your torch",
+                "name a model whose processor needs no torchvision and no code of its own, such as "
+                "Qwen2.5-VL, Gemma 3, LLaVA or Idefics3, or install torchvision for your torch",
             ) from error
         if not getattr(self._processor, "chat_template", None):
             raise WeightsError(

@@ -14,6 +14,7 @@ from stages.encoding.captions.describer import Written, load_describer
 from stages.encoding.captions.faults import Fault, find_fault
 from stages.encoding.captions.inputs import PreparedItem, Shown
 from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.text.base import UNQUANTIZED
 from stages.encoding.worker import RefusedMember, UnitWorker
 from stages.engines.jobs import Job
 from stages.media.files import MediaError
@@ -88,6 +89,8 @@ class CaptionWorker(UnitWorker):
             yield ShardRow(name, {}, info)
 
     def remarks(self, row: ShardRow) -> Iterator[str]:
+        if self._describer.unquantized:
+            yield f"described {UNQUANTIZED}: {', '.join(self._describer.unquantized)}"
         for fault in row.info.get("faults", ()):
             yield f"without the caption of one prompt ({shorten(fault['prompt'])}): {fault['reason']}"
 

@@ -26,6 +26,7 @@ from stages.encoding.text.prefix_cache import PrefixCachedModel, find_prefix_ids
 from stages.encoding.text.reader import EncoderStats, TextReader
 from stages.media.files import MediaError
 
+UNQUANTIZED = "with some matrices unquantized, since nf4-bnb can't pack their sides or the model needs them whole"
 CLIP_MAX_TOKENS = 77  # tokens of a caption that CLIP reads, as in the pipelines
 #: Sides that bitsandbytes packs 4-bit matrices by on CPUs with AVX512-BF16. A matrix whose sides are no multiples is
 #: not quantized, on any machine.

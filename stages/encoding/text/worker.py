@@ -12,7 +12,7 @@ from schemas.geometry import Bucket
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
-from stages.encoding.text.base import CLIP_MAX_TOKENS, TextRequest, TextResult
+from stages.encoding.text.base import CLIP_MAX_TOKENS, UNQUANTIZED, TextRequest, TextResult
 from stages.encoding.text.reader import PreparedPrompt
 from stages.encoding.text.storage import quantize_tokens
 from stages.encoding.worker import UnitWorker
@@ -20,9 +20,6 @@ from stages.engines.jobs import Job, RoundingError
 
 CLIP_TRUNCATED_REMARK = (
     f"captions cut to CLIP's {CLIP_MAX_TOKENS} tokens, as by the pipeline, for the pooled vector alone"
-)
-UNQUANTIZED_REMARK = (
-    "texts encoded with some matrices unquantized, since nf4-bnb can't pack their sides or the model needs them whole"
 )
 PREFETCHED_BATCHES = 4  # of texts without an image, by an estimate of their tokens
 
@@ -106,4 +103,4 @@ class TextWorker(UnitWorker):
         if row.info.get("clip_tokens", 0) > CLIP_MAX_TOKENS:
             yield CLIP_TRUNCATED_REMARK
         if self._encoder.unquantized:
-            yield f"{UNQUANTIZED_REMARK}: {', '.join(self._encoder.unquantized)}"
+            yield f"texts encoded {UNQUANTIZED}: {', '.join(self._encoder.unquantized)}"
