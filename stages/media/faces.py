@@ -93,7 +93,7 @@ def open_detector(detector: str | None) -> Detector:
     try:
         yunet = cv2.FaceDetectorYN.create(detector, "", (_EDGE, _EDGE), _SCORE)
     except cv2.error as error:
-        problem = str(error).strip().splitlines()[-1]
+        problem = " ".join(error.err.split()).strip("> ")
         raise LatentpressError(
             f"face_detector: {detector} can't be read as a YuNet model: {problem}",
             "name a file of opencv_zoo's face_detection_yunet, or leave it out for the cascade",
