@@ -113,7 +113,10 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["references"] = asdict(config.model.condition.size)
     if uses_features(config) and config.features is not None:
         model = config.features.source and PurePath(config.features.source).name
-        settings["features"] = features_settings(config) | {"model": model, "duplicates": config.features.duplicates}
+        of_items = features_settings(config) | {"model": model, "duplicates": config.features.duplicates}
+        if config.features.clusters is not None:  # else left out: plans had none when they were first made
+            of_items["clusters"] = config.features.clusters
+        settings["features"] = of_items
     used = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
     if config.caption is not None and "current" in used:
         # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.

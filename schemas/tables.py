@@ -56,15 +56,21 @@ MEDIA_SCHEMA = pa.schema(
 EXTRA_PREFIX = "extra."
 FACE = "face"
 
-#: items/<name>.arrow: what `features` made of items, one row per media id, sorted by it. luminance, dark, bright,
-#: contrast: of 0 to 1. bar_*: shares of a side that are black. motion: null for images. duplicate_group: of
-#: near-duplicates, the media id of the best; null without any. duplicate_of: the same, null for the best.
+#: Of a picture or clip, without a model. luminance, dark, bright, contrast: of 0 to 1. bar_*: shares of a side that are
+#: black. motion: null for images.
+MEASURES = (
+    *("sharpness", "luminance", "dark", "bright", "contrast"),
+    *("bar_left", "bar_right", "bar_top", "bar_bottom", "motion"),
+)
+#: items/<name>.arrow: what `features` made of items, one row per media id, sorted by it. outlier: distance from the
+#: rest, 0 to 2. cluster: media id of the item nearest to the center of its cluster. Both null without a model.
+#: duplicate_group: of near-duplicates, the media id of the best; null without any. duplicate_of: the same, null for the
+#: best.
 FEATURES_SCHEMA = pa.schema(
     [
         ("media_id", _str),
-        *_fields(_float, "sharpness", "luminance", "dark", "bright", "contrast"),
-        *_fields(_float, "bar_left", "bar_right", "bar_top", "bar_bottom", "motion"),
-        *_fields(_str, "duplicate_group", "duplicate_of"),
+        *_fields(_float, *MEASURES, "outlier"),
+        *_fields(_str, "cluster", "duplicate_group", "duplicate_of"),
     ]
 )
 FEATURE_COLUMNS = tuple(FEATURES_SCHEMA.names[1:])

@@ -1,5 +1,5 @@
-"""features: what each picture and clip is like, before anything is planned: a vector by DINOv2, and measures. At its
-end all are compared, and near-duplicates put into groups."""
+"""features: what each picture and clip is like, before anything is planned: a vector by a model, and measures. At its
+end all are compared: near-duplicates are put into groups, similar ones into clusters."""
 
 from typing import Any
 
@@ -19,11 +19,16 @@ from stages.encoding.stage_state import StageState
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
     """more: the options of every encoding stage."""
+    from stages.encoding.features.clusters import INSTEAD
     from stages.encoding.features.comparison import write_item_table  # which reads media
     from stages.encoding.features.confirmation import require_opencv
+    from stages.encoding.features.neighbors import import_faiss
 
-    if require_features(config).duplicates:
+    features = require_features(config)
+    if features.duplicates:
         require_opencv()
+    if features.source is not None and features.clusters != 0:
+        import_faiss("clusters", INSTEAD)
     report, store = STAGE.run(config, options, console, **more), Store(config.root)
     state = STAGE.state(store, config, STAGE.find_plan(store, config))
     if left := len(state.remaining_units()):
@@ -38,7 +43,9 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
             return report
         table = write_item_table(store, config, state, name, console)
     report.details["items"] = len(table)
-    if config.features is not None and config.features.duplicates:
+    if clusters := len(pc.unique(table["cluster"].drop_null())):
+        report.details["clusters"] = clusters
+    if features.duplicates:
         count = len(table) - table["duplicate_of"].null_count
         groups = len(pc.unique(table["duplicate_group"].drop_null()))
         report.details["near_duplicates"] = f"{count}, beside the best of each of {groups} groups" if count else "none"

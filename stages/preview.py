@@ -41,7 +41,7 @@ from stages.planning import summary
 
 TableRow = dict[str, Any]
 MAX_CAPTIONS = 3  # shown of an item
-SHOWN_MEASURES = ("sharpness", "luminance", "contrast", "motion")
+SHOWN_NUMBERS = ("sharpness", "luminance", "contrast", "motion", "outlier")
 MAX_EXAMPLES = 3  # shown of a rule
 
 
@@ -223,10 +223,10 @@ def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
     paths = dict(zip(*(table.plan.sample_table[name].to_pylist() for name in ("media_id", "path")), strict=True))
     described = {}
     for row in items.to_pylist() if items is not None else ():
-        best = row["duplicate_of"]
-        numbers = (f"{name} {float(f'{row[name]:.3g}'):g}" for name in SHOWN_MEASURES if row[name] is not None)
-        copy = (f"near-duplicate of {paths.get(best, best)}",) if best else ()
-        described[row["media_id"]] = (", ".join(numbers), *copy)
+        numbers = (f"{name} {float(f'{row[name]:.3g}'):g}" for name in SHOWN_NUMBERS if row[name] is not None)
+        said = (("cluster", row["cluster"]), ("near-duplicate", row["duplicate_of"]))
+        others = (f"{what} of {paths.get(other, other)}" for what, other in said if other)
+        described[row["media_id"]] = (", ".join(numbers), *others)
     return described
 
 

@@ -141,6 +141,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
         f"features.{name}": (FEATURES, f"features={{{name}: {value}}}")  # of a `where` that names their columns
         for name, value in {
             **{"model": "DINO", "revision": "main", "size": 28, "batch_size": 1, "precision": "bfloat16", "frames": 4},
+            "clusters": 2,
         }.items()
     },
     "features.duplicates": (FEATURES, "features={duplicates: false, model: null}"),

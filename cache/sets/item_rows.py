@@ -14,9 +14,8 @@ from cache.shards.shard_io import open_reader
 from cache.store.damage import DamageError
 from cache.store.json_checks import check_list, check_text
 from cache.store.store import Store
-from schemas.tables import FEATURES_SCHEMA
+from schemas.tables import MEASURES
 
-MEASURES = tuple(field.name for field in FEATURES_SCHEMA if pa.types.is_floating(field.type))
 CAPTIONS_SCHEMA = pa.schema([("sample_id", pa.string()), ("captions", pa.list_(pa.string()))])
 
 

@@ -124,9 +124,9 @@ def check_caption_edits(table: pa.Table) -> None:
 
 
 def check_items(table: pa.Table) -> None:
-    names = [name for name in tables.FEATURES_SCHEMA.names if not name.startswith("duplicate") and name != "motion"]
+    names = ["media_id", *(name for name in tables.MEASURES if name != "motion")]
     _check_columns(table, tables.FEATURES_SCHEMA, names)
-    _check_ids(table, "media_id", "duplicate_group", "duplicate_of")
+    _check_ids(table, "media_id", "cluster", "duplicate_group", "duplicate_of")
     for field in table.schema:
         if pa.types.is_floating(field.type):
             _check_numbers(table, field.name, 0, 1e12)

@@ -205,6 +205,12 @@ class Features(DinoModel):
     )
     frames: int = Field(8, ge=1, le=256, description="of a clip, evenly spread over it")
     duplicates: bool = Field(True, description="look for near-duplicates; needs OpenCV, which the extra features has")
+    clusters: int | None = Field(
+        None,
+        ge=0,
+        le=100_000,
+        description="of similar items; default: the root of half their number; 0: none; needs faiss, of the same extra",
+    )
 
 
 def cores() -> int:

@@ -18,7 +18,7 @@ from stages.discovery.media_table import read_configured_media
 from stages.encoding.features.settings import features_fingerprint_inputs, features_request
 from stages.planning.items import plan_items
 
-COMPARISON_VERSION = 1  # raise it where the same rows are compared otherwise
+COMPARISON_VERSION = 2  # raise it where the same rows are compared otherwise
 
 
 class NoFeatures(LatentpressError):
@@ -61,10 +61,11 @@ def find_item_table(config: Config, media: Mapping[str, pa.Table]) -> str:
 
 def item_table_name(config: Config, fingerprint: str, sample_ids: pa.Array | pa.ChunkedArray) -> str:
     """The name of the table of these members of the item plan of `features`."""
-    assert config.features is not None
+    features = config.features
+    assert features is not None
     ids = pc.unique(sample_ids)
     members = hash_json(ids.take(pc.sort_indices(ids)).to_pylist())
-    compared = COMPARISON_VERSION if config.features.duplicates else None
+    compared = {"version": COMPARISON_VERSION, "duplicates": features.duplicates, "clusters": features.clusters}
     return hash_json({"cache": fingerprint, "compared": compared, "items": members})[:24]
 
 

@@ -108,6 +108,31 @@ def test_parts_make_the_same_table_and_the_last_of_them_makes_it(home: Project) 
     assert table_bytes(other) == table_bytes(home)
 
 
+def test_clusters_and_distances_are_columns_that_a_filter_and_the_page_show(home: Project) -> None:
+    report = home.run(features.run, "features.clusters=3")
+    assert report.details["clusters"] == 3
+    rows = items(home, "features.clusters=3")
+    ids = {row["media_id"]: path for path, row in rows.items()}
+    centers = {path: ids[row["cluster"]] for path, row in rows.items()}
+    assert len({*centers.values()}) == 3 and all(centers[center] == center for center in centers.values())
+    assert all(0 <= row["outlier"] <= 2 for row in rows.values())
+    center = rows[centers["chelsea.png"]]["cluster"]
+    home.settings["features"]["clusters"] = 3
+    home.settings["datasets"][0]["where"] = f"cluster == '{center}' and outlier < 3"
+    home.run(bucket.run)
+    wanted = {path for path, row in rows.items() if row["cluster"] == center} - {"soft.png"}
+    assert {*planned(home)} - {"soft.png"} == wanted
+    home.run(preview.run, plan=True, out=home.folder / "plan.html")
+    text = (home.folder / "plan.html").read_text()
+    assert f"cluster of {centers['chelsea.png']}" in text and "outlier 0" in text
+    home.settings["features"] |= {"clusters": 0, "duplicates": False}
+    assert "clusters" not in home.run(features.run).details
+    assert {row["cluster"] for row in items(home).values()} == {None}
+    home.settings["features"] |= {"model": None, "clusters": None}
+    home.run(features.run)
+    assert {(row["cluster"], row["outlier"]) for row in items(home).values()} == {(None, None)}
+
+
 def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: Project) -> None:
     report = home.run(bucket.run)
     assert report.details["near_duplicates"] == "not known; run `latentpress features`"

@@ -21,11 +21,13 @@ from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.tables import FEATURES_SCHEMA
+from schemas.tables import FEATURES_SCHEMA, MEASURES
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.features.candidates import find_candidates
+from stages.encoding.features.clusters import find_clusters, find_outliers
 from stages.encoding.features.confirmation import LocalFeatures, are_copies, make_reader
+from stages.encoding.features.neighbors import centered, find_neighbors
 from stages.encoding.member_reader import ReadRequest
 from stages.encoding.stage_state import StageState
 from stages.engines.sandbox import SandboxPool, WorkerFailure
@@ -36,13 +38,13 @@ _PAIRS_AT_ONCE = 500  # of which the local features are in memory: about 300 MiB
 
 @dataclass(frozen=True)
 class ComparedItems:
-    """n items of the stage's shards, sorted by media id. features: (n, width), None without a model. layouts: (n,
-    parts, numbers). is_clip: (n,)."""
+    """n items of the stage's shards, sorted by media id. vectors: (n, width) of the model, without what all have in
+    common; None without a model. layouts: (n, parts, numbers). is_clip: (n,)."""
 
     sample_ids: Sequence[str]
     media_ids: Sequence[str]
     measures: Sequence[dict[str, Any]]
-    features: NDArray[np.float32] | None
+    vectors: NDArray[np.float32] | None
     layouts: NDArray[np.float16]
     is_clip: NDArray[np.bool_]
 
@@ -50,14 +52,29 @@ class ComparedItems:
 def write_item_table(store: Store, config: Config, state: StageState, name: str, console: Console) -> pa.Table:
     """Make and publish the table of the items of the plan whose rows are there. LatentpressError where media that have
     to be read again can't be."""
-    assert config.features is not None
+    features = config.features
+    assert features is not None
     items = _read_items(store, state)
-    groups: list[list[int]] = []
-    if config.features.duplicates and len(items.media_ids) > 1:
-        groups = _find_groups(store, config, state.plan, items, console)
+    count = len(items.media_ids)
+    columns: dict[str, Any] = {name: [row[name] for row in items.measures] for name in MEASURES}
+    columns |= {"media_id": items.media_ids, "outlier": [None] * count, "cluster": [None] * count}
+    pairs: list[tuple[int, int]] = []
+    for clips in (False, True):
+        rows = np.flatnonzero(items.is_clip == clips)
+        if len(rows) < 2:
+            continue
+        neighbors = None
+        if items.vectors is not None:
+            neighbors = find_neighbors(items.vectors[rows])
+            for row, outlier in zip(rows, find_outliers(neighbors, len(rows)), strict=True):
+                columns["outlier"][row] = outlier
+        if features.duplicates:
+            pairs += map(tuple, rows[find_candidates(neighbors, items.layouts[rows])].tolist())
+    if items.vectors is not None and features.clusters != 0:
+        columns["cluster"] = [items.media_ids[row] for row in find_clusters(items.vectors, features.clusters)]
+    groups = _find_groups(config, state.plan, items, pairs, console)
     best = _find_best(store, config, items, groups)
-    columns: dict[str, Any] = {name: [row[name] for row in items.measures] for name in FEATURES_SCHEMA.names[1:-2]}
-    columns |= {"media_id": items.media_ids, "duplicate_group": best}
+    columns["duplicate_group"] = best
     columns["duplicate_of"] = [None if of == own else of for own, of in zip(items.media_ids, best, strict=True)]
     table = pa.table([columns[field.name] for field in FEATURES_SCHEMA], schema=FEATURES_SCHEMA)
     store.write_table(item_table_path(name), table)
@@ -79,20 +96,18 @@ def _read_items(store: Store, state: StageState) -> ComparedItems:
         [row.id for row in rows],
         [row.info["media_id"] for row in rows],
         [row.info["measures"] for row in rows],
-        np.stack(vectors).astype(np.float32) if vectors else None,
+        centered(np.stack(vectors).astype(np.float32)) if vectors else None,
         np.stack([row.tensors["layouts"].numpy() for row in rows]) if rows else np.zeros((0, 1, 1), np.float16),
         np.array([row.id in clips for row in rows], bool),
     )
 
 
-def _find_groups(store: Store, config: Config, plan: Plan, items: ComparedItems, console: Console) -> list[list[int]]:
-    """Numbers of the items that are copies of each other, also by way of others; pictures and clips apart."""
-    pairs = list[tuple[int, int]]()
-    for clips in (False, True):
-        rows = np.flatnonzero(items.is_clip == clips)
-        if len(rows) > 1:
-            features = None if items.features is None else items.features[rows]
-            pairs += [(int(rows[a]), int(rows[b])) for a, b in find_candidates(features, items.layouts[rows])]
+def _find_groups(
+    config: Config, plan: Plan, items: ComparedItems, pairs: Sequence[tuple[int, int]], console: Console
+) -> list[list[int]]:
+    """Numbers of the items that are copies of each other, also by way of others. pairs: those that may be."""
+    if not pairs:
+        return []
     root = list(range(len(items.media_ids)))
 
     def find(number: int) -> int:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from schemas.errors import LatentpressError
-from stages.encoding.features import candidates
+from stages.encoding.features import neighbors
 from stages.encoding.features.candidates import find_candidates
 from stages.encoding.features.layouts import mirror_layouts
+from stages.encoding.features.neighbors import centered, find_neighbors
 
 PARTS, NUMBERS = 3, 63
 
@@ -34,7 +35,8 @@ def test_the_models_vectors_add_those_that_are_alike_beyond_what_all_have_in_com
     common[0] = 5
     vectors = np.random.default_rng(1).normal(size=(40, 32)) + common
     vectors[20] = vectors[30] + 0.1
-    pairs = find_candidates(unit(vectors).astype(np.float32), layouts).tolist()
+    nearest = find_neighbors(centered(unit(vectors).astype(np.float32)))
+    pairs = find_candidates(nearest, layouts).tolist()
     assert pairs == [[0, 1], [2, 3], [4, 5], [20, 30]]
 
 
@@ -42,7 +44,7 @@ def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_
     same = np.repeat(unit(np.random.default_rng(2).normal(size=(1, PARTS, NUMBERS))), 60, axis=0)
     noise = 0.01 * np.random.default_rng(3).normal(size=same.shape)
     pairs = find_candidates(None, unit(same + noise).astype(np.float16))
-    assert 60 <= len(pairs) <= 60 * candidates.NEIGHBORS
+    assert 60 <= len(pairs) <= 60 * neighbors.NEIGHBORS
     linked, before = {0}, 0
     while len(linked) > before:
         before = len(linked)
@@ -53,13 +55,13 @@ def test_an_item_has_a_limited_number_of_candidates_and_their_group_still_holds_
 def test_many_are_found_by_an_index(layouts: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("faiss")
     exact = find_candidates(None, layouts).tolist()
-    monkeypatch.setattr(candidates, "EXACT_ITEMS", 10)
+    monkeypatch.setattr(neighbors, "EXACT_ITEMS", 10)
     assert find_candidates(None, layouts).tolist() == exact
 
 
 def test_without_faiss_many_items_name_the_extra(layouts: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "EXACT_ITEMS", 10)
+    monkeypatch.setattr(neighbors, "EXACT_ITEMS", 10)
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(LatentpressError, match="40 items need faiss") as caught:
+    with pytest.raises(LatentpressError, match="more than 10 items need faiss") as caught:
         find_candidates(None, layouts)
     assert "features" in caught.value.next_step
