@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cache.store.store import Store
-from stages import caption, discover
+from stages import discover
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.captions_page import MOST_SHOWN
+from tests.background import until as until_so
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.describing import SMALL, with_ends, written
@@ -110,17 +111,21 @@ def test_in_a_browser(home: Project, server: UiServer, browser: Any) -> None:  #
 
 @pytest.mark.slow
 def test_captions_by_a_model_are_shown_and_an_edit_wins(
-    home: Project, server: UiServer, tiny: Callable[[str], Any]
+    home: Project, forked_programs: None, server: UiServer, tiny: Callable[[str], Any]
 ) -> None:
-    """Of items whose files have none. A picture that is there twice, once with a caption, is edited twice."""
+    """Of items whose files have none, started there. A picture that is there twice, once with a caption, is edited
+    twice."""
     home.settings |= {"caption": SMALL}
     home.settings["model"]["path"] = str(with_ends(tiny("kandinsky5-image-t2i"), home.folder / "model"))
     home.settings["stages"] |= {"caption": {"threads": 1, "readers": 1}, "max_reject_fraction": 1.0}
     for number in range(4):
         home.image(f"{number}.png", (64, 48), None, number)  # type: ignore[arg-type]
+    assert "start-caption" not in server.get("/captions").text
     home.run(discover.run)
-    home.run(caption.run)
+    assert 'id="start-caption"' in server.get("/captions").text
+    assert server.post("/jobs/caption/start").status == 200 and server.wait_for_end("caption").exit_code == 0
     found = written(home)
+    until_so(lambda: f"<span>{len(found)} of {len(found)} items</span>" in server.get("/").text, "its bar")
     path, (text, *_) = max(found.items(), key=lambda made: sum(letter.isalpha() for letter in made[1][0]))
     page = server.get("/captions").text
     assert page.count(">by a model<") == len(found)

@@ -22,7 +22,7 @@ from cache.store.store import Store
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
-from stages.pages.ui.child_programs import Refused
+from stages.pages.ui.child_programs import STAGES, Refused
 from stages.pages.ui.flow_page import AT_WORK, build_job_card
 from stages.pages.ui.made_captions import made_captions
 
@@ -108,6 +108,7 @@ def show(request: Request) -> Response:
         card=card,
         can_start=card.state not in AT_WORK,
         has_new=has_new,
+        describing=build_job_card("caption", STAGES["caption"], site.programs) if site.config().caption else None,
         is_due=has_new and (last is None or last.exit_code == 0),
     )
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cache.runs.scores import read_lines
 from cache.runs.training_run import RunProgress, read_progress
 from cache.runs.validations import list_validations
+from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
 from schemas.cli.process_record import ProcessRecord
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
@@ -159,7 +160,7 @@ def _add_counts(
         return None
     done, remaining = row["done"], row["remaining"]
     card.count = f"{done} {row['what']}"
-    if card.name.startswith("encode-"):
+    if card.name in STAGE_PROGRAMS.values():
         card.done, card.total = done, done + remaining
         card.count = f"{done} of {done + remaining} {row['what']}"
         card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
@@ -168,7 +169,7 @@ def _add_counts(
         if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
             card.facts.append(f"jobs: {jobs}")
     card.set_aside = row["set_aside"]
-    if config.cache.limit is not None:  # its shards come and go
+    if config.cache.limit is not None and card.name in ENCODE_PROGRAMS.values():  # its shards come and go
         return _settle(card, progress.state == "finished")
     return _settle(card, not remaining and (done or row["set_aside"]) > 0)
 

@@ -1,19 +1,18 @@
-"""The captions that a model made, as the page shows them: of items whose files have none. They are read when the page
-is asked for, at most every KEPT_S seconds, since a root may be an object store."""
+"""The captions that a model made, as the page shows them: of items whose files have none. A shard is read once, as a
+root may be an object store."""
 
 import threading
-import time
 
 from cache.sets.item_rows import iter_item_rows
+from cache.shards.shard import ARROW_SUFFIX, TAR_SUFFIX
+from cache.store.files import Entry
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from stages.encoding.stage_registry import CAPTION
 
-KEPT_S = 30.0
 _lock = threading.Lock()
-_kept: dict[
-    str, tuple[float, dict[str, list[str]]]
-] = {}  # cache below a root -> when it was read, media id -> captions
+#: (URL of a cache, shard) -> of each row its media id and its captions; of the cache that was asked for last.
+_kept: dict[tuple[str, Entry], list[tuple[str, list[str]]]] = {}
 
 
 def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
@@ -21,14 +20,17 @@ def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
     or a model that is not here."""
     if config.caption is None:
         return {}
-    cache = f"captions/{CAPTION.fingerprint(config)}"
+    cache, captions = f"captions/{CAPTION.fingerprint(config)}", dict[str, list[str]]()
     with _lock:
-        read, captions = _kept.get(store.path(cache), (0.0, {}))
-        if time.monotonic() - read > KEPT_S:
-            captions = {}
-            for _, _, row in iter_item_rows(store, cache):
-                found = captions.setdefault(row.info["media_id"], [])
-                found += [text for text in row.info["captions"] if text not in found]
-            _kept.clear()
-            _kept[store.path(cache)] = time.monotonic(), captions
+        files = store.list_files(cache)
+        shards = [(store.path(cache), file) for file in files if file.name.endswith((ARROW_SUFFIX, TAR_SUFFIX))]
+        for gone in _kept.keys() - {*shards}:
+            del _kept[gone]
+        for key in shards:
+            if key not in _kept:
+                rows = iter_item_rows(store, cache, [f"{cache}/{key[1].name}"])
+                _kept[key] = [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
+            for media_id, texts in _kept[key]:
+                found = captions.setdefault(media_id, [])
+                found += [text for text in texts if text not in found]
     return captions
