@@ -18,7 +18,7 @@ from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
 # Raise a version when its stage gives other bytes for the same settings.
-TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION = 3, 2, 1, 1, 1
+TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION, MASKS_VERSION = 3, 2, 1, 1, 1, 1
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
@@ -53,6 +53,7 @@ LATER_OPTIONS: dict[str, Any] = {
     "make_captions_where": None,
     "made_captions": "fill",
     "caption_sets": ("current",),
+    "make_masks": None,
 }
 #: Options of a dataset that are filters on columns.
 FILTERS = ("where", "make_captions_where")
@@ -122,6 +123,8 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.
         model = config.caption.model and PurePath(config.caption.model).name
         settings["caption"] = caption_settings(config) | {"model": model}
+    if config.masks is not None and any(row.makes_masks for row in config.datasets if not row.disabled):
+        settings["masks"] = masks_settings(config) | {"model": PurePath(config.masks.model).name}
     return settings
 
 
@@ -163,6 +166,7 @@ def discovery_settings(dataset: Dataset) -> Settings:
     settings = dataset_settings(dataset)
     options = {name: settings[name] for name in DISCOVERY_OPTIONS if name in settings}
     kept = {"make_captions": True} if dataset.describes_missing else {}  # left out: tables had none when first made
+    kept |= {"make_masks": True} if dataset.makes_masks and (dataset.mask_data or dataset.mask_column) else {}
     faces = {"faces": settings.get("face_detector", "cascade")} if dataset.crop_style == "face" else {}
     return options | {"video.scenes": dataset.video.scenes} | kept | faces
 
@@ -279,6 +283,21 @@ def features_settings(config: Config) -> Settings:
             "pooling": FEATURES_POOLING,
         }
     return settings
+
+
+def masks_settings(config: Config) -> Settings:
+    """Settings that determine made masks, beside the items and the model's weights."""
+    masks = config.masks
+    assert masks is not None
+    names = ("classes", "box_column", "threshold", "grow", "blur", "invert", "min_area", "resolution")
+    return masks.model_dump(include={*names}, mode="json") | {
+        "stage": "masks",
+        "version": MASKS_VERSION,
+        "precision": masks.precision or config.model.precision,
+        "decoder": config.latents.decoder if config.model.family_spec.video else None,
+        "resize": RESIZE,
+        "colour": COLOR,
+    }
 
 
 def has_source_images(config: Config) -> bool:

@@ -55,6 +55,8 @@ MEDIA_SCHEMA = pa.schema(
 )
 EXTRA_PREFIX = "extra."
 FACE = "face"
+#: The kind of a mask that `masks` made, beside image and video: an image, or for each frame of the clip one.
+MADE = "made"
 
 #: Of a picture or clip, without a model. luminance, dark, bright, contrast: of 0 to 1. bar_*: shares of a side that are
 #: black. motion: null for images.

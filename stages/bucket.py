@@ -27,6 +27,7 @@ from schemas.tables import ACTIVE_SCHEMA, active_schema
 from schemas.text_format import escape_unprintable
 from stages.encoding.feature_columns import read_media
 from stages.encoding.made_captions import read_made_captions
+from stages.encoding.made_masks import read_made_masks
 from stages.encoding.stage import refuse_partition
 from stages.media.files import MediaError
 from stages.planning import summary, units
@@ -70,7 +71,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
         media, items = read_media(store, config)
         media = {name: apply_edits(table, edits) for name, table in media.items()}
         made = read_made_captions(store, config, edits)
-        plan = build_plan(config, media, multiple, made)
+        plan = build_plan(config, media, multiple, made, read_made_masks(store, config))
     report = Report(program="bucket", dry_run=options.dry_run)
     _require_training_samples(plan)
     add_validation_prompts(plan, config, multiple, probe_prompt_image, media)

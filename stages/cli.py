@@ -20,6 +20,7 @@ PROGRAMS = {
     "discover": "find media, captions and companions; name files by content",
     "features": "near-duplicates and measures of pictures and clips, to filter by",
     "caption": "captions for items that have none, by a vision-language model",
+    "masks": "masks for items that have none, by a segmentation model",
     "bucket": "divide media into buckets; plan samples, texts and work units",
     "preview": "encoded samples beside their originals, or (--plan) the plan, as a page",
     "encode-text": "captions, null prompts and validation prompts -> embeddings",

@@ -106,8 +106,9 @@ def _list_devices(configuration: Config) -> dict[str, str]:
         "stages.decode.device": stages.decode.device,
         "stages.score.device": stages.score.device,
     }
-    named |= {"stages.features.device": stages.features.device} if configuration.features else {}
-    named |= {"stages.caption.device": stages.caption.device} if configuration.caption else {}
+    for name in ("features", "caption", "masks"):
+        if getattr(configuration, name):
+            named[f"stages.{name}.device"] = getattr(stages, name).device
     return named | ({"stages.encode-vision.device": stages.encode_vision.device} if configuration.vision.model else {})
 
 
@@ -252,9 +253,10 @@ def _list_device_failures(configuration: Config, finding: Mapping[str, Any]) -> 
         "stages.encode-text.device": configuration.text.precision or model,
         "stages.encode-latents.device": configuration.latents.precision or model,
         "stages.encode-vision.device": configuration.vision.precision or model,
-        "stages.features.device": (configuration.features and configuration.features.precision) or model,
-        "stages.caption.device": (configuration.caption and configuration.caption.precision) or model,
     }
+    for name in ("features", "caption", "masks"):
+        section = getattr(configuration, name)
+        precisions[f"stages.{name}.device"] = (section and section.precision) or model
     for option, name in _list_devices(configuration).items():
         if name in finding["missing"]:
             yield _failure(option, finding["missing"][name], f"use cpu, or {INSTALL_TORCH}")

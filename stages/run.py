@@ -34,9 +34,9 @@ from schemas.libraries import require_libraries
 from schemas.text_format import shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.feature_columns import NoFeatures
-from stages.encoding.made_captions import NoCaptions
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_options import refuse_ranks
+from stages.encoding.stage_registry import NoCaptions, NoMasks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.encoding_followers import EncodingFollowers
 from stages.follow.watchers import Watchers, check_models
@@ -46,6 +46,7 @@ MADE_BY: dict[str, StageName] = {
     OtherSettings.__name__: "discover",
     NoFeatures.__name__: "features",
     NoCaptions.__name__: "caption",
+    NoMasks.__name__: "masks",
     NoPlan.__name__: "bucket",
     SetNotFound.__name__: "index",
 }

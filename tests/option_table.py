@@ -30,6 +30,7 @@ MACHINE = Kind()  # where and how fast, not what: places and resources of this m
 ROLLING = Kind(again=("index",))  # a set of the same samples in the same order, whose shards are made as they are read
 RUN = Kind(next_run=True)  # of training, validation and decoding, on the same set
 FULL = "train.adapter.type=full"
+ENCODING = ("features", "caption", "masks", "encode-text", "encode-latents", "encode-vision")
 TABLE: dict[str, tuple[Kind, str]] = {
     "root": (MEDIA, "root=elsewhere"),
     "output": (MACHINE, "output=elsewhere"),
@@ -65,6 +66,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "datasets.clips.tag_shuffle.keep": (PLAN, "datasets.clips.tag_shuffle={keep: 1}"),
     "datasets.clips.caption_filter": (PLAN, "datasets.clips.caption_filter=[clip]"),
     "datasets.clips.make_captions": (MEDIA, "datasets.clips.make_captions=all"),
+    "datasets.clips.make_masks": (PLAN, "masks={model: DINO} datasets.clips.make_masks=none"),
     "datasets.clips.make_captions_where": (PLAN, "datasets.clips.make_captions_where=score > 5"),
     "datasets.clips.made_captions": (PLAN, "datasets.clips.made_captions=beside"),
     "datasets.clips.caption_sets": (PLAN, "datasets.clips.caption_sets=[0123456789abcdef01234567]"),
@@ -144,6 +146,15 @@ TABLE: dict[str, tuple[Kind, str]] = {
             "clusters": 2,
         }.items()
     },
+    **{
+        f"masks.{name}": (PLAN, f"masks={{model: DINO, {name}: {value}}}")  # masks are a part of samples
+        for name, value in {
+            **{"revision": "main", "classes": "[a cat]", "box_column": "box", "threshold": 0.4},
+            **{"grow": 2, "blur": 1.5, "invert": "true", "min_area": 0.1, "resolution": 64, "batch_size": 1},
+            **{"precision": "bfloat16"},
+        }.items()
+    },
+    "masks.model": (PLAN, "masks={model: DINO}"),
     "features.duplicates": (FEATURES, "features={duplicates: false, model: null}"),
     "vision.model": (VISION, "vision.model=DINO"),
     "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
@@ -160,21 +171,12 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "stages.item_memory_mib": (MACHINE, "stages.item_memory_mib=4096"),
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}={value}")
-        for stage in (
-            "discover",
-            "features",
-            "caption",
-            "encode-text",
-            "encode-latents",
-            "encode-vision",
-            "decode",
-            "score",
-        )
+        for stage in ("discover", *ENCODING, "decode", "score")
         for option, value in (("workers", 2), ("threads", 3), ("device", "auto" if stage == "score" else "cpu"))
     },
     **{
         f"stages.{stage}.{option}": (MACHINE, f"stages.{stage}.{option}=2")
-        for stage in ("features", "caption", "encode-text", "encode-latents", "encode-vision")
+        for stage in ENCODING
         for option in ("readers", "prefetch", "num_cpus", "num_gpus", "memory_gib")
     },
     "stages.decode.while_training": (MACHINE, "stages.decode.while_training=true"),

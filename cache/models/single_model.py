@@ -15,6 +15,8 @@ from schemas.identity import hash_json
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json")
+#: With those of its tokenizer and its processor.
+MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.txt", "*.model", "*.jinja")
 
 
 @dataclass(frozen=True)

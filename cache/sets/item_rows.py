@@ -3,19 +3,23 @@
 A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans.
 """
 
+import errno
 import math
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
 
-from cache.shards.shard import ShardRow, find_done_units
+from cache.shards.shard import SUFFIXES, ShardRow, find_done_units
 from cache.shards.shard_io import open_reader
 from cache.store.damage import DamageError
 from cache.store.json_checks import check_list, check_text
 from cache.store.store import Store
 from schemas.tables import MEASURES
 
+PNG = "png"  # the tensor of a made mask: the bytes of a PNG in gray, of a clip's masks animated, a frame for each
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CAPTIONS_SCHEMA = pa.schema([("sample_id", pa.string()), ("captions", pa.list_(pa.string()))])
 
 
@@ -49,6 +53,44 @@ def read_captions(store: Store, fingerprint: str) -> pa.Table:
         ids.append(row.id)
         captions.append(row.info["captions"])
     return pa.table([ids, captions], schema=CAPTIONS_SCHEMA)
+
+
+def list_masks(store: Store, fingerprint: str) -> pa.Table:
+    """Table of sample_id and path: every item of masks/<fingerprint>/ that has a mask, and where `read_mask` finds it.
+    Reads the shards' descriptions alone. DamageError for one that can't be read."""
+    cache, ids, paths = f"masks/{fingerprint}", list[str](), list[str]()
+    for unit, path in sorted(find_done_units(store, cache).items()):
+        with open_reader(store, path) as shard:
+            ids += shard.meta.ids
+            paths += [f"{cache}/{unit}/{name}" for name in shard.meta.ids]
+    return pa.table([pa.array(ids, pa.string()), pa.array(paths, pa.string())], ["sample_id", "path"])
+
+
+def read_mask(root: str, path: str) -> bytes:
+    """The PNG at a path of `list_masks`. FileNotFoundError where there is no such shard or row, DamageError where it is
+    not as it was written."""
+    store, (unit, _, name) = Store(root), path.rpartition("/")
+    shard_path = next((unit + suffix for suffix in SUFFIXES.values() if store.exists(unit + suffix)), None)
+    if shard_path is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store.path(unit))
+    with open_reader(store, shard_path) as shard:
+        if name not in shard.meta.ids:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store.path(path))
+        row = shard.read(shard.meta.ids.index(name))
+        try:
+            check_mask_row(row)
+        except ValueError as error:
+            raise DamageError(store.path(shard_path), str(error), shard.meta.ids.index(name), name) from error
+        return bytes(row.tensors[PNG].raw())
+
+
+def check_mask_row(row: ShardRow) -> None:
+    """ValueError where a row of a shard of masks is none."""
+    array = row.tensors.get(PNG)
+    if array is None or len(row.tensors) > 1 or array.dtype != "uint8" or len(array.shape) != 1:
+        raise ValueError("it has other tensors than the bytes of a PNG")
+    if bytes(array.raw()[: len(PNG_SIGNATURE)]) != PNG_SIGNATURE:
+        raise ValueError("its mask is no PNG")
 
 
 def check_features_row(row: ShardRow) -> None:

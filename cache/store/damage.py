@@ -27,7 +27,7 @@ PARSE_ERRORS = (
 ANSWERS = 3  # to one question; the last one counts
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
 #: Of the stages before there is a plan of samples, whose units are of items.
-ITEM_PROGRAMS = {"features": "features", "captions": "caption"}
+ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
 STAGE_PROGRAMS = ITEM_PROGRAMS | ENCODE_PROGRAMS
 SHARD_PROGRAMS = STAGE_PROGRAMS | {"samples": "export", "prompts": "export"}
 

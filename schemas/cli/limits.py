@@ -12,7 +12,9 @@ LEAST_FILES = 64  # without which processes can't be started; a stage with many 
 USUAL_FILES = 4096
 #: Programs that import torch, and what that takes of addresses, with little more than half of which threads of its
 #: libraries abort or hang.
-TORCH_PROGRAMS = ("caption", "features", "encode-text", "encode-latents", "encode-vision", "decode", "score", "train")
+TORCH_PROGRAMS = (
+    *("caption", "features", "masks", "encode-text", "encode-latents", "encode-vision", "decode", "score", "train"),
+)
 TORCH_BYTES = 7 << 29
 MEMORY_ADVICE = (
     "raise the limit where you start it (ulimit -v, or that of the job): torch alone needs 4 GiB of addresses, and a "

@@ -14,7 +14,8 @@ OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 EXTRAS = {
     **dict.fromkeys(("configure", "discover", "bucket", "preview", "notify", "push", "thumbnails"), "media"),
     **dict.fromkeys(
-        ("features", "caption", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"), "encode"
+        ("features", "caption", "masks", "encode-text", "encode-latents", "encode-vision", "decode", "score", "verify"),
+        "encode",
     ),
     **dict.fromkeys(("train", "export-adapter"), "train"),
     "report": "report",

@@ -144,6 +144,9 @@ class Dataset(Section):
     )
     mask_data: str | None = Field(None, description="folder or URL of masks, named as the media; white is trained on")
     mask_column: str | None = Field(None, description="column (webdataset: extension) of the mask")
+    make_masks: Literal["missing", "none"] | None = Field(
+        None, description="items of which `masks` makes a mask; default: those without one, where it is configured"
+    )
 
     where: str | None = Field(
         None, description="filter on extra columns, such as: score > 5 and license in ('cc0', 'cc-by')"
@@ -261,6 +264,11 @@ class Dataset(Section):
     def describes_missing(self) -> bool:
         """Whether items without a caption are kept, as a model describes them."""
         return self.make_captions in ("missing", "all")
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether a model makes the masks of items without one."""
+        return self.make_masks == "missing"
 
     @property
     def used_caption_sets(self) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from schemas.config.section import ADDRESS, Count, Device, Precision, Problem, P
 from schemas.family import Condition, Family, Flavour, Task, Template
 
 StageName = Literal[
-    "discover", "features", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index", "train",
-    "decode", "score",
+    "discover", "features", "caption", "masks", "bucket", "encode-text", "encode-latents", "encode-vision", "index",
+    "train", "decode", "score",
 ]  # fmt: skip
 STAGE_ORDER: tuple[StageName, ...] = get_args(StageName)
 EngineName = Literal["local", "ray"]
@@ -298,6 +298,7 @@ class Stages(Section):
     discover: StageWorkers = StageWorkers(workers=4)
     features: Encoding = Encoding()
     caption: Encoding = Encoding()
+    masks: Encoding = Encoding()
     encode_text: Encoding = Field(Encoding(), alias="encode-text")
     encode_latents: Encoding = Field(Encoding(), alias="encode-latents")
     encode_vision: Encoding = Field(Encoding(), alias="encode-vision")

@@ -264,7 +264,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     config.setdefault("output", absolute("output"))
     _map_texts(config.get("model"), ("path",), absolute_if_there)
     _map_texts(config.get("model"), ("assistant",), absolute)
-    for section in ("vision", "features", "caption"):
+    for section in ("vision", "features", "caption", "masks"):
         _map_texts(config.get(section), ("model",), absolute_if_there)
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     train = config.get("train")

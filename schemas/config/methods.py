@@ -87,7 +87,7 @@ class Method(Section):
 
 class MaskedLoss(Method):
     needs: ClassVar[Mapping[str, str]] = {
-        "mask": "Set mask_data or mask_column of a dataset, and run `latentpress run`."
+        "mask": "Set mask_data or mask_column of a dataset, or add `masks`, and run `latentpress run`."
     }
 
     unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")

@@ -12,6 +12,7 @@ from schemas.clips import largest_valid_frames
 from schemas.config.captioning import Caption
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Features, Latents, Model, StageName, Stages, Text, Vision
+from schemas.config.masking import Masks
 from schemas.config.section import OneOrSeveral, Problem, Section, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
@@ -47,6 +48,9 @@ class Config(Section):
     caption: Caption | None = Field(
         None, description="captions for items that have none; docs/captions-and-cleaning.md"
     )
+    masks: Masks | None = Field(
+        None, description="masks for items that have none, by a model; docs/captions-and-cleaning.md"
+    )
     text: Text = Text()
     latents: Latents = Latents()
     vision: Vision = Vision()
@@ -76,18 +80,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _complete(self) -> "Config":
         """Set latents.precision and the videos' frame_rate to the family's own where they are not given, and which
-        items are described where `caption` is configured."""
+        items `caption` and `masks` are for where they are configured."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
             latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
             object.__setattr__(self, "latents", latents)  # sections are frozen
         if (rate := self.model.family_spec.frame_rate) != Family.frame_rate:
             object.__setattr__(self, "datasets", tuple(set_frame_rate(dataset, rate) for dataset in self.datasets))
-        if self.caption is not None:
-            datasets = (
-                dataset if dataset.make_captions else dataset.model_copy(update={"make_captions": "missing"})
-                for dataset in self.datasets
-            )
-            object.__setattr__(self, "datasets", tuple(datasets))
+        for section, option in (("caption", "make_captions"), ("masks", "make_masks")):
+            if getattr(self, section) is not None:
+                datasets = (
+                    dataset if getattr(dataset, option) else dataset.model_copy(update={option: "missing"})
+                    for dataset in self.datasets
+                )
+                object.__setattr__(self, "datasets", tuple(datasets))
         return self
 
     @property
@@ -152,6 +157,7 @@ class Config(Section):
         idle = {
             "features": self.features is None,
             "caption": self.caption is None,
+            "masks": self.masks is None,
             "encode-vision": not self.vision.model,
             "score": not self.validation.scores.any,
         }
@@ -160,7 +166,7 @@ class Config(Section):
     def unused_features(self, *topics: Topic) -> Iterator[str]:
         """A sentence for each of `topics` that is configured and prepared, but that training does not use."""
         used = [dataset for dataset in self.datasets if not dataset.disabled]
-        masked = ", ".join(dataset.id for dataset in used if dataset.mask_data or dataset.mask_column)
+        masked = ", ".join(d.id for d in used if d.mask_data or d.mask_column or d.makes_masks)
         methods = self.train.methods
         keeps = methods.tread is not None and methods.tread.keep_masked
         if "masks" in topics and masked and methods.masked_loss is None and not keeps:
@@ -255,6 +261,8 @@ class Config(Section):
                     workable_step(resolution, dataset.resolution_type, family.side_multiple, dataset.bucket_step)
             except ValueError as error:
                 yield (*here, "resolution"), str(error)
+            if dataset.makes_masks and self.masks is None:
+                yield (*here, "make_masks"), "missing needs the section `masks`, with its model; add it, or remove this"
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
                 yield (*here, "dataset_type"), f"'video' cannot train {self.model.family}; valid: image"

@@ -28,7 +28,7 @@ from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
 from schemas.errors import LatentpressError
 from schemas.references import SOURCE_ROLES
-from schemas.tables import MEDIA_SCHEMA
+from schemas.tables import MADE, MEDIA_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery.sources.base import (
     VIDEO_EXTENSIONS,
@@ -39,8 +39,10 @@ from stages.discovery.sources.base import (
 )
 from stages.discovery.sources.urls import display_location
 from stages.media.files import Blob, MediaError, MediaPath, media_size, require_unchanged
+from stages.media.made_mask import MadeMask
 
 MAX_PROBED_FILES = 16  # of each dataset
+MADE_MASKS = "made masks"  # in place of a dataset's id, which has no space
 
 
 class RequiredFile(NamedTuple):
@@ -84,12 +86,13 @@ class MediaLocations:
         if sample["condition"] == "source" and kind != "vision":
             files.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
         if sample["mask_id"] and kind == "latents":
-            files.append(RequiredFile(dataset, "mask", row["mask_path"], sample["mask_id"]))
+            place = MADE_MASKS if sample["mask_kind"] == MADE else dataset
+            files.append(RequiredFile(place, "mask", row["mask_path"], sample["mask_id"]))
         return files
 
     def backing_file(self, file: RequiredFile) -> MediaPath:
-        """The file itself, or the archive that holds it. Raises MediaError if it is not there, LatentpressError if its
-        whole place is not."""
+        """The file itself, also of a made mask, or the archive that holds it. Raises MediaError if it is not there,
+        LatentpressError if its whole place is not."""
         planned = self._resolve(file)
         if not isinstance(planned, RequiredFile):
             return planned
@@ -97,7 +100,9 @@ class MediaLocations:
         return self._source(planned.dataset).backing_file(role, planned.path)
 
     def location_option(self, dataset: str, role: str) -> tuple[str, str]:
-        """`location_option` of a dataset by its id, or of the validation prompts' images."""
+        """`location_option` of a dataset by its id, or of made masks, or of the validation prompts' images."""
+        if dataset == MADE_MASKS:
+            return "root", self._config.root
         if dataset == VALIDATION:
             return "validation.prompts", ""
         return location_option(self._dataset(dataset), role)
@@ -122,7 +127,10 @@ class MediaLocations:
         return source.open_companion(planned.role, planned.path)
 
     def _resolve(self, file: RequiredFile) -> MediaPath | RequiredFile:
-        """Return the path of a validation prompt's image, or the file of the data chosen for it; else `file`."""
+        """Return a made mask, the path of a validation prompt's image, or the file of the data chosen for it; else
+        `file`."""
+        if file.dataset == MADE_MASKS:
+            return MadeMask(self._config.root, file.path, file.content)
         if file.dataset != VALIDATION:
             return file
         name, _, number = file.path.partition("/")  # of one of several references, counted from 1
@@ -208,6 +216,8 @@ def require_media(places: MediaLocations, kind: str, members: Iterable[str]) -> 
         key, location = places.location_option(dataset, role)
         if dataset == VALIDATION:
             step = "restore them, or correct validation.prompts and run `latentpress bucket`; nothing was set aside"
+        elif dataset == MADE_MASKS:
+            step = "run `latentpress masks`, then `latentpress bucket`; nothing was set aside"
         else:
             name = key.rpartition(".")[2]
             option = f"--set datasets.{dataset}.{'media_root' if name == 'instance_data_dir' else name}=PLACE"

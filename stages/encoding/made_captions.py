@@ -9,12 +9,8 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.encoding.captions.settings import request_of
-from stages.encoding.stage_registry import CAPTION
+from stages.encoding.stage_registry import CAPTION, require_done
 from stages.planning.made_captions import CaptionSet, MadeCaptions
-
-
-class NoCaptions(LatentpressError):
-    """Items are still to be described."""
 
 
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:
@@ -23,7 +19,8 @@ def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[st
     using = [dataset for dataset in config.datasets if not dataset.disabled and dataset.used_caption_sets]
     sets = {name: _read_set(store, config, name) for dataset in using for name in dataset.used_caption_sets}
     if "current" in sets:
-        _require_all(store, config)
+        step = "to go on with those that have one, set make_captions: none for their datasets"
+        require_done(store, config, CAPTION, step)
     edited = edits["media_id"].combine_chunks()
 
     def of(dataset: Dataset) -> MadeCaptions:
@@ -51,15 +48,3 @@ def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
     except (KeyError, TypeError) as error:
         raise DamageError(store.path(rel), f"it lacks what captions were made of ({error})") from error
     return CaptionSet(request, read_captions(store, name))
-
-
-def _require_all(store: Store, config: Config) -> None:
-    """NoCaptions where items are still to be described: a training set would silently lack them."""
-    state = CAPTION.state(store, config, CAPTION.find_plan(store, config))
-    remaining = state.remaining_units()
-    if count := sum(state.counts[unit.unit_id] for unit in remaining):
-        raise NoCaptions(
-            f"{count} of {len(state.wanted_ids)} items are not described yet",
-            "run `latentpress caption`, then `latentpress bucket`; or, to go on with those that have one, set "
-            "make_captions: none for their datasets",
-        )

@@ -19,6 +19,7 @@ from cache.sets.plans import Unit
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop
 from schemas.references import ReferenceSize
+from schemas.tables import MADE
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
 from stages.media.image import load_image
@@ -65,9 +66,11 @@ def read_member(request: ReadRequest) -> MemberPixels:
         if request.has_mask:
             assert sample is not None
             times: Sequence[float] = ()
+            frame_count = Bucket.parse(sample["geometry"]["bucket"]).frames
             if sample["mask_kind"] == "video":
-                frame_count = Bucket.parse(sample["geometry"]["bucket"]).frames
                 times = clip_times(sample["start"], sample["rate"], frame_count)
+            elif sample["mask_kind"] == MADE:
+                times = range(frame_count)
             mask = read_sample_mask(request.files[-1][0], sample["mask_kind"], sample["mask_geometry"], times)
         return MemberPixels(frames, image, mask)
     except OSError as error:

@@ -13,6 +13,7 @@ from cache.store.store import Store
 from schemas.catalog import VISION_MODELS
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from schemas.import_time import garbage_collection_paused
 from schemas.recipe import latents_settings, text_settings, vision_settings
@@ -22,6 +23,7 @@ from stages.encoding.features.settings import (
     features_fingerprint_inputs,
     features_request,
 )
+from stages.encoding.masks.settings import estimate_masks_bytes, masks_fingerprint_inputs, masks_request
 from stages.encoding.stage import EncodingStage
 from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_state import StageState
@@ -101,8 +103,17 @@ CAPTION = EncodingStage(
     estimate_bytes=lambda config, unit: CAPTION_BYTES * len(unit.members),
     item_request=caption_request,
 )
+MASKS = EncodingStage(
+    "masks",
+    "masks",
+    masks_fingerprint_inputs,
+    partial(load_worker, "masks", "MasksWorker"),
+    estimate_bytes=estimate_masks_bytes,
+    item_request=masks_request,
+    reads_checkpoint=False,
+)
 
-ITEM_STAGES: tuple[EncodingStage, ...] = (FEATURES, CAPTION)  # before `bucket`, each with a plan of its own
+ITEM_STAGES: tuple[EncodingStage, ...] = (FEATURES, CAPTION, MASKS)  # before `bucket`, each with a plan of its own
 STAGES: tuple[EncodingStage, ...] = (TEXT, LATENTS, VISION)
 SHARD_KINDS = tuple(stage.kind for stage in (*ITEM_STAGES, *STAGES))  # the folders of their shards
 assert {stage.kind: stage.name for stage in STAGES} == ENCODE_PROGRAMS
@@ -116,8 +127,7 @@ def required_stages(config: Config) -> list[EncodingStage]:
 
 def item_stages(config: Config) -> list[EncodingStage]:
     """The stages before `bucket` that this configuration has work for."""
-    sections = {FEATURES.name: config.features, CAPTION.name: config.caption}
-    return [stage for stage in ITEM_STAGES if sections[stage.name] is not None]
+    return [stage for stage in ITEM_STAGES if getattr(config, stage.name) is not None]
 
 
 def item_states(store: Store, config: Config) -> list[tuple[EncodingStage, StageState]]:
@@ -130,3 +140,24 @@ def all_states(store: Store, config: Config, plan: Plan) -> list[tuple[EncodingS
     """Every stage that this configuration has work for, with its state. plan: that of `bucket`."""
     required = [(stage, stage.state(store, config, plan)) for stage in required_stages(config)]
     return item_states(store, config) + required
+
+
+class NoCaptions(LatentpressError):
+    """Items are still to be described."""
+
+
+class NoMasks(LatentpressError):
+    """Items are still to be masked."""
+
+
+def require_done(store: Store, config: Config, stage: EncodingStage, step: str) -> str:
+    """The fingerprint of CAPTION or MASKS. NoCaptions or NoMasks where it still has items to do: a training set would
+    silently lack what it makes of them. step: how to go on without."""
+    error, done = {CAPTION.name: (NoCaptions, "described"), MASKS.name: (NoMasks, "masked")}[stage.name]
+    state = stage.state(store, config, stage.find_plan(store, config))
+    if count := sum(state.counts[unit.unit_id] for unit in state.remaining_units()):
+        raise error(
+            f"{count} of {len(state.wanted_ids)} items are not {done} yet",
+            f"run `latentpress {stage.name}`, then `latentpress bucket`; or, {step}",
+        )
+    return state.fingerprint

@@ -20,7 +20,7 @@ import pyarrow as pa
 from cache.sets import plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.exported_set import ExportedSet
-from cache.sets.item_rows import check_caption_row, check_features_row
+from cache.sets.item_rows import PNG, check_caption_row, check_features_row, check_mask_row
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
 from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
@@ -35,6 +35,7 @@ from cache.store.json_checks import printable
 from cache.store.layout import is_project_file, is_shard
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
+from schemas.config.encoding import STAGE_ORDER
 from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA
 from stages.discovery import media_table
@@ -76,7 +77,8 @@ class CacheSpec:
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
         """From a provenance.json; what it does not state is not checked."""
-        if check := {"caption": check_caption_row, "features": check_features_row}.get(record.get("stage", "")):
+        checks = {"caption": check_caption_row, "features": check_features_row, "masks": check_mask_row}
+        if check := checks.get(record.get("stage", "")):
             return cls(check_row=check)
         if record.get("stage") == "encode-vision":
             temporal, side = record["token"]
@@ -166,7 +168,7 @@ class TensorChecker:
             if problem := self._shape_problem(base, shape):
                 raise ValueError(f"{name} {problem}")
             shared = shape[-1] if base in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
-            if base == SCALE:  # of which a text has as many as tokens
+            if base in (SCALE, PNG):  # as many as a text has tokens, and bytes of a file
                 shared = 0
             if base == "embeds" and (problem := find_scale_problem(row.tensors, name.removesuffix(base))):
                 raise ValueError(problem)
@@ -324,7 +326,7 @@ def _check_file(store: Store, rel: str) -> None:
 
 def rebuild_commands(paths: DamageByPath) -> list[str]:
     """The commands that make these files again, in the order in which to run them."""
-    order = ["discover", "features", "caption", "bucket", "encode-text", "encode-latents", "encode-vision", "index"]
+    order = [name for name in STAGE_ORDER if name not in ("train", "decode", "score")]
     programs = {rebuild_program(path) for path in paths}
     known = [f"latentpress {name}" for name in order if name in programs]
     return known + [f"latentpress {name}" for name in sorted(programs - {*order})]

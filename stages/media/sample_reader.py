@@ -7,9 +7,11 @@ from PIL import Image
 
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop
+from schemas.tables import MADE
 from stages.media import animation, decord_backend, video
 from stages.media.files import MediaError, MediaPath, out_of_memory_error
 from stages.media.image import MAX_PIXELS, load_image
+from stages.media.made_mask import FRAME_S
 
 
 def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:
@@ -76,10 +78,13 @@ def read_sample_frames(path: MediaPath, sample: dict, decoder: str) -> np.ndarra
 def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence[float]) -> np.ndarray:
     """uint8 (T, H, W): a mask in gray with its sample's crop; 255 is trained on, transparent parts are not.
 
-    times: seconds of the sample's T frames, at which a video mask is read; an image mask is repeated (T = 1 without
-    times).
+    times: seconds of the sample's T frames, at which a video mask is read, of a made mask the frames' numbers; an image
+    mask is repeated (T = 1 without times).
     """
     crop, bucket = parse_crop(geometry)
+    if kind == MADE:
+        kind = "video" if animation.probe_animation(path).frames > 1 else "image"
+        times = [FRAME_S * number for number in times]
     if kind == "image":
         image = load_image(path, background="black")
         return resize_and_crop_mask(image, crop, bucket, path=path)[None].repeat(max(1, len(times)), axis=0)

@@ -11,6 +11,7 @@ from schemas.clips import clip_times
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from schemas.references import SOURCE_ROLES
+from schemas.tables import MADE
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath, require_unchanged, unreadable_error
 from stages.pages.pictures import FRAME_BOX, Picture, encode_picture
@@ -183,7 +184,9 @@ def render_preview(task: PreviewTask) -> PreviewPictures:
     with _reading(task):
         whole = read_sample_frames(task.path, sample | {"geometry": uncropped}, task.decoder)[0]
         if "mask" in task.files:
-            masks = read_sample_mask(task.files["mask"][0], sample["mask_kind"], sample["mask_geometry"], times)
+            kind = sample["mask_kind"]
+            at = indices if kind == MADE else times
+            masks = read_sample_mask(task.files["mask"][0], kind, sample["mask_geometry"], at)
             masked = [_tint(frame, mask) for frame, mask in zip(frames, masks, strict=True)]
 
     def encode(pixels_HWC: np.ndarray, box: tuple[int, int] = FRAME_BOX if is_clip else CROP_BOX) -> Picture:

@@ -23,7 +23,7 @@ from schemas.filters import Filter, feature_columns
 from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from schemas.recipe import item_dataset_settings
-from schemas.tables import ACTIVE_SCHEMA, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION, UNITS_SCHEMA
+from schemas.tables import ACTIVE_SCHEMA, EXTRA_PREFIX, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION, UNITS_SCHEMA
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids
 from stages.planning.samples import SelectedClips, frame_strides, select_clips_and_images, select_whole_items
 from stages.planning.units import split_into_units
@@ -41,7 +41,8 @@ class ItemRequest:
     frames: of a clip, at most. sources: whether an item's first source image is read with it. options: those of a
     dataset that `choose` depends on. choose: (n,) whether each row of a dataset's media table is wanted. whole: a
     member is a whole item, a video from its beginning to its end, whatever clips are cut of it; and a `where` that is
-    about what the stage makes leaves nothing out."""
+    about what the stage makes leaves nothing out. box_column: extra column of the media table with a box in each
+    item, a part of what a member is."""
 
     stage: str
     pixels: int
@@ -51,6 +52,7 @@ class ItemRequest:
     options: tuple[str, ...]
     choose: Callable[[Dataset, pa.Table], NDArray[np.bool_]]
     whole: bool = False
+    box_column: str | None = None
 
 
 def item_plan_key(config: Config, request: ItemRequest) -> str:
@@ -63,6 +65,8 @@ def item_plan_key(config: Config, request: ItemRequest) -> str:
     if request.whole:
         settings = [{key: row[key] for key in row if key not in ("video", "strides")} for row in settings]
     of_model = {name: getattr(request, name) for name in ("stage", "pixels", "multiple", "frames", "sources")}
+    if request.box_column:
+        of_model["box_column"] = request.box_column
     return hash_json({"tables": TABLES_VERSION, "items": of_model, "datasets": settings})
 
 
@@ -160,9 +164,35 @@ def item_members(
         columns |= {"source_path": pc.if_else(has, take("source"), None)}
         columns |= {"source_id": pc.if_else(has, take("source_id"), None)}
         columns["source_geometry"] = pc.if_else(has, _geometry_column(source), pa.scalar(None, GEOMETRY_TYPE))
+    if request.box_column:
+        boxes = read_boxes(items, request.box_column)[rows]
+        given = boxes[:, 0] > 0
+        record["mask_geometry"] = boxes
+        columns["mask_geometry"] = pc.if_else(pa.array(given), _geometry_column(boxes), pa.scalar(None, GEOMETRY_TYPE))
     columns["sample_id"] = identity.sample_ids(record)
     columns = {field.name: columns.get(field.name, pa.nulls(len(rows), field.type)) for field in SAMPLES_SCHEMA}
     return clips, pa.table(columns, schema=SAMPLES_SCHEMA)
+
+
+def read_boxes(items: CandidateItems, name: str) -> Ints:
+    """(n, 7) the box of each item as the geometry of a crop of the picture in its own size, from texts "x, y, width,
+    height" in an extra column, cut off at the picture's edges; zeros where there is no such box."""
+    boxes = np.zeros((len(items), 7), np.int64)
+    if EXTRA_PREFIX + name not in items.table.column_names:
+        return boxes
+    names = ("x", "y", "width", "height")
+    numbers = r"[\s,;]+".join(rf"(?P<{part}>-?\d{{1,7}}(?:\.\d*)?)" for part in names)
+    pattern = rf"^[\s\[(]*{numbers}[\s\])]*$"
+    parts = pc.extract_regex(items.column(EXTRA_PREFIX + name).cast(pa.string()), pattern)
+    has = np.asarray(parts.is_valid())
+    x, y, width, height = (
+        np.asarray(pc.coalesce(pc.struct_field(parts, part), "0").cast(pa.float64())) for part in names
+    )
+    sides = [items.numbers(side).astype(np.int64) for side in ("width", "height")]
+    left, right = (np.clip(np.rint(edge), 0, sides[0]).astype(np.int64) for edge in (x, x + width))
+    top, bottom = (np.clip(np.rint(edge), 0, sides[1]).astype(np.int64) for edge in (y, y + height))
+    has &= (right > left) & (bottom > top)
+    return np.stack([right - left, bottom - top, np.ones_like(left), *sides, left, top], axis=1) * has[:, None]
 
 
 def _geometry_column(geometry: Ints) -> pa.StructArray:

@@ -14,7 +14,6 @@ from schemas.config.pipeline import Config
 from stages.planning.candidates import CandidateItems, message_column
 from stages.planning.items import ItemRequest, item_members
 from stages.planning.samples import SelectedClips
-from stages.planning.texts import CleanedCaptions
 
 NO_CAPTION = "has no caption, and none was made of it; `latentpress status --rejects` says why; or write one"
 
@@ -66,17 +65,15 @@ def renumber(owner: NDArray[np.int64], stay: NDArray[np.bool_]) -> NDArray[np.in
     return (np.cumsum(stay) - 1)[owner[stay[owner]]]
 
 
-def drop_clips_without_caption(
-    items: CandidateItems, clips: SelectedClips, captions: CleanedCaptions
-) -> NDArray[np.bool_]:
-    """(m,) which clips have a caption; the others are recorded among the items that were dropped."""
-    has_caption = np.bincount(captions.item, minlength=len(clips.item)) > 0
-    if not has_caption.all():
-        without = CandidateItems(items.dataset, items.table.take(pa.array(clips.item[~has_caption])))
-        starts = message_column("has a clip at ", clips.start[~has_caption], f" s that {NO_CAPTION}")
-        without.drop(np.ones(len(without), bool), "no-caption", lambda gone: starts)
+def record_clips_without(
+    items: CandidateItems, clips: SelectedClips, has: NDArray[np.bool_], reason: str, problem: str
+) -> None:
+    """Record the clips, (m,), that do not have what a model was to make, among the items that were dropped."""
+    if not has.all():
+        without = CandidateItems(items.dataset, items.table.take(pa.array(clips.item[~has])))
+        starts = message_column("has a clip at ", clips.start[~has], f" s that {problem}")
+        without.drop(np.ones(len(without), bool), reason, lambda gone: starts)
         items.rejects += without.rejects
-    return has_caption
 
 
 def _join_lists(parts: Sequence[pa.Array]) -> pa.ListArray:

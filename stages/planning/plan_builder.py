@@ -22,7 +22,8 @@ from schemas.filters import Filter
 from schemas.tables import REJECTS_SCHEMA, TRAINED_ROLES, active_schema, texts_schema
 from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids, first_rows, message_column
-from stages.planning.made_captions import NO_CAPTION, MadeCaptions, drop_clips_without_caption, list_lengths, renumber
+from stages.planning.made_captions import NO_CAPTION, MadeCaptions, list_lengths, record_clips_without, renumber
+from stages.planning.made_masks import NO_MASK, MadeMasks
 from stages.planning.references import (
     PlannedReferences,
     drop_refused,
@@ -70,9 +71,10 @@ def build_plan(
     media: Mapping[str, pa.Table],
     side_multiple: int,
     made: Mapping[str, MadeCaptions] = MappingProxyType({}),
+    masks: Mapping[str, MadeMasks] = MappingProxyType({}),
 ) -> DraftPlan:
-    """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path; made:
-    those of datasets that use captions which a model made."""
+    """Plan all datasets. `media` maps a dataset's id to its table of schemas.tables.MEDIA_SCHEMA, sorted by path; made,
+    masks: those of datasets that use captions or masks which a model made."""
     default_resolution = config.model.family_spec.resolution
     used = sorted((dataset for dataset in config.datasets if not dataset.disabled), key=lambda dataset: dataset.id)
     held_out = [pa.array([], pa.string())]  # content ids, which other datasets may not train on
@@ -84,7 +86,7 @@ def build_plan(
     parts = []
     for dataset in used:
         sizes = [dataset.model_copy(update={"resolution": size}) for size in dataset.resolutions(default_resolution)]
-        inputs = media[dataset.id], made.get(dataset.id), side_multiple, held_out_ids
+        inputs = media[dataset.id], made.get(dataset.id), masks.get(dataset.id), side_multiple, held_out_ids
         plans = [_plan_dataset(config, resized, *inputs) for resized in sizes]
         parts.append(_join_resolutions(dataset.id, plans) if len(plans) > 1 else plans[0])
     active = [part.active for part in parts]
@@ -127,41 +129,42 @@ def _plan_dataset(
     dataset: Dataset,
     table: pa.Table,
     made: MadeCaptions | None,
+    masks: MadeMasks | None,
     side_multiple: int,
     held_out_ids: pa.Array,
 ) -> DraftPlan:
     family, template = config.model.family_spec, config.model.template
     items = CandidateItems(dataset.id, table.append_column("row", pa.array(np.arange(table.num_rows))))
-    if dataset.where is not None:
-        try:
-            passed = Filter(dataset.where).mask(items.table)
-        except ValueError as error:
-            raise LatentpressError(f"datasets.{dataset.id}.where: {error}", "correct the filter") from error
-        items.drop(~np.asarray(passed), "filtered", f"does not pass where: {dataset.where}")
-    media_ids = items.column("media_id")
-    duplicates = len(items) - identity.count_distinct(media_ids)
-    elsewhere = np.asarray(pc.is_in(samples.content_ids(items.table), value_set=held_out_ids))
-    elsewhere &= ~samples.held_out_mask(dataset, items.table)
-    items.drop(elsewhere, "held-out", "is held out for evaluation by another dataset")
+    duplicates = _drop_unused(dataset, items, held_out_ids)
     captions, owner = _select_captions(config, dataset, items, made)
     kept_rows = items.numbers("row")
     samples.drop_unusable_videos(family, dataset, config.model.task, items)
     condition, references = config.model.condition, None
     if condition is not None and condition.kind == "references":
         drop_refused(condition, items)
+    if masks is not None:
+        masks.drop_items_without(config, dataset, items)
     candidates = CandidateItems(dataset.id, items.table)
     crops = crop_selection.select_crops(config.model, dataset, items, side_multiple)
     step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
     clips = samples.select_clips_and_images(family, dataset, items)
     captions = captions.of_items(np.isin(kept_rows, items.numbers("row"), assume_unique=True)[owner])
+    found, has = None, np.ones(len(clips.item), bool)
+    if masks is not None:
+        found, _ = masks.find(config, dataset, items)
+        has &= np.asarray(found["mask_id"].is_valid())
+        record_clips_without(items, clips, has, "no-mask", NO_MASK)
     if made is not None:
-        has_caption = drop_clips_without_caption(items, clips, captions)
-        clips, captions = clips.keep(has_caption), captions.of_items(has_caption)
+        has_caption = np.bincount(captions.item, minlength=len(clips.item)) > 0
+        record_clips_without(items, clips, has_caption, "no-caption", NO_CAPTION)
+        has &= has_caption
+        captions = captions.of_items(has)
+    clips, found = clips.keep(has), None if found is None else found.filter(pa.array(has))
     held_out = samples.held_out_mask(dataset, items.table)
     if condition is not None and condition.kind == "references":
         references = plan_references(condition, items)
     hashes = None if references is None else list_ids(references.ids)
-    planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes)
+    planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes, found)
     captioned_by = clips.item if made is None else np.arange(len(clips.item))
     text_rows, text_lists, null_text = _plan_texts(template, items, planned, captioned_by, captions, references)
     active = _active_columns(dataset, planned, text_lists, null_text)
@@ -190,6 +193,22 @@ def _plan_dataset(
         planned = pa.concat_tables([planned, references.samples])
         active_rows = pa.concat_tables([active_rows, references.active])
     return DraftPlan(planned, text_rows, active_rows, rejects, {dataset.id: notes}, null_text=None)
+
+
+def _drop_unused(dataset: Dataset, items: CandidateItems, held_out_ids: pa.Array) -> int:
+    """Drop what a filter or another dataset's held-out share leaves out. How many of the others have the bytes of
+    another item."""
+    if dataset.where is not None:
+        try:
+            passed = Filter(dataset.where).mask(items.table)
+        except ValueError as error:
+            raise LatentpressError(f"datasets.{dataset.id}.where: {error}", "correct the filter") from error
+        items.drop(~np.asarray(passed), "filtered", f"does not pass where: {dataset.where}")
+    duplicates = len(items) - identity.count_distinct(items.column("media_id"))
+    elsewhere = np.asarray(pc.is_in(samples.content_ids(items.table), value_set=held_out_ids))
+    elsewhere &= ~samples.held_out_mask(dataset, items.table)
+    items.drop(elsewhere, "held-out", "is held out for evaluation by another dataset")
+    return duplicates
 
 
 def _select_captions(

@@ -212,9 +212,11 @@ def plan_samples(
     clips: SelectedClips,
     held_out: np.ndarray,
     references: np.ndarray | None = None,
+    masks: pa.Table | None = None,
 ) -> pa.Table:
     """Rows of schemas.tables.SAMPLES_SCHEMA, one for each image or clip. held_out: (n,) which items are. references:
-    (n,) V16 as of `references.list_ids`, if the task has them."""
+    (n,) V16 as of `references.list_ids`, if the task has them. masks: (m,) mask_path, mask_id and mask_kind, in place
+    of those of the items."""
     rows, kind = clips.item, "none" if condition is None else condition.kind
     one_frame = np.ones_like(clips.frames)
 
@@ -243,10 +245,12 @@ def plan_samples(
         columns["source_geometry"] = geometry_columns(crops.source, _bucket_names(crops, rows, one_frame), rows)
     if references is not None:
         record["source"] = references[rows]
-    if items.table.column("mask_id").null_count < len(items):
+    if masks is None:
+        masks = pa.table({"mask_path": take("mask"), "mask_id": take("mask_id"), "mask_kind": take("mask_kind")})
+    if masks["mask_id"].null_count < len(rows):
         # A mask is laid over the media, whatever its own size, and so gets the sample's crop.
-        record["mask"] = identity.id_bytes(items.column("mask_id"))[rows]
-        columns |= {"mask_path": take("mask"), "mask_id": take("mask_id"), "mask_kind": take("mask_kind")}
+        columns |= {name: masks[name].combine_chunks() for name in masks.column_names}
+        record["mask"] = identity.id_bytes(columns["mask_id"])
         masked = pc.is_valid(columns["mask_id"])
         record["mask_geometry"] = np.where(np.asarray(masked)[:, None], record["geometry"], 0)
         columns["mask_geometry"] = pc.if_else(masked, columns["geometry"], pa.scalar(None, columns["geometry"].type))

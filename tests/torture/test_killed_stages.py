@@ -23,12 +23,13 @@ from cache.sets.set_lookup import find_set
 from cache.sets.trainset import SetError
 from cache.shards.tensors import Array
 from cache.store.store import Store
-from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, features, index
+from stages import bucket, caption, discover, encode_latents, encode_text, encode_vision, export, features, index, masks
 from stages.encoding.text.worker import TextWorker
 from tests.forms import long
 from tests.processes import Child
 from tests.project import Project
 from tests.stages.describing import describing
+from tests.stages.segmenting import masking
 from tests.torture.kills import FORMATS, POINTS, Stage, die
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """The children fork from a process that has imported torch."""
-    for stage in ("text", "vae", "vision", "captions", "features"):
+    for stage in ("text", "vae", "vision", "captions", "features", "masks"):
         importlib.import_module(f"stages.encoding.{stage}.worker")
 
 
@@ -99,6 +100,7 @@ CASES = {
     "vision": Case("kandinsky5-image-t2i", encode_vision, pictures),
     "captions": Case("kandinsky5-image-t2i", caption, without_captions, aside=2),
     "features of pictures": Case("kandinsky5-image-t2i", features, pictures),
+    "masks of clips, one changed": Case("kandinsky5-video-t2v", masks, clips, another_clip, aside=1),
 }
 
 
@@ -132,12 +134,17 @@ def planned(project, tiny, spoil) -> Callable[[str], Stage]:
         seen = {section: {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}} if section else {}
         if section == "features":
             seen[section]["duplicates"] = False  # a job of its own
-        home = describing(project, tiny, case.kind) if case.program is caption else project(case.kind, **seen)
+        if case.program is caption:
+            home = describing(project, tiny, case.kind)
+        elif case.program is masks:
+            home = masking(project, case.kind, classes=["person", "sky"])
+        else:
+            home = project(case.kind, **seen)
         home.settings["cache"] = {"unit_mib": 0.004}
         home.settings["stages"] |= {"encode-vision": {"threads": 1}, "features": {"threads": 1}}
         case.media(home)
         home.run(discover.run)
-        if case.program is not caption:  # which has a plan of its own
+        if case.program not in (caption, masks):  # which have plans of their own, and are before it
             home.run(bucket.run)
         case.later(home)
         if case.nan:

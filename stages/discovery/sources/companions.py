@@ -55,7 +55,7 @@ class CompanionFinder:
 
     role: that of a source image, or "mask", which may be a video. key: the option that named the place, for messages.
     number, most: of several source images in one place, what its name has after the item's, and the largest number.
-    listed_by: a finder in the same place, which lists it for both.
+    listed_by: a finder in the same place, which lists it for both. needed: an item without is set aside.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class CompanionFinder:
         number: int = 0,
         most: int = 0,
         listed_by: "CompanionFinder | None" = None,
+        needed: bool = True,
     ) -> None:
         self.location, self.role, self._key, self._follow_links = location, role, key, follow_links
         self._kinds = extensions_of_kinds(("image", "video") if role == "mask" else ("image",))
-        self._number, self._most, self._listed_by = number, most, listed_by or self
+        self._number, self._most, self._listed_by, self._needed = number, most, listed_by or self, needed
 
     def add(self, columns: dict[str, pa.Array]) -> None:
         """Add the companion of each item to the columns of a listing, given its "path". A row keeps the problem that it
@@ -88,7 +89,7 @@ class CompanionFinder:
         step = pc.binary_join_element_wise(f"put one at {folder}/", stems, ".png", "")
         step = pc.if_else(pc.match_substring_regex(stems, _ABSOLUTE), _NO_RELATIVE_NAME_ADVICE, step)
         several = pa.array(counts > 1)
-        problems = pc.if_else(pa.array((counts == 0) & is_needed(self.role)), f"no-{self.role}: has no {name}", None)
+        problems = pc.if_else(pa.array((counts == 0) & self._needed), f"no-{self.role}: has no {name}", None)
         problems = pc.if_else(several, f"several-{self.role}s: has {name}s of several extensions", problems)
         add_problems(columns, problems, pc.if_else(several, f"keep one {name}", step))
         if self._number and self._number == self._most:
@@ -137,18 +138,20 @@ def companion_finders(dataset: Dataset) -> dict[str, CompanionFinder]:
         if dataset.conditioning_count:
             most = dataset.conditioning_count
             finders[role] = CompanionFinder(
-                places[0], role, option, links, number + 1, most, listed_by=finders.get("source")
+                places[0], role, option, links, number + 1, most, finders.get("source"), is_needed(dataset, role)
             )
         else:
-            finders[role] = CompanionFinder(places[number], role, option, links)
+            finders[role] = CompanionFinder(places[number], role, option, links, needed=is_needed(dataset, role))
     if dataset.mask_data:
-        finders["mask"] = CompanionFinder(dataset.mask_data, "mask", f"{key}.mask_data", links)
+        needed = is_needed(dataset, "mask")
+        finders["mask"] = CompanionFinder(dataset.mask_data, "mask", f"{key}.mask_data", links, needed=needed)
     return finders
 
 
-def is_needed(role: str) -> bool:
-    """Whether an item without this companion is set aside: any but the further references."""
-    return role in ("source", "mask")
+def is_needed(dataset: Dataset, role: str) -> bool:
+    """Whether an item without this companion is set aside: any but the further references, and a mask that a model
+    makes."""
+    return role == "source" or (role == "mask" and not dataset.makes_masks)
 
 
 def refuse_gaps(columns: dict[str, pa.Array], roles: Sequence[str]) -> None:

@@ -152,7 +152,7 @@ class ManifestSource(CommonSource):
         paths = captions.normalize_paths(texts, self._base)
         stats = self._stats(paths, texts, pool)
         versions, name, absent = _versions(stats), companion_name(role), pc.is_null(paths)
-        missing = pc.and_(absent, is_needed(role))
+        missing = pc.and_(absent, is_needed(self._dataset, role))
         columns[role] = pc.if_else(pc.is_valid(versions), paths, None)
         columns[f"{role}_version"] = versions
         if role == "mask":

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.models.single_model import WEIGHT_FILES, SingleModel
+from cache.models.single_model import MODEL_FILES, SingleModel
 from cache.models.weights import fingerprint_weights, read_component_config
 from cache.store.store import Store
 from schemas.config.captioning import PIXEL_MULTIPLE, Caption
@@ -24,7 +24,6 @@ ADVICE = (
 #: Sub-folders of a checkpoint that belong to a text encoder which also writes.
 TEXT_ENCODER_PARTS = ("text_encoder", "tokenizer", "processor")
 OWN_MODEL_TYPE = "qwen2_5_vl"  # of a text encoder's config.json
-MODEL_FILES = (*WEIGHT_FILES, "*.json", "*.txt", "*.model", "*.jinja")
 
 
 def require_caption(config: Config) -> Caption:

@@ -45,6 +45,7 @@ STAGES = {
     "discover": "finds media and captions",
     "features": "compares and measures pictures and clips",
     "caption": "describes what has no caption",
+    "masks": "makes masks where there are none",
     "bucket": "plans samples, texts and units",
     "encode-text": "captions to embeddings",
     "encode-latents": "pictures and clips to latents",

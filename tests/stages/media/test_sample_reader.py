@@ -6,6 +6,7 @@ from PIL import Image
 
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop, cover_crop
+from stages.encoding.masks.worker import write_png
 from stages.media.files import MediaError
 from stages.media.sample_reader import normalize_pixels, read_sample_frames, read_sample_mask, resize_and_crop
 from tests.stages.media_files import video
@@ -49,6 +50,19 @@ def test_an_image_mask_applies_to_all_frames(tmp_path):
     repeated = read_sample_mask(tmp_path / "mask.png", "image", where, clip_times(0, 24, 5))
     assert alone.shape == (1, 32, 32) and columns(alone) == [12]
     assert repeated.shape == (5, 32, 32) and (repeated == alone).all()
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_made_mask_has_a_frame_for_each_of_its_sample(tmp_path, alike):
+    """Also where all are equal, which Pillow writes as one; some of them are read by their numbers."""
+    masks = np.stack([half(10 if alike else 5 + number) for number in (0, 0, 0, 3, 4)])[..., 0]
+    (tmp_path / "made").write_bytes(write_png(masks))
+    where = geometry(Bucket(64, 32, 5), 64, 32)
+    expected = [20] * 5 if alike else [10, 10, 10, 16, 18]
+    assert columns(read_sample_mask(tmp_path / "made", "made", where, range(5))) == expected
+    assert columns(read_sample_mask(tmp_path / "made", "made", where, [0, 3])) == [expected[0], expected[3]]
+    (tmp_path / "one").write_bytes(write_png(masks[:1]))
+    assert columns(read_sample_mask(tmp_path / "one", "made", where, range(1))) == expected[:1]
 
 
 def test_a_mask_is_cut_as_its_sample_is(tmp_path):

@@ -1,5 +1,6 @@
 """Item plans of media tables: whole pictures and clips, at the size that a model wants."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,34 @@ def test_a_picture_keeps_its_shape_and_is_not_enlarged_much(width: int, height: 
         area /= 2
     for side, exact in ((across, (area * width / height) ** 0.5), (down, (area * height / width) ** 0.5)):
         assert abs(side - exact) <= 14.001 or side == 28
+
+
+@pytest.mark.parametrize(
+    "text, box",
+    [
+        ("10, 20, 30, 40", (30, 40, 10, 20)),
+        ("[10.4 20.6 30 40]", (30, 40, 10, 21)),
+        ("-5,0,700,5", (640, 5, 0, 0)),
+        ("10,20,0,40", None),
+        ("700,20,30,40", None),
+        ("10,20,30", None),
+        ("face", None),
+        (None, None),
+    ],
+)
+def test_a_box_is_a_crop_of_its_picture_and_a_part_of_what_is_planned(text, box) -> None:
+    media = table([row(1, 640, 480)]).append_column("extra.box", pa.array([text], pa.string()))
+    samples = [
+        plan_items(draft_plans.config(), replace(request(), box_column=name), {"a": media})[0].to_pylist()[0]
+        for name in ("box", "absent", None)
+    ]
+    found = samples[0]["mask_geometry"]
+    if box is None:
+        assert found is None and samples[0]["sample_id"] == samples[1]["sample_id"] == samples[2]["sample_id"]
+        return
+    width, height, x, y = box
+    assert found == {"bucket": f"{width}x{height}@1", "resize_w": 640, "resize_h": 480, "x": x, "y": y}
+    assert samples[0]["sample_id"] != samples[1]["sample_id"] == samples[2]["sample_id"]
 
 
 def test_pictures_are_whole_and_alike_ones_share_a_size() -> None:

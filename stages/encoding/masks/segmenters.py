@@ -1,0 +1,204 @@
+"""Segmentation models of transformers: what each kind is asked, and how its answer becomes a mask. Pictures are
+prepared by the model's own image processor, that of Pillow: masks do not depend on whether torchvision is installed."""
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers.image_processing_backends import PilBackend
+
+from cache.models.single_model import CONFIG_FILE
+from cache.models.weights import WeightsError, load_pretrained
+from schemas.config.masking import Masks
+from stages.encoding import model_loading
+from stages.encoding.masks.settings import ADVICE, single_model
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+PROBABILITY = 0.5  # where masks.threshold gives none
+#: Model types that a user may expect here, and why they are refused.
+REFUSED = {
+    "vitmatte": "takes a trimap, a rough mask of each picture, which there is none of",
+    "oneformer": "needs a table of classes that is not a part of its checkpoint",
+    **dict.fromkeys(
+        ("sam2", "sam2_video", "sam3", "sam3_video", "sam3_tracker", "edgetam"), "has no image processor of Pillow"
+    ),
+}
+
+
+class Segmenter(ABC):
+    """One model. masks: the settings. folder: its checkpoint."""
+
+    def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
+        self.model, self.masks = model, masks
+        self.processor = _load_processor(folder, masks.model)
+
+    @abstractmethod
+    def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
+        """bool (B, H, W) on the model's device of uint8 (H, W, 3) frames of one size: what is to be masked. boxes: one
+        of each frame."""
+
+    def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """What the processor makes of frames, on the device."""
+        made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
+        inputs = {name: made[name].to(self.model.device) for name in ("pixel_values", "pixel_mask") if name in made}
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        return inputs
+
+
+class LabelledSegmenter(Segmenter):
+    """A model that has classes of its own, by number."""
+
+    def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
+        super().__init__(model, folder, masks)
+        self.ids = find_labels(model.config.id2label, masks)
+
+
+class SemanticSegmenter(LabelledSegmenter):
+    """A class of each pixel, as SegFormer has it: the likeliest one, or, with a threshold, the classes' probability."""
+
+    def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
+        logits_BCHW = self.model(**self._inputs(frames)).logits
+        return torch.cat([self._find(logits_CHW, frames[0].shape[:2]) for logits_CHW in logits_BCHW])
+
+    def _find(self, logits_CHW: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+        """Of one frame, as the classes' logits in its size take memory."""
+        logits_BCHW = F.interpolate(logits_CHW[None].float(), size, mode="bilinear", align_corners=False)
+        if self.masks.threshold is None:
+            likeliest_BHW = logits_BCHW.argmax(1)
+            return torch.isin(likeliest_BHW, torch.tensor(self.ids, device=likeliest_BHW.device))
+        return logits_BCHW.softmax(1)[:, self.ids].sum(1) >= self.masks.threshold
+
+
+class UniversalSegmenter(LabelledSegmenter):
+    """Segments with a class each, as MaskFormer and Mask2Former find them, by the processor's panoptic rules."""
+
+    def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
+        outputs, size = self.model(**self._inputs(frames)), tuple(frames[0].shape[:2])
+        for name in ("class_queries_logits", "masks_queries_logits"):
+            outputs[name] = outputs[name].float()
+        found = torch.zeros((len(frames), *size), dtype=torch.bool, device=self.model.device)
+        threshold = PROBABILITY if self.masks.threshold is None else self.masks.threshold
+        results = self.processor.post_process_panoptic_segmentation(
+            outputs, threshold=threshold, label_ids_to_fuse=set(), target_sizes=[size] * len(frames)
+        )
+        for number, result in enumerate(results):
+            for segment in result["segments_info"]:
+                if segment["label_id"] in self.ids:
+                    found[number] |= (result["segmentation"] == segment["id"]).to(found.device)
+        return found
+
+
+class WordSegmenter(Segmenter):
+    """CLIPSeg, which is asked with words: what one of them is found in."""
+
+    def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
+        super().__init__(model, folder, masks)
+        if not masks.classes:
+            raise WeightsError(f"{masks.model} finds what words say", "set masks.classes to some, such as [a person]")
+        tokens = AutoTokenizer.from_pretrained(folder)(list(masks.classes), padding=True, return_tensors="pt")
+        self._words = {name: tokens[name].to(model.device) for name in ("input_ids", "attention_mask")}
+
+    def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
+        pixels, size = self._inputs(frames)["pixel_values"], frames[0].shape[:2]
+        found = torch.zeros((len(frames), *size), dtype=torch.bool, device=pixels.device)
+        threshold = PROBABILITY if self.masks.threshold is None else self.masks.threshold
+        for number in range(len(self.masks.classes)):
+            words = {name: ids[number].expand(len(frames), -1) for name, ids in self._words.items()}
+            logits_BHW = self.model(pixel_values=pixels, **words).logits.view(len(frames), *pixels.shape[-2:])
+            sized_B1HW = F.interpolate(logits_BHW[:, None].float(), size, mode="bilinear", align_corners=False)
+            found |= sized_B1HW[:, 0].sigmoid() >= threshold
+        return found
+
+
+class BoxSegmenter(Segmenter):
+    """SAM: what is in a box."""
+
+    def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
+        super().__init__(model, folder, masks)
+        if masks.classes:
+            problem = f"{masks.model} takes boxes and no classes ({', '.join(masks.classes)})"
+            raise WeightsError(problem, "remove masks.classes and set masks.box_column, or name another model")
+
+    def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
+        made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
+        sizes, original = made["reshaped_input_sizes"], made["original_sizes"]
+        scale = (sizes / original)[:, [1, 0, 1, 0]]  # of x and y
+        boxes_B14 = (torch.tensor(boxes, dtype=scale.dtype) * scale)[:, None]
+        device, dtype = self.model.device, self.model.dtype
+        outputs = self.model(
+            pixel_values=made["pixel_values"].to(device, dtype),
+            input_boxes=boxes_B14.to(device, dtype),
+            multimask_output=False,
+        )
+        probability = PROBABILITY if self.masks.threshold is None else self.masks.threshold
+        least = (
+            math.inf
+            if probability == 1
+            else -math.inf
+            if probability == 0
+            else math.log(probability / (1 - probability))
+        )
+        masks = self.processor.post_process_masks(
+            outputs.pred_masks.float(), original.tolist(), sizes.tolist(), mask_threshold=least
+        )
+        return torch.stack([mask_11HW[0, 0] for mask_11HW in masks])
+
+
+def find_labels(id2label: dict[int, str], masks: Masks) -> list[int]:
+    """The numbers of the classes. WeightsError, which names the labels that there are, for one that is none."""
+    known = {label.strip().lower(): number for number, label in sorted(id2label.items(), reverse=True)}
+    labels = ", ".join(dict.fromkeys(id2label[number] for number in sorted(id2label)))
+    if not masks.classes:
+        raise WeightsError(f"masks.classes names no label of {masks.model}", f"name some of: {labels}")
+    if wrong := [name for name in masks.classes if name.strip().lower() not in known]:
+        raise WeightsError(f"masks.classes: {masks.model} has no label {', '.join(wrong)}", f"it has: {labels}")
+    return [known[name.strip().lower()] for name in masks.classes]
+
+
+def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Segmenter:
+    """Raises WeightsError for weights that are damaged or missing, or of no model that makes masks."""
+    model_loading.disable_progress_bars()
+    folder = single_model(masks).fetch()
+    with model_loading.reading_errors(masks.model, "the model"):
+        kind, model_class = _find_kind(folder, masks.model)
+        model = load_pretrained(model_class, folder, dtype=dtype).eval().to(device)
+        return kind(model, folder, masks)
+
+
+def _load_processor(folder: Path, source: str) -> Any:
+    """The image processor of a checkpoint, that of Pillow: transformers takes torchvision's where there is none."""
+    why = ""
+    try:
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+        if isinstance(processor, PilBackend):
+            return processor
+    except (ImportError, ValueError) as error:
+        why = f" ({str(error).strip().partition(chr(10))[0]})"
+    raise WeightsError(f"{source} has no image processor of Pillow in transformers{why}", ADVICE)
+
+
+def _find_kind(folder: Path, source: str) -> tuple[type[Segmenter], Any]:
+    """The kind of a checkpoint and its class in transformers."""
+    model_type = json.loads((folder / CONFIG_FILE).read_text()).get("model_type", "model without a type")
+    if model_type in REFUSED:
+        raise WeightsError(f"{source} is a {model_type}, which {REFUSED[model_type]}", ADVICE)
+    if model_type == "clipseg":
+        return WordSegmenter, transformers.CLIPSegForImageSegmentation
+    if model_type == "sam":
+        return BoxSegmenter, transformers.SamModel
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for kind, auto in (
+        (SemanticSegmenter, transformers.AutoModelForSemanticSegmentation),
+        (UniversalSegmenter, transformers.AutoModelForUniversalSegmentation),
+    ):
+        if type(config) in auto._model_mapping:
+            return kind, auto._model_mapping[type(config)]
+    raise WeightsError(f"{source} is a {model_type}, which makes no masks", ADVICE)

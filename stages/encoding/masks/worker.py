@@ -1,0 +1,123 @@
+"""The worker of `masks`: pictures and clips -> a mask of each frame, in a PNG (`stages/media/made_mask.py`)."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageFilter
+
+from cache.sets.item_rows import PNG, item_info
+from cache.sets.plans import Unit
+from cache.shards.shard import ShardRow
+from cache.shards.tensors import Array
+from schemas.devices import HostCopy
+from schemas.geometry import Bucket
+from stages.encoding.masks.segmenters import Box, load_segmenter
+from stages.encoding.masks.settings import require_masks
+from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.worker import RefusedMember, UnitWorker
+from stages.engines.jobs import Job
+from stages.media.files import MediaError
+from stages.media.made_mask import FRAME_S
+
+
+@dataclass(frozen=True)
+class PreparedItem:
+    """frames: uint8 (F, H, W, 3). box: in their pixels, the whole picture without another."""
+
+    frames: np.ndarray
+    box: Box
+
+
+class MasksWorker(UnitWorker):
+    """Members are items whose frames are masked one by one."""
+
+    stage, kind, section, tensors = "masks", "masks", "masks", (PNG,)
+    batch_limit_option, precision = "batch_size", "uint8"  # as stored
+    advice = "lower masks.batch_size (frames of one pass) or masks.resolution, or use --device cpu"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._masks = require_masks(self.config)
+        dtype = getattr(torch, self._masks.precision or self.config.model.precision)
+        self._segmenter = load_segmenter(self._masks, dtype, self.device)
+
+    def member_bytes(self, unit: Unit) -> int:
+        bucket = Bucket.parse(unit.bucket)
+        return 3 * bucket.width * bucket.height * bucket.frames
+
+    def read_request(self, name: str) -> ReadRequest:
+        files = tuple(self.locations.planned_files("items", name))
+        return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
+
+    def prepare(self, name: str, read: MemberPixels | None) -> PreparedItem:
+        assert read is not None and read.frames is not None
+        crop, (height, width) = self.plan.samples[name]["mask_geometry"], read.frames.shape[1:3]
+        if self._masks.box_column is None:
+            return PreparedItem(read.frames, (0, 0, width, height))
+        if crop is None:
+            problem = f"has no box in its picture as x, y, width, height in column {self._masks.box_column!r}"
+            step = "write one and run `latentpress discover`"
+            raise MediaError("no-box", self._path(name), problem, step)
+        inside, across, down = Bucket.parse(crop["bucket"]), width / crop["resize_w"], height / crop["resize_h"]
+        left, top = crop["x"] * across, crop["y"] * down
+        return PreparedItem(read.frames, (left, top, left + inside.width * across, top + inside.height * down))
+
+    def cost(self, batch: list[PreparedItem]) -> int:
+        """Frames."""
+        return sum(len(item.frames) for item in batch)
+
+    def indivisible(self, batch: list[PreparedItem], limit: int) -> bool:
+        """At one frame a pass: a clip may take several passes of at most `limit` frames."""
+        return min(self.cost(batch), limit) <= 1
+
+    @torch.no_grad()
+    def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RefusedMember]:
+        frames = [frame for item in batch for frame in item.frames]
+        boxes = [item.box for item in batch for _ in item.frames]
+        found = [
+            self._segmenter.find(frames[start : start + limit], boxes[start : start + limit])
+            for start in range(0, len(frames), limit)
+        ]
+        return self._rows(names, batch, HostCopy(torch.cat(found)))
+
+    def _rows(self, names: list[str], batch: list[PreparedItem], found: HostCopy) -> Iterator[ShardRow | RefusedMember]:
+        parts = found.wait().split([len(item.frames) for item in batch])
+        for name, found_THW in zip(names, parts, strict=True):
+            mask_THW = self._finish(found_THW)
+            white, least = float(mask_THW.mean()) / 255, self._masks.min_area
+            if white <= 1 - least and white >= least and 0 < white < 1:
+                png = Array.from_numpy(np.frombuffer(write_png(mask_THW), np.uint8))
+                yield ShardRow(name, {PNG: png}, item_info(self.plan.samples[name]))
+                continue
+            reason, color = ("empty-mask", "white") if white < 0.5 else ("full-mask", "black")
+            sought = ", ".join(self._masks.classes) or "what is in the box"
+            problem = f"has a mask of which a share of {min(white, 1 - white):.2g} is {color} ({sought})"
+            step = "try another masks.threshold or other masks.classes, or draw a mask (mask_data)"
+            yield RefusedMember(name, MediaError(reason, self._path(name), problem, step))
+
+    def _finish(self, found_THW: torch.Tensor) -> np.ndarray:
+        """uint8 (T, H, W): 255 is trained on."""
+        grow, masks = self._masks.grow, found_THW.float()[:, None]
+        if grow:
+            side = 2 * grow + 1  # a square, as one row of pixels after the other
+            masks = F.max_pool2d(F.max_pool2d(masks, (side, 1), 1, (grow, 0)), (1, side), 1, (0, grow))
+        mask_THW = (masks[:, 0] * 255).to(torch.uint8).numpy()
+        if self._masks.blur:
+            blur = ImageFilter.GaussianBlur(self._masks.blur)
+            mask_THW = np.stack([np.asarray(Image.fromarray(mask).filter(blur)) for mask in mask_THW])
+        return 255 - mask_THW if self._masks.invert else mask_THW
+
+    def _path(self, name: str) -> str:
+        return self.plan.active_rows.get(name, self.plan.samples[name])["path"]
+
+
+def write_png(mask_THW: np.ndarray) -> bytes:
+    """The file of a mask in 8-bit gray, with a frame for each of the sample's."""
+    (first, *others), file = map(Image.fromarray, mask_THW), io.BytesIO()
+    animated = {"save_all": True, "append_images": others, "duration": round(1000 * FRAME_S)} if others else {}
+    first.save(file, "PNG", **animated)
+    return file.getvalue()

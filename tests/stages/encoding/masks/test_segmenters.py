@@ -1,0 +1,156 @@
+"""Masks of each kind of model, beside what transformers' own processor makes of the model's answer to one picture."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from cache.models.weights import WeightsError
+from schemas.config.masking import Masks
+from stages.encoding.masks.segmenters import Box, Segmenter, load_segmenter
+from tests.stages.segmenting import LABELS, build_segmenter
+
+pytestmark = pytest.mark.slow
+SIZE = (48, 80)  # height, width
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    made: dict[tuple[str, int], Path] = {}
+
+    def get(kind: str, seed: int = 0) -> Path:
+        if (kind, seed) not in made:
+            made[kind, seed] = build_segmenter(kind, tmp_path_factory.mktemp(kind), seed)
+        return made[kind, seed]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    coarse = [Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)) for _ in range(6)]
+    return [np.asarray(picture.resize(SIZE[::-1], Image.Resampling.BICUBIC)) for picture in coarse]
+
+
+def load(folder: Path, **masks) -> Segmenter:
+    return load_segmenter(Masks(model=str(folder), **masks), torch.float32, CPU)
+
+
+@torch.no_grad()
+def found(segmenter: Segmenter, pictures: list[np.ndarray], boxes: list[Box] | None = None) -> list[np.ndarray]:
+    """Of each picture alone; and of all at once it is the same but for the last bits of float32."""
+    boxes = boxes or [(0, 0, SIZE[1], SIZE[0])] * len(pictures)
+    together = segmenter.find(pictures, boxes).numpy()
+    alone = [segmenter.find([picture], [box]).numpy()[0] for picture, box in zip(pictures, boxes, strict=True)]
+    assert (together == np.stack(alone)).mean() > 0.999
+    assert any(0 < mask.mean() < 1 for mask in alone)
+    return alone
+
+
+def test_semantic(checkpoint, pictures) -> None:
+    folder = checkpoint("segformer")
+    model = transformers.SegformerForSemanticSegmentation.from_pretrained(folder).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    likeliest = found(load(folder, classes=("Cat", "person")), pictures)
+    above = found(load(folder, classes=("person",), threshold=0.4), pictures)
+    for picture, mask, probable in zip(pictures, likeliest, above, strict=True):
+        with torch.no_grad():
+            outputs = model(**processor(picture, return_tensors="pt"))
+        (labels,) = processor.post_process_semantic_segmentation(outputs, target_sizes=[SIZE])
+        assert (mask == np.isin(labels.numpy(), (1, 3))).all()
+        (scored,) = processor.post_process_semantic_segmentation(
+            outputs, target_sizes=[SIZE], return_segmentation_scores=True
+        )
+        assert (probable == (scored.segmentation_scores.softmax(0)[1] >= 0.4).numpy()).all()
+
+
+@pytest.mark.parametrize("threshold", [None, 0.4])
+def test_universal(checkpoint, pictures, threshold) -> None:
+    folder = checkpoint("mask2former", 5)
+    model = transformers.Mask2FormerForUniversalSegmentation.from_pretrained(folder).eval()
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    masks = found(load(folder, classes=("person", "cat"), threshold=threshold), pictures)
+    for picture, mask in zip(pictures, masks, strict=True):
+        with torch.no_grad():
+            outputs = model(**processor(picture, return_tensors="pt"))
+        (result,) = processor.post_process_panoptic_segmentation(
+            outputs, threshold=threshold or 0.5, target_sizes=[SIZE], label_ids_to_fuse=set()
+        )
+        chosen = [segment["id"] for segment in result["segments_info"] if segment["label_id"] in (1, 3)]
+        assert (mask == np.isin(result["segmentation"].numpy(), chosen)).all()
+
+
+def test_words(checkpoint, pictures) -> None:
+    folder = checkpoint("clipseg")
+    model = transformers.CLIPSegForImageSegmentation.from_pretrained(folder).eval()
+    processor = transformers.CLIPSegProcessor(
+        transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    words = ("a person", "the long red scarf of a cat")
+    masks = found(load(folder, classes=words, threshold=0.6), pictures)
+    for picture, mask in zip(pictures, masks, strict=True):
+        inputs = processor(text=list(words), images=[picture] * 2, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        sized = torch.nn.functional.interpolate(logits[:, None], SIZE, mode="bilinear")[:, 0].sigmoid()
+        assert (mask == (sized >= 0.6).any(0).numpy()).all()
+
+
+def test_boxes(checkpoint, pictures) -> None:
+    folder = checkpoint("sam")
+    model = transformers.SamModel.from_pretrained(folder).eval()
+    processor = transformers.SamProcessor(transformers.AutoImageProcessor.from_pretrained(folder, backend="pil"))
+    boxes = [(3.0 * number, 2.0, 40.0 + number, 30.0) for number in range(len(pictures))]
+    masks = found(load(folder), pictures, boxes)
+    whole = found(load(folder), pictures)
+    assert any((mask != other).any() for mask, other in zip(masks, whole, strict=True))
+    for picture, mask, box in zip(pictures, masks, boxes, strict=True):
+        inputs = processor(picture, input_boxes=[[list(box)]], return_tensors="pt")
+        sizes = inputs["original_sizes"], inputs["reshaped_input_sizes"]
+        inputs["input_boxes"] = inputs["input_boxes"].float()
+        with torch.no_grad():
+            outputs = model(**inputs, multimask_output=False)
+        (expected,) = processor.post_process_masks(outputs.pred_masks, *sizes)
+        assert (mask == expected[0, 0].numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "kind, masks, message",
+    [
+        ("segformer", {"classes": ("door",)}, f"no label door.*{', '.join(LABELS.values())}"),
+        ("mask2former", {}, "names no label"),
+        ("clipseg", {}, "finds what words say"),
+        ("sam", {"classes": ("person",)}, "takes boxes and no classes"),
+    ],
+)
+def test_classes_that_do_not_fit(checkpoint, kind, masks, message) -> None:
+    with pytest.raises(WeightsError) as caught:
+        load(checkpoint(kind), **masks)
+    assert re.search(message, f"{caught.value.message} {caught.value.next_step}")
+
+
+def test_a_processor_that_is_not_of_pillow(checkpoint, tmp_path) -> None:
+    for file in checkpoint("segformer").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = (tmp_path / "preprocessor_config.json").read_text()
+    (tmp_path / "preprocessor_config.json").write_text(config.replace("SegformerImage", "Sam2Image"))
+    with pytest.raises(WeightsError, match="no image processor of Pillow"):
+        load(tmp_path, classes=("person",))
+
+
+@pytest.mark.parametrize("kind, why", [("vitmatte", "trimap"), ("sam3", "Pillow"), ("oneformer", "table of classes")])
+def test_models_that_are_refused(checkpoint, tmp_path, kind, why) -> None:
+    for file in checkpoint("segformer").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"model_type": "segformer"', f'"model_type": "{kind}"'))
+    with pytest.raises(WeightsError, match=why):
+        load(tmp_path, classes=("person",))

@@ -1,0 +1,282 @@
+"""masks as a user runs it: of which items, once and the same each time, and what becomes of them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cache.sets.item_rows import iter_item_rows
+from cache.sets.set_lookup import current_plan
+from cache.store.store import Store
+from schemas.config.loading import ConfigError
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents, gc, masks, preview, run, status, verify
+from stages.encoding.masks.segmenters import load_segmenter
+from stages.encoding.stage_registry import MASKS
+from stages.media.sample_reader import read_sample_frames
+from tests.project import Project
+from tests.stages.segmenting import build_segmenter, made, masking, on_latent_grid
+
+pytestmark = pytest.mark.slow
+PERSON = {"classes": ["person"]}
+
+
+@pytest.fixture
+def photos(project: Any) -> Project:
+    """Six pictures of two shapes."""
+    home = masking(project, **PERSON)
+    for number in range(6):
+        home.image(f"{number}.png", (80, 48) if number % 3 else (48, 80), f"picture {number}", number)
+    home.run(discover.run)
+    return home
+
+
+def planned(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
+    """path -> its sample in the current plan of `bucket`."""
+    plan = current_plan(Store(home.root), home.config(*overrides))
+    return {row["path"]: plan.samples[row["sample_id"]] for row in plan.active.to_pylist()}
+
+
+def latent_masks(home: Project) -> dict[str, np.ndarray]:
+    """sample id -> its mask on the grid of latents."""
+    rows = [
+        row
+        for cache in (home.root / "latents").iterdir()
+        for _, _, row in iter_item_rows(Store(home.root), f"latents/{cache.name}")
+    ]
+    return {row.id: row.tensors["mask"].numpy() for row in rows if "mask" in row.tensors}
+
+
+def test_masks_are_made_once_of_what_has_none(photos: Project) -> None:
+    asked = photos.run(masks.run, dry_run=True)
+    assert asked.remaining == 6 and not (photos.root / "masks").exists() and not (photos.root / "plans").exists()
+    first = photos.run(masks.run)
+    assert first.done + len(first.set_aside) == 6 and first.done >= 3
+    before = photos.shards("masks")
+    again = photos.run(masks.run)
+    assert (again.done, again.skipped, again.remaining) == (0, first.done, 0) and photos.shards("masks") == before
+    found = made(photos)
+    assert {mask.shape[1:] for mask in found.values()} == {(48, 80), (80, 48)}
+    assert all(set(np.unique(mask)) == {0, 255} for mask in found.values())
+    rows = {row["stage"]: row for row in photos.run(status.run).details["stages"]}
+    assert rows["masks"]["done"] == first.done and rows["masks"]["set_aside"] == len(first.set_aside)
+
+
+def test_a_partition_and_workers_make_the_same_shards(photos: Project, is_long: bool) -> None:
+    other = Project(photos.folder.with_name("other"), photos.settings)
+    shutil.copytree(photos.folder, other.folder, symlinks=True)
+    photos.run(masks.run)
+    for part in ("0/2", "1/2"):
+        other.run(masks.run, shard=part)
+    assert other.shards("masks") == photos.shards("masks") and len(photos.shards("masks")) > 1
+    if is_long:
+        shutil.rmtree(other.root / "masks")
+        other.run(masks.run, workers=2)
+        assert other.shards("masks") == photos.shards("masks")
+
+
+@pytest.mark.parametrize("format", ["arrow", "webdataset"])
+def test_latents_have_them_as_training_reads_them(photos: Project, format: str) -> None:
+    photos.settings["cache"]["format"] = format
+    with pytest.raises(LatentpressError, match="6 of 6 items are not masked yet") as caught:
+        photos.run(bucket.run)
+    assert "latentpress masks" in caught.value.next_step
+    photos.run(masks.run)
+    report = photos.run(bucket.run)
+    found, samples = made(photos), planned(photos)
+    assert samples.keys() == found.keys()
+    lacking = {f"{number}.png" for number in range(6)} - found.keys()
+    assert photos.rejects(report) == dict.fromkeys(lacking, "no-mask")
+    photos.run(encode_latents.run)
+    for path, sample in samples.items():
+        (cells,) = on_latent_grid(found[path], sample["geometry"])
+        assert np.allclose(latent_masks(photos)[sample["sample_id"]][0], cells, atol=1e-6)
+
+
+def test_a_clip_has_masks_that_move(project: Any) -> None:
+    """One for each frame, made of that frame alone; each clip of a video has its own."""
+    home = masking(project, "kandinsky5-video-t2v", classes=["person", "sky"], min_area=0)
+    home.settings["datasets"][0]["video"] |= {"clip": "chunks"}
+    home.video("a.mp4", frames=18, size=(80, 48))
+    home.run(discover.run)
+    assert home.run(masks.run).done == 2 and home.run(bucket.run).details["excluded"] == "nothing"
+    home.run(encode_latents.run)
+    config, store = home.config(), Store(home.root)
+    plan, segmenter = MASKS.find_plan(store, config), load_segmenter(config.masks, torch.float32, torch.device("cpu"))
+    expected, held = {}, latent_masks(home)
+    for item in plan.sample_table.to_pylist():
+        frames = read_sample_frames(home.media / "a.mp4", item, "pyav")
+        found = segmenter.find(frames, [(0, 0, 80, 48)] * 9).numpy().astype(np.uint8) * 255
+        assert len(np.unique(found, axis=0)) > 1, "they move"
+        expected[item["start"]] = found
+    samples = current_plan(store, config).sample_table.to_pylist()
+    assert len(samples) == len(held) == 2 and samples[0]["mask_id"] != samples[1]["mask_id"]
+    for sample in samples:
+        cells = on_latent_grid(expected[sample["start"]], sample["geometry"])
+        grid = np.stack([cells[0], cells[1:5].mean(0), cells[5:].mean(0)])
+        assert np.allclose(held[sample["sample_id"]], grid, atol=1e-6)
+    page = Path(home.run(preview.run, plan=True).details["page"]).read_text()
+    assert page.count("mask at ") >= 6 and "can't be shown" not in page
+
+
+def test_a_box_of_each_item(project: Any) -> None:
+    """From a manifest. One without a box is set aside; another box is another mask."""
+    model = build_segmenter("sam", project().folder / "sam")
+    home = masking(project, model=str(model), box_column="box")
+    home.settings["datasets"][0]["instance_data_dir"] = "media/all.csv"
+    for number in range(3):
+        home.image(f"{number}.png", (160, 96), "", number)
+
+    def write(*boxes: str) -> None:
+        rows = [f'{number}.png,picture,"{box}"\n' for number, box in enumerate(boxes)]
+        (home.media / "all.csv").write_text("file_name,caption,box\n" + "".join(rows))
+        home.run(discover.run)
+
+    write("20, 10, 80, 60", "[0, 0, 160.0, 96.2]", "20, 10, 0, 60")
+    report = home.run(masks.run)
+    assert home.rejects(report) == {"2.png": "no-box"} and report.done == 2
+    config = home.config()
+    segmenter = load_segmenter(config.masks, torch.float32, torch.device("cpu"))
+    with Image.open(home.media / "0.png") as picture:
+        shown = np.asarray(picture.resize((80, 48), Image.Resampling.LANCZOS))
+    expected = segmenter.find([shown], [(10.0, 5.0, 50.0, 35.0)]).numpy()
+    assert (made(home)["0.png"] == expected * 255).all()
+    before = made(home)
+    write("20, 10, 81, 60", "[0, 0, 160.0, 96.2]", "20, 10, 9, 60")
+    assert home.run(masks.run, dry_run=True).remaining == 2
+    assert home.run(masks.run).done == 2 and (made(home)["1.png"] == before["1.png"]).all()
+    assert home.run(bucket.run).details["excluded"] == "nothing"
+
+
+def test_own_masks_win(photos: Project) -> None:
+    """And an item without one is not set aside, as a model makes it."""
+    folder = photos.folder / "drawn"
+    folder.mkdir()
+    Image.new("L", (80, 48), 255).save(folder / "1.png")
+    photos.settings["datasets"][0]["mask_data"] = "drawn"
+    photos.run(discover.run, "datasets.photos.make_masks=none")
+    assert photos.run(bucket.run, "datasets.photos.make_masks=none").details["excluded"] == "nothing"
+    assert planned(photos, "datasets.photos.make_masks=none").keys() == {"1.png"}
+    photos.run(discover.run)
+    assert photos.run(masks.run, dry_run=True).remaining == 5
+    photos.run(masks.run)
+    photos.run(bucket.run)
+    kinds = {path: (row["mask_kind"], row["mask_path"].split("/")[0]) for path, row in planned(photos).items()}
+    assert kinds.pop("1.png") == ("image", "1.png") and {*kinds.values()} == {("made", "masks")}
+    photos.run(encode_latents.run)
+    assert latent_masks(photos)[planned(photos)["1.png"]["sample_id"]].all()
+
+
+def test_other_settings_are_other_masks_and_other_samples(photos: Project) -> None:
+    photos.run(masks.run)
+    photos.run(bucket.run)
+    before, first = planned(photos), made(photos)
+    inverted = "masks.invert=true"
+    photos.run(masks.run, inverted)
+    photos.run(bucket.run, inverted)
+    after = planned(photos, inverted)
+    assert all((made(photos, inverted)[path] == 255 - mask).all() for path, mask in first.items())
+    assert {row["sample_id"] for row in before.values()}.isdisjoint(row["sample_id"] for row in after.values())
+    assert photos.run(masks.run).done == 0
+    photos.run(bucket.run)
+    assert planned(photos) == before
+
+
+def test_edges(photos: Project) -> None:
+    """Grown by pixels on all sides, and blurred."""
+    photos.run(masks.run)
+    grown, blurred = ("masks.grow=2", "masks.min_area=0"), ("masks.blur=1.5", "masks.min_area=0")
+    for overrides in (grown, blurred):
+        photos.run(masks.run, *overrides)
+    for path, mask in made(photos).items():
+        white = np.argwhere(mask[0] > 0)
+        expected = np.zeros_like(mask[0])
+        for row, column in white:
+            expected[max(0, row - 2) : row + 3, max(0, column - 2) : column + 3] = 255
+        if not expected.all():
+            assert (made(photos, *grown)[path][0] == expected).all()
+        soft = made(photos, *blurred)[path][0]
+        assert len(np.unique(soft)) > 4 and abs(float(soft.mean()) - float(mask.mean())) < 20
+
+
+def test_what_is_empty_or_full_is_set_aside(photos: Project) -> None:
+    least = "masks.min_area=0.45"
+    report = photos.run(masks.run, least)
+    reasons = photos.rejects(report)
+    assert set(reasons.values()) == {"empty-mask", "full-mask"} and report.done
+    row = next(row for row in report.set_aside if row["reason"] == "empty-mask")
+    assert "is white (person); try another masks.threshold" in row["message"]
+    assert any("--retry-set-aside" in step for step in report.next_steps)
+    assert photos.rejects(photos.run(bucket.run, least)) == dict.fromkeys(reasons, "no-mask")
+
+
+@pytest.mark.parametrize(
+    "masked, message, step",
+    [
+        ({"classes": ["dog", "Person"]}, "has no label dog", "wall, person, sky, cat"),
+        ({}, "names no label", "wall, person, sky, cat"),
+        ({"model": "DINO"}, "is a dinov2, which makes no masks", "segformer"),
+        ({"model": "nowhere/at all", **PERSON}, "at all", "masks.model"),
+    ],
+)
+def test_a_model_or_class_that_is_none(photos: Project, tiny: Any, masked: dict, message: str, step: str) -> None:
+    model = (
+        str(tiny("dinov2")) if masked.get("model") == "DINO" else masked.get("model", photos.settings["masks"]["model"])
+    )
+    photos.settings["masks"] = masked | {"model": model}
+    with pytest.raises(LatentpressError, match=message) as caught:
+        photos.run(masks.run)
+    assert step in caught.value.next_step
+
+
+def test_without_a_section(project: Any) -> None:
+    home = project()
+    home.image("a.png")
+    home.run(discover.run)
+    with pytest.raises(LatentpressError, match="nothing to do"):
+        home.run(masks.run)
+    with pytest.raises(ConfigError, match="make_masks: missing needs the section"):
+        home.config("datasets.photos.make_masks=missing")
+
+
+def test_masks_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
+    photos.run(masks.run)
+    photos.run(bucket.run)
+    kept = photos.shards("masks")
+    assert photos.run(verify.run).exit_code == 0
+    name = max(kept, key=lambda name: len(kept[name]))
+    (photos.root / "masks" / name).write_bytes(kept[name][:-40])
+    assert photos.run(verify.run).exit_code == 4
+    assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
+    assert photos.shards("masks") == kept
+    photos.run(gc.run, keep_days=0, yes=True)
+    assert photos.shards("masks") == kept
+
+
+def test_masks_that_are_gone_stop_a_stage_and_change_nothing(photos: Project) -> None:
+    photos.run(masks.run)
+    photos.run(bucket.run)
+    shutil.rmtree(photos.root / "masks")
+    with pytest.raises(LatentpressError, match="files that were looked for are missing") as caught:
+        photos.run(encode_latents.run)
+    assert "latentpress masks" in caught.value.next_step and not (photos.root / "latents").exists()
+
+
+def test_the_page_of_the_plan_shows_them(photos: Project) -> None:
+    photos.run(masks.run)
+    photos.run(bucket.run)
+    report = photos.run(preview.run, plan=True)
+    page = Path(report.details["page"]).read_text()
+    assert page.count("mask: red is not trained") == len(made(photos)) and "can't be shown" not in page
+
+
+@pytest.mark.long
+def test_run_makes_them_between_discover_and_bucket(photos: Project) -> None:
+    assert photos.config().stage_order[:3] == ["discover", "masks", "bucket"]
+    report = photos.run(run.run, "stages.order=[discover, masks, bucket]")
+    assert [row["stage"] for row in report.details["stages"]] == ["discover", "masks", "bucket"]
+    assert planned(photos).keys() == made(photos).keys()
