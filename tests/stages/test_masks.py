@@ -19,6 +19,7 @@ from stages.encoding.masks.segmenters import load_segmenter
 from stages.encoding.stage_registry import MASKS
 from stages.media.sample_reader import read_sample_frames
 from tests.project import Project
+from tests.s3_server import BUCKET, S3Server
 from tests.stages.segmenting import build_segmenter, made, masking, on_latent_grid
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def photos(project: Any) -> Project:
 def planned(home: Project, *overrides: str) -> dict[str, dict[str, Any]]:
     """path -> its sample in the current plan of `bucket`."""
     plan = current_plan(Store(home.root), home.config(*overrides))
-    return {row["path"]: plan.samples[row["sample_id"]] for row in plan.active.to_pylist()}
+    return {row["path"]: plan.samples[row["sample_id"]] for row in plan.active.to_pylist() if row["role"] == "train"}
 
 
 def latent_masks(home: Project) -> dict[str, np.ndarray]:
@@ -275,8 +276,54 @@ def test_the_page_of_the_plan_shows_them(photos: Project) -> None:
 
 
 @pytest.mark.long
-def test_run_makes_them_between_discover_and_bucket(photos: Project) -> None:
+def test_run_makes_them_between_discover_and_bucket_and_training_reads_them(photos: Project) -> None:
     assert photos.config().stage_order[:3] == ["discover", "masks", "bucket"]
-    report = photos.run(run.run, "stages.order=[discover, masks, bucket]")
-    assert [row["stage"] for row in report.details["stages"]] == ["discover", "masks", "bucket"]
+    order = ["discover", "masks", "bucket", "encode-text", "encode-latents", "index", "train"]
+    photos.settings["stages"]["order"] = order
+    photos.settings["train"] = {"steps": 1, "device": "cpu", "methods": {"masked_loss": {}}}
+    report = photos.run(run.run)
+    assert [row["stage"] for row in report.details["stages"]] == order and report.exit_code == 0
     assert planned(photos).keys() == made(photos).keys()
+
+
+@pytest.mark.long
+def test_a_root_on_an_object_store(photos: Project, s3: S3Server) -> None:
+    """The same latents as below a local root."""
+    programs = [discover.run, masks.run, bucket.run, encode_latents.run]
+    for program in programs:
+        photos.run(program)
+    local = photos.shards("latents")
+    photos.settings["root"] = f"s3://{BUCKET}/work"
+    for program in programs:
+        assert photos.run(program).exit_code == 0
+    store = Store(photos.settings["root"])
+    there = {name: store.read_bytes(f"latents/{name}") for name in store.list_names("latents")}
+    assert {name: data for name, data in there.items() if name.endswith(".arrow")} == local
+
+
+@pytest.mark.parametrize("kind", ["kandinsky5-image-i2i", "qwen-image-edit-plus"])
+def test_targets_of_edits_have_them(project: Any, kind: str) -> None:
+    home = masking(project, kind, **PERSON)
+    home.settings["datasets"][0]["conditioning_data"] = "source"
+    for number in range(3):
+        home.image(f"{number}.png", (80, 48), f"picture {number}", number)
+        home.image(f"../source/{number}.png", (80, 48), None, number + 9)  # type: ignore[arg-type]
+    for program in (discover, masks, bucket):
+        home.run(program.run)
+    targets = {path: row["mask_kind"] for path, row in planned(home).items()}
+    assert targets == dict.fromkeys(made(home), "made") and targets
+
+
+def test_a_table_may_name_masks_of_some(project: Any) -> None:
+    home = masking(project, **PERSON)
+    home.settings["datasets"][0] |= {"instance_data_dir": "media/all.csv", "mask_column": "mask"}
+    for number in range(2):
+        home.image(f"{number}.png", (80, 48), "", number)
+    Image.new("L", (80, 48), 255).save(home.media / "drawn.png")
+    (home.media / "all.csv").write_text("file_name,caption,mask\n0.png,one,drawn.png\n1.png,two,\n")
+    none = "datasets.photos.make_masks=none"
+    assert home.rejects(home.run(discover.run, none)) == {"1.png": "no-mask"}
+    assert home.run(discover.run).set_aside == []
+    assert home.run(masks.run).done == 1
+    home.run(bucket.run)
+    assert {path: row["mask_kind"] for path, row in planned(home).items()} == {"0.png": "image", "1.png": "made"}

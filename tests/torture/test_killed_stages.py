@@ -179,10 +179,10 @@ def test_between_a_list_of_what_is_set_aside_and_its_shard(planned, steps, forke
     """The list stands there, and the unit is not done: it is done again, and nobody is listed twice or forgotten."""
     stage = planned(name)
     expected = stage.whole()
-    lists = stage.program.STAGE.name  # the folder of the folder that the list has appeared in
+    lists = f"rejects/{stage.program.STAGE.name}"  # the folder of the folder that the list has appeared in
 
     def work() -> None:
-        steps.arm(0, die, lambda step, path: step == "fsync" and Path(path).parent.name == lists)
+        steps.arm(0, die, lambda step, path: step == "fsync" and Path(path).parent.match(lists))
         stage.run()
 
     assert forked(work) == signal.SIGKILL
