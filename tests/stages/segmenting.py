@@ -30,16 +30,36 @@ def _segformer() -> tuple[Any, list[Any]]:
     return SegformerForSemanticSegmentation(config), [SegformerImageProcessorPil(size={"height": SIDE, "width": SIDE})]
 
 
+def _swin() -> Any:
+    from transformers import SwinConfig
+
+    stages = ["stage1", "stage2", "stage3", "stage4"]
+    return SwinConfig(
+        image_size=SIDE, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4, out_features=stages
+    )
+
+
+def _maskformer() -> tuple[Any, list[Any]]:
+    from transformers import DetrConfig, MaskFormerConfig, MaskFormerForInstanceSegmentation
+    from transformers.models.maskformer.image_processing_pil_maskformer import MaskFormerImageProcessorPil
+
+    decoder = DetrConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        encoder_attention_heads=2, decoder_attention_heads=2, num_queries=12,
+    )  # fmt: skip
+    config = MaskFormerConfig(
+        backbone_config=_swin(), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, id2label=LABELS
+    )
+    processor = MaskFormerImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    return MaskFormerForInstanceSegmentation(config), [processor]
+
+
 def _mask2former() -> tuple[Any, list[Any]]:
-    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
     from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
 
-    swin = SwinConfig(
-        image_size=SIDE, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )  # fmt: skip
     config = Mask2FormerConfig(
-        backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=64,
+        backbone_config=_swin(), feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=64,
         dim_feedforward=64, encoder_layers=1, decoder_layers=2, num_attention_heads=2, num_queries=12,
         common_stride=4, id2label=LABELS,
     )  # fmt: skip
@@ -84,7 +104,10 @@ def _sam() -> tuple[Any, list[Any]]:
     return SamModel(config), [SamImageProcessorPil(size={"longest_edge": SIDE}, pad_size=pad)]
 
 
-MODELS = {"segformer": _segformer, "mask2former": _mask2former, "clipseg": _clipseg, "sam": _sam}
+MODELS = {
+    **{"segformer": _segformer, "mask2former": _mask2former, "maskformer": _maskformer},
+    **{"clipseg": _clipseg, "sam": _sam},
+}
 
 
 def build_segmenter(kind: str, folder: Path, seed: int = 0) -> Path:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.image_processing_backends import PilBackend
 
 from cache.models.single_model import CONFIG_FILE
-from cache.models.weights import WeightsError, load_pretrained
+from cache.models.weights import WeightsError, config_errors, load_pretrained
 from schemas.config.masking import Masks
 from stages.encoding import model_loading
 from stages.encoding.masks.settings import ADVICE, single_model
@@ -152,6 +152,15 @@ class BoxSegmenter(Segmenter):
         return torch.stack([mask_11HW[0, 0] for mask_11HW in masks])
 
 
+#: Model type -> the kind and the class in transformers; those of semantic segmentation are in a mapping of its own.
+KINDS: dict[str, tuple[type[Segmenter], str]] = {
+    "mask2former": (UniversalSegmenter, "Mask2FormerForUniversalSegmentation"),
+    "maskformer": (UniversalSegmenter, "MaskFormerForInstanceSegmentation"),
+    "clipseg": (WordSegmenter, "CLIPSegForImageSegmentation"),
+    "sam": (BoxSegmenter, "SamModel"),
+}
+
+
 def find_labels(id2label: dict[int, str], masks: Masks) -> list[int]:
     """The numbers of the classes. WeightsError, which names the labels that there are, for one that is none."""
     known = {label.strip().lower(): number for number, label in sorted(id2label.items(), reverse=True)}
@@ -188,17 +197,13 @@ def _load_processor(folder: Path, source: str) -> Any:
 def _find_kind(folder: Path, source: str) -> tuple[type[Segmenter], Any]:
     """The kind of a checkpoint and its class in transformers."""
     model_type = json.loads((folder / CONFIG_FILE).read_text()).get("model_type", "model without a type")
-    if model_type in REFUSED:
-        raise WeightsError(f"{source} is a {model_type}, which {REFUSED[model_type]}", ADVICE)
-    if model_type == "clipseg":
-        return WordSegmenter, transformers.CLIPSegForImageSegmentation
-    if model_type == "sam":
-        return BoxSegmenter, transformers.SamModel
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for kind, auto in (
-        (SemanticSegmenter, transformers.AutoModelForSemanticSegmentation),
-        (UniversalSegmenter, transformers.AutoModelForUniversalSegmentation),
-    ):
-        if type(config) in auto._model_mapping:
-            return kind, auto._model_mapping[type(config)]
-    raise WeightsError(f"{source} is a {model_type}, which makes no masks", ADVICE)
+    if model_type in KINDS:
+        kind, name = KINDS[model_type]
+        return kind, getattr(transformers, name)
+    if model_type not in REFUSED:
+        with config_errors(str(folder / CONFIG_FILE)):
+            config = type(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        if config in (mapping := transformers.AutoModelForSemanticSegmentation._model_mapping):
+            return SemanticSegmenter, mapping[config]
+    why = REFUSED.get(model_type, "makes no masks, or none that are known here")
+    raise WeightsError(f"{source} is a {model_type}, which {why}", ADVICE)

@@ -18,8 +18,8 @@ from stages.encoding.stage_options import UsageError
 from stages.planning.items import ItemRequest
 
 ADVICE = (
-    "set masks.model to the folder or repository of a model that transformers loads for semantic or universal "
-    "segmentation, such as nvidia/segformer-b5-finetuned-ade-640-640, of a CLIPSeg or of a SAM"
+    "set masks.model to the folder or repository of a model that transformers loads for semantic segmentation, such as "
+    "nvidia/segformer-b5-finetuned-ade-640-640, of a Mask2Former, a MaskFormer, a CLIPSeg or a SAM"
 )
 SIDE_MULTIPLE = 16  # pixels: few enough shapes for batches
 PIXELS_PER_BYTE = 16  # of a mask's PNG, about

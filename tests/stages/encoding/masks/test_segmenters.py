@@ -71,10 +71,12 @@ def test_semantic(checkpoint, pictures) -> None:
         assert (probable == (scored.segmentation_scores.softmax(0)[1] >= 0.4).numpy()).all()
 
 
-@pytest.mark.parametrize("threshold", [None, 0.4])
-def test_universal(checkpoint, pictures, threshold) -> None:
-    folder = checkpoint("mask2former", 5)
-    model = transformers.Mask2FormerForUniversalSegmentation.from_pretrained(folder).eval()
+@pytest.mark.parametrize(
+    "kind, seed, threshold", [("mask2former", 5, None), ("mask2former", 5, 0.4), ("maskformer", 7, None)]
+)
+def test_universal(checkpoint, pictures, kind, seed, threshold) -> None:
+    folder = checkpoint(kind, seed)
+    model = transformers.AutoModelForUniversalSegmentation.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     masks = found(load(folder, classes=("person", "cat"), threshold=threshold), pictures)
     for picture, mask in zip(pictures, masks, strict=True):
@@ -146,7 +148,10 @@ def test_a_processor_that_is_not_of_pillow(checkpoint, tmp_path) -> None:
         load(tmp_path, classes=("person",))
 
 
-@pytest.mark.parametrize("kind, why", [("vitmatte", "trimap"), ("sam3", "Pillow"), ("oneformer", "table of classes")])
+@pytest.mark.parametrize(
+    "kind, why",
+    [("vitmatte", "trimap"), ("sam3", "Pillow"), ("oneformer", "table of classes"), ("detr", "makes no masks")],
+)
 def test_models_that_are_refused(checkpoint, tmp_path, kind, why) -> None:
     for file in checkpoint("segformer").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
