@@ -70,6 +70,8 @@ def use_one_thread() -> None:
         torch = sys.modules["torch"]
         torch._C.set_num_threads(1)
         torch.set_num_threads = lambda number: None
+    if "faiss" in sys.modules:
+        sys.modules["faiss"].omp_set_num_threads(1)
 
 
 class Child:

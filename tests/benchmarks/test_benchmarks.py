@@ -20,6 +20,7 @@ SMALL = {
     "engines": ["--images", "3", "--side", "64", "--workers", "1", "--unit-mib", "0.001"],
     "faces": ["--frames", "2"],
     "features": ["copies", "--photographs", "2"],
+    "features_scale": ["--items", "1200", "--width", "32", "--sample", "20"],
     "index": ["--items", "300"],
     "methods": ["--blocks", "3", "--heads", "1", "--frames", "1", "--rows", "2", "--columns", "2", "--repeat", "1"],
     "noise": ["--repeat", "1", "--shape", "4,1,8,8"],
@@ -119,6 +120,16 @@ def test_opening_a_large_set(monkeypatch, capsys) -> None:
     importlib.import_module("benchmarks.big_set").main()
     printed = capsys.readouterr().out
     assert len(re.findall(r"^\| (300|2,000) \| [\d.]+ \| [\d.]+ \([\d.]+\) \|", printed, re.MULTILINE)) == 2
+
+
+def test_comparing_many_items(measured) -> None:
+    pytest.importorskip("faiss")
+    rows = [line.strip("| ").split(" | ") for line in measured("features_scale").splitlines() if line.startswith("| ")]
+    steps = {row[0]: [float(cell) for cell in row[1:]] for row in rows[1:6]}
+    assert [*steps] == ["read", "neighbors by vectors", "outliers", "candidates by layouts", "clusters"]
+    assert all(numbers[-1] > 0 for numbers in steps.values())
+    by_layouts, by_vectors = rows[7:]
+    assert by_layouts[2:6] == by_vectors[2:6] == ["1.000"] * 4 and by_layouts[6].startswith("1.000 of ")
 
 
 def test_joining_a_set(measured) -> None:

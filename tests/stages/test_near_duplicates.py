@@ -19,6 +19,7 @@ from schemas.recipe import plan_key
 from stages import bucket, discover, features, gc, preview, verify
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.feature_columns import NoFeatures, find_item_table
+from stages.encoding.features import candidates, comparison
 from tests.project import Project
 from tests.stages.encoding.features.photographs import photograph
 
@@ -95,6 +96,25 @@ def test_copies_are_found_and_the_best_of_each_group_stays(home: Project) -> Non
     again = home.run(features.run)
     assert (again.done, again.details["near_duplicates"]) == (0, report.details["near_duplicates"])
     assert table_bytes(home) == before
+
+
+@pytest.mark.long
+def test_of_many_pairs_the_likeliest_are_looked_at_until_none_of_some_thousand_is_one(
+    home: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.settings["features"]["model"] = None
+    home.run(features.run)
+    assert "not looked at" not in home.said
+    expected = table_bytes(home)
+    shutil.rmtree(home.root / "items")
+    for module, name, value in (
+        (candidates, "LEAST_LAYOUT", -1),  # all pairs
+        (comparison, "_PAIRS_AT_ONCE", 1),
+        (comparison, "MOST_IN_VAIN", 3),
+    ):
+        monkeypatch.setattr(module, name, value)
+    home.run(features.run)
+    assert "are not looked at for near-duplicates" in home.said and table_bytes(home) == expected
 
 
 @pytest.mark.long

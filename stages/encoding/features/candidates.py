@@ -4,6 +4,8 @@ Two kinds of vectors, so that no pair depends on one alone: those of the model, 
 layouts, which find copies, cropped and mirrored ones too, without a model.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,20 +16,28 @@ LEAST_LAYOUT = 0.55  # cosine; of other photographs nearly all are below, of cop
 LEAST_FEATURES = 0.6  # cosine, once what all items have in common is taken away
 
 
-def find_candidates(features: Neighbors | None, layouts: NDArray[np.float16]) -> Ints:
-    """(m, 2) pairs of the n items, the smaller number first, sorted.
+class Candidates(NamedTuple):
+    """(m, 2) pairs of items, each once, the smaller number first; and (m,) their cosines. The likeliest are first."""
 
-    features: the nearest of each item by the model's vectors, None without a model. layouts: (n, parts, numbers), the
-    first part being the whole picture, so that one item's parts are compared with the whole of others.
-    """
+    pairs: Ints
+    likeness: Floats
+
+
+def find_candidates(layouts: NDArray[np.float16]) -> Candidates:
+    """Of n items. layouts: (n, parts, numbers), the first part being the whole picture, so that one item's parts are
+    compared with the whole of others."""
     whole = np.ascontiguousarray(layouts[:, 0], np.float32)
 
     def parts(begin: int, end: int) -> Floats:
         given = layouts[begin:end].astype(np.float32)
         return np.concatenate([given, mirror_layouts(given)], axis=1)
 
-    found = [Neighbors.joined(iter_nearest(whole, parts, 2 * layouts.shape[1], LEAST_LAYOUT))]
-    if features is not None:
-        found.append(features.above(LEAST_FEATURES))
-    pairs = np.concatenate([np.stack([one.items, one.near], axis=1) for one in found])
-    return np.unique(np.sort(pairs, axis=1), axis=0)
+    return likeliest(Neighbors.joined(iter_nearest(whole, parts, 2 * layouts.shape[1], LEAST_LAYOUT)))
+
+
+def likeliest(neighbors: Neighbors) -> Candidates:
+    pairs = np.sort(np.stack([neighbors.items, neighbors.near], axis=1), axis=1)
+    order = np.lexsort((pairs[:, 1], pairs[:, 0], -neighbors.likeness))
+    _, first = np.unique(pairs[order], axis=0, return_index=True)
+    kept = order[np.sort(first)]
+    return Candidates(pairs[kept], neighbors.likeness[kept])

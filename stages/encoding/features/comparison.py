@@ -4,17 +4,13 @@ One job, which is not divided: who finds that no unit remains makes the table. I
 media, so that several who do make the same.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from cache.sets.item_rows import iter_item_rows
 from cache.sets.item_table import item_table_path
 from cache.sets.plans import Plan
 from cache.store.store import Store
@@ -24,29 +20,20 @@ from schemas.errors import LatentpressError
 from schemas.tables import FEATURES_SCHEMA, MEASURES
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.features.candidates import find_candidates
+from stages.encoding.features.candidates import LEAST_FEATURES, Candidates, find_candidates, likeliest
 from stages.encoding.features.clusters import find_clusters, find_outliers
-from stages.encoding.features.confirmation import LocalFeatures, are_copies, make_reader
-from stages.encoding.features.neighbors import centered, find_neighbors
+from stages.encoding.features.compared_items import ComparedItems, read_items
+from stages.encoding.features.confirmation import LocalFeatures, make_reader, show_the_same
+from stages.encoding.features.neighbors import find_neighbors
 from stages.encoding.member_reader import ReadRequest
 from stages.encoding.stage_state import StageState
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError
 
 _PAIRS_AT_ONCE = 500  # of which the local features are in memory: about 300 MiB
-
-
-@dataclass(frozen=True)
-class ComparedItems:
-    """n items of the stage's shards, sorted by media id. vectors: (n, width) of the model, without what all have in
-    common; None without a model. layouts: (n, parts, numbers). is_clip: (n,)."""
-
-    sample_ids: Sequence[str]
-    media_ids: Sequence[str]
-    measures: Sequence[dict[str, Any]]
-    vectors: NDArray[np.float32] | None
-    layouts: NDArray[np.float16]
-    is_clip: NDArray[np.bool_]
+#: Pairs in the order of their likeness, after which the rest is left. Among many items most candidates are alike by
+#: chance, and to confirm one takes tens of milliseconds.
+MOST_IN_VAIN = 5000
 
 
 def write_item_table(store: Store, config: Config, state: StageState, name: str, console: Console) -> pa.Table:
@@ -54,25 +41,30 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
     to be read again can't be."""
     features = config.features
     assert features is not None
-    items = _read_items(store, state)
+    items = read_items(store, state)
     count = len(items.media_ids)
-    columns: dict[str, Any] = {name: [row[name] for row in items.measures] for name in MEASURES}
+    measures = (pa.array(values, from_pandas=True) for values in items.measures.T)  # NaN is null
+    columns: dict[str, Any] = dict(zip(MEASURES, measures, strict=True))
     columns |= {"media_id": items.media_ids, "outlier": [None] * count, "cluster": [None] * count}
-    pairs: list[tuple[int, int]] = []
+    candidates = list[Candidates]()
     for clips in (False, True):
         rows = np.flatnonzero(items.is_clip == clips)
         if len(rows) < 2:
             continue
+        chosen: Any = rows if len(rows) < count else slice(None)  # of all no copy is made
         neighbors = None
         if items.vectors is not None:
-            neighbors = find_neighbors(items.vectors[rows])
+            neighbors = find_neighbors(items.vectors[chosen])
             for row, outlier in zip(rows, find_outliers(neighbors, len(rows)), strict=True):
                 columns["outlier"][row] = outlier
         if features.duplicates:
-            pairs += map(tuple, rows[find_candidates(neighbors, items.layouts[rows])].tolist())
+            found = [find_candidates(items.layouts[chosen])]
+            if neighbors is not None:
+                found.append(likeliest(neighbors.above(LEAST_FEATURES)))
+            candidates += [Candidates(rows[one.pairs], one.likeness) for one in found]
     if items.vectors is not None and features.clusters != 0:
         columns["cluster"] = [items.media_ids[row] for row in find_clusters(items.vectors, features.clusters)]
-    groups = _find_groups(config, state.plan, items, pairs, console)
+    groups = _find_groups(config, state.plan, items, candidates, console)
     best = _find_best(store, config, items, groups)
     columns["duplicate_group"] = best
     columns["duplicate_of"] = [None if of == own else of for own, of in zip(items.media_ids, best, strict=True)]
@@ -81,71 +73,84 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
     return table
 
 
-def _read_items(store: Store, state: StageState) -> ComparedItems:
-    wanted = set(state.wanted_ids.to_pylist())
-    done = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
-    rows = [row for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", done) if row.id in wanted]
-    rows = list(
-        {row.info["media_id"]: row for row in sorted(rows, key=lambda row: row.id)}.values()
-    )  # read in two ways
-    rows.sort(key=lambda row: row.info["media_id"])
-    kinds = pc.equal(state.plan.sample_table.column("kind"), "video")
-    clips = set(state.plan.sample_table.filter(kinds).column("sample_id").to_pylist())
-    vectors = [row.tensors["features"].numpy() for row in rows if "features" in row.tensors]
-    return ComparedItems(
-        [row.id for row in rows],
-        [row.info["media_id"] for row in rows],
-        [row.info["measures"] for row in rows],
-        centered(np.stack(vectors).astype(np.float32)) if vectors else None,
-        np.stack([row.tensors["layouts"].numpy() for row in rows]) if rows else np.zeros((0, 1, 1), np.float16),
-        np.array([row.id in clips for row in rows], bool),
-    )
-
-
 def _find_groups(
-    config: Config, plan: Plan, items: ComparedItems, pairs: Sequence[tuple[int, int]], console: Console
+    config: Config, plan: Plan, items: ComparedItems, candidates: Sequence[Candidates], console: Console
 ) -> list[list[int]]:
-    """Numbers of the items that are copies of each other, also by way of others. pairs: those that may be."""
-    if not pairs:
+    """Numbers of the items that are copies of each other, also by way of others."""
+    if not (count := sum(len(one.pairs) for one in candidates)):
         return []
-    root = list(range(len(items.media_ids)))
-
-    def find(number: int) -> int:
-        while root[number] != number:
-            root[number] = root[root[number]]
-            number = root[number]
-        return number
-
-    remaining, stages = iter(pairs), config.stages
+    groups = _Groups(len(items.media_ids))
+    locations, stages = MediaLocations(config, plan), config.stages
     with (
-        console.progress(len(pairs), "near-duplicates", "pairs") as progress,
+        console.progress(count, "near-duplicates", "pairs") as progress,
         SandboxPool.configured(make_reader, stages.features.readers_per_worker, stages) as pool,
     ):
-        while block := list(islice(remaining, _PAIRS_AT_ONCE)):
-            apart = [pair for pair in block if find(pair[0]) != find(pair[1])]
-            local = dict(_read_local(pool, config, plan, items, sorted({number for pair in apart for number in pair})))
-            for one, other in apart:
-                if find(one) != find(other) and are_copies(local[one], local[other]):
-                    root[max(find(one), find(other))] = min(find(one), find(other))
-            progress.advance(len(block))
-    groups: dict[int, list[int]] = {}
-    for number in range(len(root)):
-        groups.setdefault(find(number), []).append(number)
-    return [group for group in groups.values() if len(group) > 1]
+        for pairs, likeness in candidates:
+            at_once, in_vain = _pairs_at_once(config, bool(items.is_clip[pairs[:1, 0]].any())), 0
+            for begin in range(0, len(pairs), at_once):
+                block = pairs[begin : begin + at_once].tolist()
+                apart = [pair for pair in block if groups.of(pair[0]) != groups.of(pair[1])]
+                numbers = sorted({number for pair in apart for number in pair})
+                names = {number: items.sample_ids[number] for number in numbers}
+                local, joined = dict(_read_local(pool, config, locations, plan, names)), groups.joined
+                for one, other in apart:
+                    if groups.of(one) != groups.of(other) and show_the_same(local[one], local[other]):
+                        groups.join(one, other)
+                in_vain = in_vain + len(apart) if joined == groups.joined else 0
+                progress.advance(len(block))
+                if in_vain >= MOST_IN_VAIN and (left := len(pairs) - begin - len(block)):
+                    progress.advance(left)
+                    console.warn(
+                        f"{left} pairs of items that are alike by {likeness[-left]:.3f} of 1 or less are not looked at "
+                        f"for near-duplicates, as none of the last {in_vain}, which are more alike, is one"
+                    )
+                    break
+    return groups.listed()
+
+
+class _Groups:
+    """Items, of which some are joined to groups. joined: how often two were."""
+
+    def __init__(self, count: int) -> None:
+        self._above, self.joined = list(range(count)), 0
+
+    def of(self, number: int) -> int:
+        while self._above[number] != number:
+            self._above[number] = self._above[self._above[number]]
+            number = self._above[number]
+        return number
+
+    def join(self, one: int, other: int) -> None:
+        first, second = sorted((self.of(one), self.of(other)))
+        self._above[second], self.joined = first, self.joined + 1
+
+    def listed(self) -> list[list[int]]:
+        groups: dict[int, list[int]] = {}
+        for number in range(len(self._above)):
+            groups.setdefault(self.of(number), []).append(number)
+        return [group for group in groups.values() if len(group) > 1]
+
+
+def _pairs_at_once(config: Config, clips: bool) -> int:
+    """Pairs whose local features are in memory together; of clips fewer, of which all sampled frames are."""
+    assert config.features is not None
+    return max(1, _PAIRS_AT_ONCE // config.features.frames) if clips else _PAIRS_AT_ONCE
 
 
 def _read_local(
-    pool: SandboxPool[ReadRequest, LocalFeatures], config: Config, plan: Plan, items: ComparedItems, numbers: list[int]
-) -> Iterator[tuple[int, LocalFeatures]]:
-    """Local features of these items, by their number."""
-    locations = MediaLocations(config, plan)
+    pool: SandboxPool[ReadRequest, tuple[LocalFeatures, ...]],
+    config: Config,
+    locations: MediaLocations,
+    plan: Plan,
+    names: Mapping[int, str],
+) -> Iterator[tuple[int, tuple[LocalFeatures, ...]]]:
+    """Local features of the frames of these items, by their number. names: their sample ids."""
     requests = []
     try:
-        for number in numbers:
-            name = items.sample_ids[number]
+        for name in names.values():
             files = tuple(locations.planned_files("items", name))
             requests.append(ReadRequest(files, plan.samples[name], None, config.latents.decoder))
-        for number, (request, result) in zip(numbers, pool.map(requests), strict=True):
+        for number, (request, result) in zip(names, pool.map(requests), strict=True):
             if isinstance(result, WorkerFailure):
                 raise result.error(request.files[0][0])
             if isinstance(result, MediaError):
@@ -159,7 +164,7 @@ def _read_local(
 
 
 def _find_best(store: Store, config: Config, items: ComparedItems, groups: list[list[int]]) -> list[str | None]:
-    """The media id of the best of each item's group: the largest, then the sharpest, then the longest, then the first
+    """The media id of the best of each item's group: the largest, then the longest, then the sharpest, then the first
     by media id; None for an item without near-duplicates."""
     best: list[str | None] = [None] * len(items.media_ids)
     if not groups:
@@ -171,8 +176,8 @@ def _find_best(store: Store, config: Config, items: ComparedItems, groups: list[
     width, height, length = (pc.fill_null(media[name].take(row), 0).to_pylist() for name in columns[1:])
 
     def rank(number: int) -> tuple[float, float, float, str]:
-        sharpness = items.measures[number]["sharpness"]
-        return -width[number] * height[number], -sharpness, -length[number], items.media_ids[number]
+        sharpness = items.measures[number, MEASURES.index("sharpness")]
+        return -width[number] * height[number], -length[number], -sharpness, items.media_ids[number]
 
     for group in groups:
         first = items.media_ids[min(group, key=rank)]

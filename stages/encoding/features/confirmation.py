@@ -5,7 +5,7 @@ Local features (SIFT) of one are found again in the other, at places that one af
 laid over each other by that transform the pictures agree, so that a logo or a caption that both have is not enough.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +39,13 @@ class LocalFeatures:
     mirrored: "LocalFeatures | None" = None
 
 
-def make_reader() -> Callable[[ReadRequest], LocalFeatures]:
-    """For decoding processes: reads an item, of a clip the frame in the middle."""
+def make_reader() -> Callable[[ReadRequest], tuple[LocalFeatures, ...]]:
+    """For decoding processes: reads an item, of a clip all sampled frames."""
 
-    def read(request: ReadRequest) -> LocalFeatures:
+    def read(request: ReadRequest) -> tuple[LocalFeatures, ...]:
         frames = read_member(request).frames
         assert frames is not None
-        return find_local_features(frames[len(frames) // 2])
+        return tuple(map(find_local_features, frames))
 
     return read
 
@@ -81,6 +81,15 @@ def _local_features(frame_HWC: np.ndarray) -> LocalFeatures:
     size = tuple(max(1, round(side * factor)) for side in gray.shape[::-1])
     small = np.asarray(cv2.resize(gray, size, interpolation=cv2.INTER_AREA), np.uint8)
     return LocalFeatures(points, found, small, (size[0] / gray.shape[1], size[1] / gray.shape[0]))
+
+
+def show_the_same(one: Sequence[LocalFeatures], other: Sequence[LocalFeatures]) -> bool:
+    """Whether the frame in the middle of one item is a copy of any frame of the other. So a clip and what is left of it
+    after one end was cut off show the same, though their frames in the middle differ."""
+    middle, of_other = len(one) // 2, len(other) // 2
+    pairs = [(middle, of_other), *((middle, frame) for frame in range(len(other)))]
+    pairs += [(frame, of_other) for frame in range(len(one))]
+    return any(are_copies(one[first], other[second]) for first, second in dict.fromkeys(pairs))
 
 
 def are_copies(one: LocalFeatures, other: LocalFeatures) -> bool:

@@ -13,8 +13,8 @@ from schemas.errors import LatentpressError
 NEIGHBORS = 10  # of an item, at most
 EXACT_ITEMS = 50_000  # of which all are compared with all; of more those that faiss finds
 _BLOCK_NUMBERS = 1 << 24  # likenesses computed at a time
-_LISTS_OF = 4096  # vectors of one list of faiss' index, about
-_PROBES = 32  # lists that are searched
+_LISTS = 4  # of faiss' index, for each root of the number of vectors
+_PROBES = 16  # lists that are searched
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -107,7 +107,7 @@ def _build_index(base: Floats) -> Any:
     faiss = import_faiss(
         f"neighbors among more than {EXACT_ITEMS} items", "features.duplicates: false and features.model: null"
     )
-    lists = max(1, len(base) // _LISTS_OF)
+    lists = max(1, round(_LISTS * len(base) ** 0.5))
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(base.shape[1]), base.shape[1], lists, faiss.METRIC_INNER_PRODUCT)
     index.train(base)
     index.add(base)

@@ -1,0 +1,186 @@
+"""What the comparison at the end of `features` takes of many items, and what it finds: time, memory, recall.
+
+    python -m benchmarks.features_scale --items 200000
+
+One process, without media: shards with layouts and vectors are written, then read as the program does, compared, and
+put into clusters. Layouts are of pictures drawn at random, whose waves become lower as photographs' do (1/f), and of
+copies of one in a hundred of them: cropped, mirrored, with noise. Vectors are of a mixture of clusters, those of copies
+near each other.
+
+Recall, of the pairs of a picture and its copy: how many are candidates. And of the items of a sample: how many of the
+candidates that comparing with all items finds are found, of all and of those at least 0.8 alike. Of the memory the peak
+of the process so far, beside what the first line says. The confirmation reads media and is not part of it.
+"""
+
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.common import cpu_seconds, make_parser, print_header, print_row, write_shard
+from cache.sets.plans import Unit
+from cache.shards.shard import ShardMeta, ShardRow
+from cache.shards.tensors import Array
+from cache.store.store import Store
+from schemas.tables import MEASURES
+from stages.encoding.features.candidates import LEAST_FEATURES, LEAST_LAYOUT, find_candidates, likeliest
+from stages.encoding.features.clusters import find_clusters, find_outliers
+from stages.encoding.features.compared_items import ComparedItems, read_items
+from stages.encoding.features.layouts import LAYOUT_NUMBERS, PARTS, WAVES, mirror_layouts
+from stages.encoding.features.neighbors import NEIGHBORS, find_neighbors
+
+PICTURE_WAVES = 20  # of a drawn picture, across and down
+DECAY = 1.2  # of their heights with the frequency
+EDGE = 32
+IN_SHARD = 256
+COPY_SIDES = (1.0, 0.9, 0.8, 0.7)  # of the original
+NOISE = 0.03
+
+
+def part_waves(start: float, side: float) -> np.ndarray:
+    """(WAVES, PICTURE_WAVES) the waves of a part, along one axis, of the picture's waves."""
+
+    def basis(waves: int, places: np.ndarray) -> np.ndarray:
+        rows = np.cos(np.pi * np.arange(waves)[:, None] * places) * np.sqrt(2 / EDGE)
+        rows[0] /= np.sqrt(2)
+        return rows
+
+    places = (np.arange(EDGE) + 0.5) / EDGE
+    return basis(WAVES, places) @ basis(PICTURE_WAVES, start + side * places).T
+
+
+def layouts_of(waves: np.ndarray, crop: tuple[float, float, float] = (0.0, 0.0, 1.0)) -> np.ndarray:
+    """float16 (n, parts, numbers) of a crop (left, top, side) of n pictures, given by their (n, W, W) waves."""
+    made = np.empty((len(waves), len(PARTS), LAYOUT_NUMBERS), np.float16)
+    for number, (left, top, side) in enumerate(PARTS):
+        across, down = (part_waves(crop[axis] + crop[2] * at, crop[2] * side) for axis, at in ((0, left), (1, top)))
+        matrix = np.kron(down, across).astype(np.float32)
+        heights = waves.reshape(len(waves), -1) @ matrix[1:].T
+        roots = np.sign(heights) * np.sqrt(np.abs(heights))
+        made[:, number] = roots / np.linalg.norm(roots, axis=1, keepdims=True)
+    return made
+
+
+def unit(values: np.ndarray) -> np.ndarray:
+    return values / np.linalg.norm(values, axis=-1, keepdims=True)
+
+
+def make_items(count: int, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Layouts and vectors of blocks of items; of each block the last hundredth are copies of its first ones."""
+    rng = np.random.default_rng(0)
+    axis = np.arange(PICTURE_WAVES)
+    heights = 1 / np.maximum(1, np.hypot(axis[:, None], axis)) ** DECAY
+    middles = unit(rng.normal(size=(max(2, count // 200), width)))
+    for begin in range(0, count, 10_000):
+        size = min(10_000, count - begin)
+        copies = size // 100
+        waves = (rng.normal(size=(size, PICTURE_WAVES, PICTURE_WAVES)) * heights).astype(np.float32)
+        layouts = layouts_of(waves)
+        for number in range(copies):
+            side = COPY_SIDES[number % len(COPY_SIDES)]
+            at = rng.random(2) * (1 - side)
+            shown = layouts_of(waves[number : number + 1], (*at, side))
+            shown = mirror_layouts(shown) if number // len(COPY_SIDES) % 2 else shown
+            noise = rng.normal(size=shown.shape) * NOISE
+            layouts[size - copies + number] = unit(shown + noise)[0]
+        vectors = unit(middles[rng.integers(len(middles), size=size)] + 0.06 * rng.normal(size=(size, width)))
+        vectors[size - copies :] = unit(vectors[:copies] + 0.02 * rng.normal(size=(copies, width)))
+        yield layouts, vectors.astype(np.float16)
+
+
+def write_items(store: Store, count: int, width: int) -> tuple[Any, list[tuple[str, str]]]:
+    """What `read_items` takes of a stage's state, and the sample ids of each picture and its copy."""
+    done, ids, copies = {}, list[str](), list[tuple[str, str]]()
+    measures = dict.fromkeys(MEASURES, 0.5) | {"motion": None}
+    for layouts, vectors in make_items(count, width):
+        size, first = len(layouts), len(ids)
+        rows = [
+            ShardRow(
+                f"{first + number:032x}",
+                {"layouts": Array.from_numpy(layouts[number]), "features": Array.from_numpy(vectors[number])},
+                {"measures": measures, "media_id": f"{first + number:032x}"},
+            )
+            for number in range(size)
+        ]
+        ids += [row.id for row in rows]
+        copies += [(ids[first + number], ids[first + size - size // 100 + number]) for number in range(size // 100)]
+        for begin in range(0, size, IN_SHARD):
+            name = f"{first + begin:032x}"
+            meta = ShardMeta(kind="features", fingerprint="bench", unit=name, bucket="448x448@1")
+            done[name] = write_shard(store, meta, rows[begin : begin + IN_SHARD])
+    plan = SimpleNamespace(sample_table=pa.table({"sample_id": ids, "kind": ["image"] * len(ids)}))
+    units = [Unit(name, "items", "448x448@1", (), 0) for name in done]
+    return SimpleNamespace(wanted_ids=pa.array(ids), units=units, done=done, fingerprint="bench", plan=plan), copies
+
+
+def measured(what: str, work: Callable[[], Any]) -> Any:
+    start, used = time.perf_counter(), cpu_seconds()
+    found = work()
+    seconds, used = time.perf_counter() - start, cpu_seconds() - used
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print_row(what, f"{seconds:.1f}", f"{used:.1f}", f"{peak:.2f}")
+    return found
+
+
+def exact_pairs(layouts: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, float]]:
+    """Candidates of these items by comparing them with all, by layouts, with their likeness."""
+    whole, found = layouts[:, 0].astype(np.float32), []
+    for row in rows.tolist():
+        queries = layouts[row].astype(np.float32)
+        likeness = np.concatenate([queries, mirror_layouts(queries)]) @ whole.T
+        best = likeness.max(0)
+        best[row] = -1
+        near = np.argpartition(-best, NEIGHBORS)[:NEIGHBORS]
+        found += [(row, int(other), float(best[other])) for other in near if best[other] >= LEAST_LAYOUT]
+    return found
+
+
+def print_recall(items: ComparedItems, copies: list[tuple[str, str]], ways: dict[str, np.ndarray], sample: int) -> None:
+    place = {name: number for number, name in enumerate(items.sample_ids)}
+    rows = np.random.default_rng(1).choice(len(items.sample_ids), min(sample, len(items.sample_ids)), replace=False)
+    exact = exact_pairs(items.layouts, rows)
+    print_header(
+        "candidates by", "pairs", *(f"copies of {side} of a side" for side in COPY_SIDES), "exact", "exact >= 0.8"
+    )
+    for name, pairs in ways.items():
+        there = set(map(tuple, pairs.tolist()))
+        cells = [str(len(there))]
+        for case in range(len(COPY_SIDES)):
+            of_side = [tuple(sorted((place[a], place[b]))) for a, b in copies[case :: len(COPY_SIDES)]]
+            cells.append(f"{sum(pair in there for pair in of_side) / max(1, len(of_side)):.3f}")
+        for least in (LEAST_LAYOUT, 0.8):
+            wanted = [tuple(sorted((a, b))) for a, b, likeness in exact if likeness >= least]
+            cells.append(f"{sum(pair in there for pair in wanted) / max(1, len(wanted)):.3f} of {len(wanted)}")
+        print_row(name, *cells)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser(__doc__, root=True)
+    parser.add_argument("--items", type=int, default=200_000)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--sample", type=int, default=300)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=options.root) as folder:
+        store = Store(Path(folder))
+        state, copies = write_items(store, options.items, options.width)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{options.items} items, vectors of {options.width} numbers; {before:.2f} GiB at its begin")
+        print_header("step", "s", "processor s", "peak GiB")
+        items = measured("read", lambda: read_items(store, state))
+    assert items.vectors is not None
+    neighbors = measured("neighbors by vectors", lambda: find_neighbors(items.vectors))
+    measured("outliers", lambda: find_outliers(neighbors, options.items))
+    by_layouts = measured("candidates by layouts", lambda: find_candidates(items.layouts))
+    measured("clusters", lambda: find_clusters(items.vectors, None))
+    by_vectors = likeliest(neighbors.above(LEAST_FEATURES))
+    print_recall(items, copies, {"layouts": by_layouts.pairs, "vectors": by_vectors.pairs}, options.sample)
+
+
+if __name__ == "__main__":
+    main()
