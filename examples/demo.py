@@ -157,7 +157,14 @@ def discard_outdated(out: Path) -> None:
     digest = hashlib.sha256()
     code = [
         ROOT / "examples" / name
-        for name in ("demo_data.py", "demo_models.py", "demo_transformers.py", "tiny_models.py", "tiny_shapes.py")
+        for name in (
+            "demo_data.py",
+            "demo_data_models.py",
+            "demo_models.py",
+            "demo_transformers.py",
+            "tiny_models.py",
+            "tiny_shapes.py",
+        )
     ]
     for path in (*code, *sorted(path for path in (out / "media").rglob("*") if path.is_file())):
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The demo of what comes before training: captions that fit, and near-duplicates found."""
+"""The demo of what comes before training: captions that fit, near-duplicates found, and masks."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_photographs_are_described_and_near_duplicates_found(tmp_path: Path) -> None:
+def test_photographs_are_described_and_masked_and_near_duplicates_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.demo", demo_data.NAME, "--out", str(tmp_path)]
     said = subprocess.run(command, cwd=demo.ROOT, check=True, capture_output=True, text=True).stdout
     assert 'to leave them out: where: "duplicate_of is null"' in said and "data/plan.html" in said
@@ -30,12 +30,13 @@ def test_photographs_are_described_and_near_duplicates_found(tmp_path: Path) -> 
     paths = dict(zip(media["media_id"].to_pylist(), media["path"].to_pylist(), strict=True))
     page = (tmp_path / "data" / "plan.html").read_text()
     assert len(paths) == 20 and all(path in page for path in paths.values())
+    assert page.count("mask: made by a model") >= 16
 
     def photograph(path: str) -> str:
         return Path(path).stem.partition("-")[0]
 
     written = captions_by_path(store, config)
-    of = {photograph(name): caption for name, caption in demo_data.PHOTOGRAPHS.items()}
+    of = {photograph(name): caption for name, (caption, _) in demo_data.PHOTOGRAPHS.items()}
     assert sum(captions == [of[photograph(path)]] for path, captions in written.items()) >= 16, written
     table = read_item_table(store, find_item_table(config, {config.datasets[0].id: media}))
     assert table is not None
