@@ -10,13 +10,14 @@ import torch
 
 from schemas.catalog import FAMILIES
 from schemas.devices import HostCopy, to_device_together
-from stages import encode_latents, encode_text, encode_vision
+from stages import encode_latents, encode_text, encode_vision, masks
 from stages.encoding.worker import UnitWorker
 from tests.accelerator.counts import counting
 from tests.accelerator.tensors import NAME
 from tests.forms import long
 from tests.project import SETTINGS, Project
 from tests.stages.encoded_photos import prepare
+from tests.stages.segmenting import build_segmenter
 
 pytestmark = pytest.mark.slow
 MEMBERS = 5
@@ -139,6 +140,17 @@ def test_vision(planned, measure, tiny, kind, passes) -> None:
     vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 2}
     copies, batches = measure(planned(kind, vision=vision), encode_vision)
     assert copies == {"to device": batches * passes + 1, "to host": batches}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "classes"), [("segformer", ["person"]), ("clipseg", ["a cat", "a dog"])])
+def test_masks(planned, measure, kind, classes) -> None:
+    """A copy of each pass's pictures. Mask2Former's and SAM's rules, by their processors, ask the device more."""
+    home = planned("kandinsky5-image-t2i")
+    model = build_segmenter(kind, home.folder / "segmenter")
+    home.settings["masks"] = {"model": str(model), "classes": classes, "batch_size": 2, "min_area": 0, "resolution": 64}
+    copies, batches = measure(home, masks)
+    assert copies == {"to device": batches, "to host": batches}
 
 
 def test_tensors_that_go_together() -> None:

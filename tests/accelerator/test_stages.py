@@ -13,7 +13,7 @@ from PIL import Image
 
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
-from stages import decode, encode_latents, encode_text, encode_vision, score
+from stages import decode, encode_latents, encode_text, encode_vision, masks, score
 from tests.accelerator.counts import counting
 from tests.accelerator.runs import DEVICES
 from tests.accelerator.tensors import NAME
@@ -21,6 +21,7 @@ from tests.forms import long
 from tests.project import SETTINGS, Project
 from tests.stages.encoded_photos import prepare
 from tests.stages.report_run import FakeRun
+from tests.stages.segmenting import build_segmenter, made
 from tests.stages.test_decode import put, random_latent
 from tests.stages.test_decode_watch import make_tiny
 
@@ -104,6 +105,32 @@ def encode_on_both(home: Project, program: Any, kind: str, *overrides: str) -> N
 def test_texts(planned, kind) -> None:
     """With the shared beginning of the template computed once; of i2i with pictures in the prompt."""
     encode_on_both(planned(kind), encode_text, "text")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "seed", "classes"),
+    [
+        ("segformer", 0, ["person", "cat"]),
+        ("mask2former", 5, ["wall", "person", "cat"]),
+        ("clipseg", 0, ["a cat"]),
+        ("sam", 1, []),
+    ],
+)
+def test_masks(planned, kind, seed, classes) -> None:
+    """The same masks, but for pixels at an edge."""
+    home = planned("kandinsky5-image-t2i")
+    section = {"model": str(build_segmenter(kind, home.folder / "segmenter", seed)), "resolution": 64}
+    home.settings["masks"] = section | {"classes": classes}
+    home.settings["stages"]["max_reject_fraction"] = 1.0
+    found = []
+    for device in DEVICES:
+        with computing_on(device):
+            home.run(masks.run, device=device)
+        found.append(made(home))
+        shutil.rmtree(home.root / "masks")
+    assert found[0].keys() == found[1].keys() and found[0]
+    assert all((found[1][path] == mask).mean() > 0.99 for path, mask in found[0].items())
 
 
 @pytest.mark.long

@@ -75,7 +75,8 @@ def _clipseg() -> tuple[Any, list[Any]]:
     from examples.tiny_tokenizers import clip_tokenizer
 
     tokenizer = clip_tokenizer()
-    text = VISION | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "projection_dim": 16}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = VISION | {"vocab_size": len(tokenizer), "projection_dim": 16} | ids
     config = CLIPSegConfig(
         text_config=text, vision_config=VISION | {"image_size": SIDE, "patch_size": 16}, projection_dim=16,
         extract_layers=[0, 1], reduce_dim=16, decoder_num_attention_heads=2, decoder_intermediate_size=32,

@@ -2,7 +2,6 @@
 prepared by the model's own image processor, that of Pillow: masks do not depend on whether torchvision is installed."""
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.image_processing_backends import PilBackend
 from cache.models.single_model import CONFIG_FILE
 from cache.models.weights import WeightsError, config_errors, load_pretrained
 from schemas.config.masking import Masks
+from schemas.devices import to_device
 from stages.encoding import model_loading
 from stages.encoding.masks.settings import ADVICE, single_model
 
@@ -38,6 +38,7 @@ class Segmenter(ABC):
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         self.model, self.masks = model, masks
+        self.probability = PROBABILITY if masks.threshold is None else masks.threshold
         self.processor = _load_processor(folder, masks.model)
 
     @abstractmethod
@@ -48,7 +49,8 @@ class Segmenter(ABC):
     def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         """What the processor makes of frames, on the device."""
         made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
-        inputs = {name: made[name].to(self.model.device) for name in ("pixel_values", "pixel_mask") if name in made}
+        given = (name for name in ("pixel_values", "pixel_mask") if name in made)
+        inputs = {name: to_device(made[name], self.model.device) for name in given}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
         return inputs
 
@@ -58,7 +60,8 @@ class LabelledSegmenter(Segmenter):
 
     def __init__(self, model: Any, folder: Path, masks: Masks) -> None:
         super().__init__(model, folder, masks)
-        self.ids = find_labels(model.config.id2label, masks)
+        self.labels = find_labels(model.config.id2label, masks)
+        self.ids = torch.tensor(self.labels, device=model.device)
 
 
 class SemanticSegmenter(LabelledSegmenter):
@@ -72,8 +75,7 @@ class SemanticSegmenter(LabelledSegmenter):
         """Of one frame, as the classes' logits in its size take memory."""
         logits_BCHW = F.interpolate(logits_CHW[None].float(), size, mode="bilinear", align_corners=False)
         if self.masks.threshold is None:
-            likeliest_BHW = logits_BCHW.argmax(1)
-            return torch.isin(likeliest_BHW, torch.tensor(self.ids, device=likeliest_BHW.device))
+            return torch.isin(logits_BCHW.argmax(1), self.ids)
         return logits_BCHW.softmax(1)[:, self.ids].sum(1) >= self.masks.threshold
 
 
@@ -85,13 +87,12 @@ class UniversalSegmenter(LabelledSegmenter):
         for name in ("class_queries_logits", "masks_queries_logits"):
             outputs[name] = outputs[name].float()
         found = torch.zeros((len(frames), *size), dtype=torch.bool, device=self.model.device)
-        threshold = PROBABILITY if self.masks.threshold is None else self.masks.threshold
         results = self.processor.post_process_panoptic_segmentation(
-            outputs, threshold=threshold, label_ids_to_fuse=set(), target_sizes=[size] * len(frames)
+            outputs, threshold=self.probability, label_ids_to_fuse=set(), target_sizes=[size] * len(frames)
         )
         for number, result in enumerate(results):
             for segment in result["segments_info"]:
-                if segment["label_id"] in self.ids:
+                if segment["label_id"] in self.labels:
                     found[number] |= (result["segmentation"] == segment["id"]).to(found.device)
         return found
 
@@ -104,17 +105,21 @@ class WordSegmenter(Segmenter):
         if not masks.classes:
             raise WeightsError(f"{masks.model} finds what words say", "set masks.classes to some, such as [a person]")
         tokens = AutoTokenizer.from_pretrained(folder)(list(masks.classes), padding=True, return_tensors="pt")
-        self._words = {name: tokens[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        length, most = tokens["input_ids"].shape[1], model.config.text_config.max_position_embeddings
+        if length > most:
+            problem = f"masks.classes: the longest has {length} tokens, and {masks.model} reads {most}"
+            raise WeightsError(problem, "say it in fewer words")
+        words = {name: tokens[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        self._words = model.get_conditional_embeddings(len(masks.classes), **words)
 
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         pixels, size = self._inputs(frames)["pixel_values"], frames[0].shape[:2]
         found = torch.zeros((len(frames), *size), dtype=torch.bool, device=pixels.device)
-        threshold = PROBABILITY if self.masks.threshold is None else self.masks.threshold
-        for number in range(len(self.masks.classes)):
-            words = {name: ids[number].expand(len(frames), -1) for name, ids in self._words.items()}
-            logits_BHW = self.model(pixel_values=pixels, **words).logits.view(len(frames), *pixels.shape[-2:])
+        for word in self._words:
+            answer = self.model(pixel_values=pixels, conditional_embeddings=word.expand(len(frames), -1))
+            logits_BHW = answer.logits.view(len(frames), *pixels.shape[-2:])
             sized_B1HW = F.interpolate(logits_BHW[:, None].float(), size, mode="bilinear", align_corners=False)
-            found |= sized_B1HW[:, 0].sigmoid() >= threshold
+            found |= sized_B1HW[:, 0].sigmoid() >= self.probability
         return found
 
 
@@ -134,18 +139,11 @@ class BoxSegmenter(Segmenter):
         boxes_B14 = (torch.tensor(boxes, dtype=scale.dtype) * scale)[:, None]
         device, dtype = self.model.device, self.model.dtype
         outputs = self.model(
-            pixel_values=made["pixel_values"].to(device, dtype),
-            input_boxes=boxes_B14.to(device, dtype),
+            pixel_values=to_device(made["pixel_values"], device).to(dtype),
+            input_boxes=to_device(boxes_B14, device).to(dtype),
             multimask_output=False,
         )
-        probability = PROBABILITY if self.masks.threshold is None else self.masks.threshold
-        least = (
-            math.inf
-            if probability == 1
-            else -math.inf
-            if probability == 0
-            else math.log(probability / (1 - probability))
-        )
+        least = torch.tensor(self.probability, dtype=torch.float64).logit().item()
         masks = self.processor.post_process_masks(
             outputs.pred_masks.float(), original.tolist(), sizes.tolist(), mask_threshold=least
         )

@@ -130,6 +130,7 @@ def test_boxes(checkpoint, pictures) -> None:
         ("segformer", {"classes": ("door",)}, f"no label door.*{', '.join(LABELS.values())}"),
         ("mask2former", {}, "names no label"),
         ("clipseg", {}, "finds what words say"),
+        ("clipseg", {"classes": ("a cat", "a very long story " * 20)}, "the longest has .* tokens, and .* reads 77"),
         ("sam", {"classes": ("person",)}, "takes boxes and no classes"),
     ],
 )
