@@ -60,11 +60,12 @@ def train_describer(captions: dict[Path, str], checkpoint: Path) -> None:
             across, down = fit_sizes(width, height, DESCRIBED**2, PIXEL_MULTIPLE)
             shown = Shown((np.asarray(part.resize((int(across[0]), int(down[0])), Image.Resampling.LANCZOS)),))
             item = inputs.prepare(shown, [PRESETS[PROMPT]], 0)
-            question, marks = (item.texts[0][name] for name in ("input_ids", "mm_token_type_ids"))
+            question = item.texts[0]["input_ids"]
+            marks = (question == inputs.tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
             texts = {
                 "input_ids": torch.cat([question, answer]),
                 "labels": torch.cat([torch.full_like(question, -100), answer]),
-                "mm_token_type_ids": torch.cat([marks, torch.zeros_like(answer)]),
+                "mm_token_type_ids": torch.cat([marks, torch.zeros_like(answer, dtype=torch.int)]),
             }
             examples.append(item.vision | texts)
     _train(model, examples, _collate_texts, checkpoint / "text_encoder")

@@ -13,12 +13,14 @@ from PIL import Image
 
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
-from stages import decode, encode_latents, encode_text, encode_vision, masks, score
+from stages import caption, decode, discover, encode_latents, encode_text, encode_vision, masks, score
 from tests.accelerator.counts import counting
 from tests.accelerator.runs import DEVICES
 from tests.accelerator.tensors import NAME
 from tests.forms import long
 from tests.project import SETTINGS, Project
+from tests.stages.captioners import CAPTIONERS
+from tests.stages.describing import describing, written
 from tests.stages.encoded_photos import prepare
 from tests.stages.report_run import FakeRun
 from tests.stages.segmenting import build_segmenter, made
@@ -157,6 +159,27 @@ def test_latents(planned, kind, posterior) -> None:
 def test_vision(planned, tiny, kind) -> None:
     vision = {"model": str(tiny("dinov2")), "size": 84, "batch_size": 4}
     encode_on_both(planned(kind, vision=vision), encode_vision, "vision")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen", "llava", "gemma3"])
+def test_captions(project, tiny, tmp_path, name) -> None:
+    """Drawn ones, of two prompts: of a Qwen2.5-VL also those of a clip."""
+    model = None if name == "qwen" else str(CAPTIONERS[name](tmp_path / name))
+    home = describing(project, tiny, "kandinsky5-video-t2v", prompts=["plain", "motion"], temperature=1.0, model=model)
+    for number in range(3):
+        home.image(f"{number}.png", (64, 48), None, number)
+    if model is None:
+        home.video("clip.mp4", caption="")
+        (home.media / "clip.txt").unlink()
+    home.run(discover.run)
+    found = []
+    for device in DEVICES:
+        with computing_on(device):
+            assert home.run(caption.run, device=device).done
+        found.append(written(home))
+        shutil.rmtree(home.root / "captions")
+    assert found[0] == found[1]
 
 
 LATENTS = {

@@ -35,7 +35,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class PreparedItem:
-    """An item, ready for the model: `vision`, and (L,) `texts` of each question. seed: of what is drawn."""
+    """An item, ready for the model: `vision`, and (..., L) `texts` of each question. seed: of what is drawn."""
 
     vision: Tensors
     texts: tuple[Tensors, ...]
@@ -78,7 +78,7 @@ class ModelInputs(ABC):
     def text(self, items: Sequence[PreparedItem], question: int, device: torch.device) -> Tensors:
         """The batch's prompts with one question, on the device."""
         texts = [item.texts[question] for item in items]
-        stacked = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+        stacked = {name: torch.stack([text[name] for text in texts], dim=-2) for name in texts[0]}
         stacked["attention_mask"] = torch.ones_like(stacked["input_ids"])
         return {name: tensor.to(device) for name, tensor in stacked.items()}
 
@@ -133,9 +133,13 @@ class QwenInputs(ModelInputs):
                 raise ValueError("the question holds <|image_pad|> or <|video_pad|>, which stand for pictures")
         left = {token: iter(values) for token, values in counts.items()}
         ids = [copy for token in ids for copy in [token] * (next(left[token]) if token in left else 1)]
-        input_ids = torch.tensor(ids)
-        marks = (input_ids == image_id).int() + 2 * (input_ids == video_id).int()
-        return {"input_ids": input_ids, "mm_token_type_ids": marks}
+        ids_1L = torch.tensor([ids])
+        marks_1L = (ids_1L == image_id).int() + 2 * (ids_1L == video_id).int()
+        sizes = {name: tensor for name, tensor in vision.items() if not name.startswith("pixel")}
+        # Three in the pictures, after the number of the token; on the device the model would wait for each prompt's.
+        positions_31L, _ = self._model.get_rope_index(ids_1L, marks_1L, **sizes)
+        positions_4L = torch.cat([torch.arange(len(ids))[None], positions_31L[:, 0]])
+        return {"input_ids": ids_1L[0], "position_ids": positions_4L}
 
     def _chat(self, pictures: int, has_clip: bool, question: str) -> list[int]:
         if self.tokenizer.chat_template:
@@ -149,20 +153,17 @@ class QwenInputs(ModelInputs):
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def vision(self, items: Sequence[PreparedItem], device: torch.device) -> dict[str, Any]:
-        """The features, and the sizes on the host, by which positions are computed without asking the device."""
-        kept: dict[str, Any] = {"mm_encoder_outputs": {}}
+        features: dict[str, VisionFeatures] = {}
         for kind, pixels, grid in (
             ("image", "pixel_values", "image_grid_thw"),
             ("video", "pixel_values_videos", "video_grid_thw"),
         ):
             if pixels in items[0].vision:
-                kept[grid] = torch.cat([item.vision[grid] for item in items])
+                sizes = torch.cat([item.vision[grid] for item in items])
                 all_pixels = torch.cat([item.vision[pixels] for item in items])
-                features = vision_features(self._model, all_pixels, kept[grid], device, clips=kind == "video")
-                kept["mm_encoder_outputs"][kind] = VisionFeatures(features)
-        if "second_per_grid_ts" in items[0].vision:
-            kept["second_per_grid_ts"] = torch.cat([item.vision["second_per_grid_ts"] for item in items])
-        return kept
+                made = vision_features(self._model, all_pixels, sizes, device, clips=kind == "video")
+                features[kind] = VisionFeatures(made)
+        return {"mm_encoder_outputs": features}
 
 
 class ProcessorInputs(ModelInputs):
