@@ -179,8 +179,8 @@ def main(argv: list[str] | None = None) -> None:
         times = measure_by_turns(ways, options.repeat, uncounted=1)
     found = {name: medians(rows) for name, rows in times.items()}
     print(
-        f"{options.images} pictures of about {options.side}x{options.side}, {options.prompts} captions of "
-        f"{options.tokens} tokens each, {options.device}"
+        f"{options.images} pictures of about {options.side}x{options.side}, captions of each: "
+        f"{options.prompts} of {options.tokens} tokens, {options.device}"
     )
     print_header("whole program", "s", "processor s", "pictures/s", "of caption")
     for name, (seconds, processor) in found.items():

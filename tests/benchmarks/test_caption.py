@@ -8,7 +8,7 @@ from benchmarks import caption
 def test_all_ways_are_timed(capsys) -> None:
     caption.main(["--images", "3", "--tokens", "3", "--side", "84", "--prompts", "2", "--repeat", "1"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "3 pictures of about 84x84, 2 captions of 3 tokens each, cpu"
+    assert lines[0] == "3 pictures of about 84x84, captions of each: 2 of 3 tokens, cpu"
     rows = [line for line in lines if re.search(r"\| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+, [\d.]+ \|$", line)]
     assert [row.split(" | ")[0] for row in rows] == [
         "| caption",

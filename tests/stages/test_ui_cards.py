@@ -3,14 +3,16 @@
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from schemas.cli.process_record import ProcessRecord, Task, find_process_start, write_record
 from schemas.cli.report import Report
+from schemas.config.encoding import StageName
 from schemas.errors import LatentpressError
-from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.child_programs import JOBS, STAGES, ChildPrograms
 from stages.pages.ui.flow_page import Card, build_cards, build_run_card
 from tests.project import Project
 from tests.stages.follow.notified_run import finish
@@ -65,6 +67,21 @@ def test_counts_rates_and_what_is_set_aside(cards: Any) -> None:
     assert all(card.can == ["start"] for card in found.values())
     older = cards(row("discover", 6), training_set="sets/abc, of the older plan x: latentpress index")
     assert older["index"].state == "to do"
+
+
+def test_every_stage_of_run_can_be_started_and_item_stages_have_a_bar(
+    project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Also where the shards of `bucket`'s plan come and go."""
+    assert {*get_args(StageName)} == {*STAGES} <= {*JOBS}
+    home = project(caption={}, features={}, cache={"rolling": {"max_gb": 1}})
+    status = Report("status", details={"stages": [row("caption", 3, 5), row("features", 8), row("encode-text", 8)]})
+    found = {
+        card.name: card for step in build_cards(home.config(), ChildPrograms(tmp_path, []), status) for card in step
+    }
+    assert (found["caption"].done, found["caption"].total, found["caption"].state) == (3, 8, "to do")
+    assert (found["features"].state, found["encode-text"].state) == ("done", "to do")
+    assert found["caption"].can == found["features"].can == ["start"]
 
 
 def test_stages_of_a_run_are_seen_and_not_started_beside_it(cards: Any) -> None:
