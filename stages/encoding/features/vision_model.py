@@ -116,7 +116,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config = getattr(config, "vision_config", None) or config  # of a CLIP or SigLIP the half for images
     try:
-        model_class: Any = transformers.AutoModel._model_mapping[type(config)]
+        model_class: Any = transformers.MODEL_MAPPING[type(config)]
     except KeyError:
         raise WeightsError(f"{folder} is a {config.model_type}, which stands for no model alone", ADVICE) from None
     settings: dict[str, Any] = {}
