@@ -164,7 +164,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
 
 
 def _stop_at(report: Report, error: WeightsError) -> Report:
-    report.details["checkpoint"] = str(error)
+    report.details["checkpoint"] = error.message
     report.next_steps = [error.next_step]
     report.remaining = report.remaining or 1
     return report

@@ -140,9 +140,10 @@ TABLE: dict[str, tuple[Kind, str]] = {
         }.items()
     },
     **{
-        f"features.{name}": (FEATURES, f"features={{{name}: {value}}}")  # of a `where` that names their columns
+        # of a `where` that names their columns
+        f"features.{name}": (FEATURES, f"features={{model: DINO, {name}: {value}}}")
         for name, value in {
-            **{"model": "DINO", "revision": "main", "size": 28, "batch_size": 1, "precision": "bfloat16", "frames": 4},
+            **{"revision": "main", "size": 28, "batch_size": 1, "precision": "bfloat16", "frames": 4},
             "clusters": 2,
         }.items()
     },
@@ -155,6 +156,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
         }.items()
     },
     "masks.model": (PLAN, "masks={model: DINO}"),
+    "features.model": (FEATURES, "features={model: DINO}"),
     "features.duplicates": (FEATURES, "features={duplicates: false, model: null}"),
     "vision.model": (VISION, "vision.model=DINO"),
     "vision.revision": (MACHINE, "vision.revision=main"),  # of a repository; a folder has none
