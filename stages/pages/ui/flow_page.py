@@ -246,7 +246,7 @@ def show(request: Request) -> Response:
     steps = build_cards(config, site.programs, status, progress)
     whole = build_run_card(site.programs, steps, status is not None and problem is None)
     before = takewhile(lambda card: card.name != "train", chain.from_iterable(steps))
-    counts = [card.count for card in before if card.count]
+    counts = [f"{card.name} {card.count}" for card in before if card.count]
     content: dict[str, Any] = {"first": find_first_steps(config) if _has_nothing(progress, status, whole) else None}
     content |= {"whole": whole, "steps": steps, "problem": problem, "reading": status is None}
     return render(request, "flow.html", title="Run", now=summarize_run(site, config, progress, counts), **content)
