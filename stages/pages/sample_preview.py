@@ -92,7 +92,7 @@ class PageItem:
         for number, reference in enumerate(self.references, 1):
             facts.append(f"reference {number}: {reference['path']} → {reference['geometry']['bucket']}")
         if self.sample["mask_id"]:
-            facts.append(f"mask: {'made by a model' if self.sample['mask_kind'] == MADE else row['mask_path']}")
+            facts.append(f"mask: {'made by a model' if self.sample.get('mask_kind') == MADE else row['mask_path']}")
         return tuple(facts)
 
     @property

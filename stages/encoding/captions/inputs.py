@@ -177,7 +177,7 @@ class ProcessorInputs(ModelInputs):
             raise WeightsError(
                 f"{source}: its processor can't be made here: {reason}",
                 "name a model whose processor needs no torchvision and no code of its own, such as "
-                "Qwen2.5-VL, Gemma 3, LLaVA or Idefics3, or install torchvision for your torch",
+                "Qwen2.5-VL, LLaVA or Idefics3, or install torchvision for your torch",
             ) from error
         if not getattr(self._processor, "chat_template", None):
             raise WeightsError(
