@@ -27,7 +27,7 @@ def marked_files() -> list[Path]:
 
 def run(options: PartOptions) -> None:
     """Prints a line for each test when it ends, and the failures' reasons; SystemExit where one failed."""
-    chosen = ["--collect-only"] if options.tiny else CHOSEN
+    chosen = [*CHOSEN, "--collect-only"] if options.tiny else CHOSEN
     command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "--timeout=100"]
     command += ["--continue-on-collection-errors", "--show-capture=no", *chosen, *map(str, marked_files())]
     print("```", flush=True)

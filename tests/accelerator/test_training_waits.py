@@ -110,6 +110,11 @@ def test_a_step_that_is_not_finite_is_left_out_by_the_device(make, monkeypatch) 
             earlier = loop.train_step(run, run.loader.step(number), last)
 
 
+def _is_of_wan(kind: str, what: str, place: str) -> bool:
+    """Whether tensors are copied because two experts change places, or by diffusers' UniPC, at each step."""
+    return kind == "wan-a14b" and (what == "copy to device" or place.startswith("trainer/setup/experts.py"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["i2v", *map(long, ("t2i", "i2i", "t2v", "sana", "wan-a14b"))])
 def test_validation_waits_for_no_step(make, kind) -> None:
@@ -122,5 +127,5 @@ def test_validation_waits_for_no_step(make, kind) -> None:
         loop.validate(run, lambda line: None, 0)
         with counting() as counts:
             loop.validate(run, lambda line: None, 1)
-        found.append(counts.waits)
+        found.append(Counter({key: count for key, count in counts.waits.items() if not _is_of_wan(kind, *key)}))
     assert found[0] == found[1] and found[0].total() <= MOST_WAITS_OF_A_VALIDATION, found

@@ -10,8 +10,8 @@ import pytest
 
 from stages import bucket, discover, report
 from stages.follow import watchers
-from stages.pages import pictures
-from stages.pages.report import dataset, samples
+from stages.pages import pictures, thumbnails
+from stages.pages.report import samples
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -46,7 +46,7 @@ def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(samples, "shrink_file", counted("file", samples.shrink_file))
     monkeypatch.setattr(samples, "shrink_clip", counted("clip", samples.shrink_clip))
-    monkeypatch.setattr(dataset, "SandboxPool", counted("sandbox", dataset.SandboxPool))
+    monkeypatch.setattr(thumbnails, "SandboxPool", counted("sandbox", thumbnails.SandboxPool))
 
     def make() -> list[str]:
         made.clear()
