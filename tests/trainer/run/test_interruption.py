@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,14 @@ from trainer.run import interruption
 pytestmark = pytest.mark.slow
 ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
 DROPOUT = {"rank": 4, "dropout": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def default_sigterm() -> Iterator[None]:
+    """Without the handler that Ray leaves in a process, which an earlier test may have used."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def checkpoints(config) -> list[int]:
