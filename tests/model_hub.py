@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -156,3 +157,18 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf-home/token"))
         yield hub
+
+
+def branch_that_moves(folder: Path, hub: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], Path]:
+    """A repository in a local cache, offline, with the files of a folder: what a fingerprint says of its weights, and
+    the file that says which commit the branch is at."""
+    repo, weights = (
+        hub / "models--someone--a-branch-that-moves",
+        {"repo": "someone/a-branch-that-moves", "commit": "a" * 40},
+    )
+    shutil.copytree(folder, repo / "snapshots" / weights["commit"])
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(weights["commit"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return weights, repo / "refs" / "main"

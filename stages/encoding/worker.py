@@ -6,13 +6,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from cache.sets import plans
 from cache.sets.plans import Unit
@@ -20,7 +19,6 @@ from cache.sets.rejects import make_reject, read_undamaged, write_rejects
 from cache.shards.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
-from schemas.devices import to_device
 from schemas.errors import LatentpressError
 from stages.discovery import media_locations
 from stages.discovery.media_locations import MediaLocations
@@ -93,6 +91,12 @@ class UnitWorker(ABC):
     def member_bytes(self, unit: Unit) -> int:
         """Memory of a member of this unit once it is read."""
         return 1
+
+    def pinned_revision(self, revision: str | None) -> str | None:
+        """The commit of a model's repository that the fingerprint is of, as its branch may have moved since; without a
+        repository `revision`."""
+        record = self.store.read_json(f"{self.kind}/{self.job.fingerprint}/provenance.json")
+        return record["weights"].get("commit", revision)
 
     def remarks(self, row: ShardRow) -> Iterable[str]:
         """Remarks that the report counts rows by; none for most rows."""
@@ -308,40 +312,3 @@ class _UnitShard:
     def drop(self) -> None:
         """Remove what was written of an unfinished shard."""
         self._writer.__exit__(None, None, None)
-
-
-def overlap_weights(fine: int, coarse: int) -> torch.Tensor:
-    """(coarse, fine) float32: the share of each fine cell in each coarse cell, where both divide the same length.
-
-    Rows sum to one. Integers until the last step, so that the shares are the nearest float32.
-    """
-    assert 0 < coarse <= fine, f"{fine} cells can't be pooled to {coarse}"
-    # In units of 1 / (fine * coarse) of the length every boundary is an integer.
-    starts_F, starts_C = torch.arange(fine) * coarse, torch.arange(coarse) * fine
-    ends = torch.minimum(starts_F + coarse, (starts_C + fine)[:, None])
-    return (ends - torch.maximum(starts_F, starts_C[:, None])).clamp(min=0).float() / fine
-
-
-@lru_cache(maxsize=64)
-def _weights_on(device: torch.device, fine: int, coarse: int) -> torch.Tensor:
-    """`overlap_weights`, which are computed on the host: some devices divide by multiplying."""
-    return to_device(overlap_weights(fine, coarse), device)
-
-
-def pool_space(features_BHWC: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """float32 features_BHWC on a coarser (or the same) grid: the mean over each cell's area."""
-    features_BHWC = features_BHWC.float()
-    for axis, coarse in ((1, grid[0]), (2, grid[1])):
-        fine = features_BHWC.shape[axis]
-        if fine != coarse:
-            shares = _weights_on(features_BHWC.device, fine, coarse)
-            features_BHWC = torch.tensordot(features_BHWC, shares, dims=([axis], [1])).movedim(-1, axis)
-    return features_BHWC
-
-
-def pool_time(features_FHWC: torch.Tensor, stride: int) -> torch.Tensor:
-    """features_THWC of the latent frames of a clip: frame 0 alone, then the mean of each `stride` frames."""
-    frames = features_FHWC.shape[0]
-    assert (frames - 1) % stride == 0, f"{frames} frames are not 1 + a multiple of {stride}"
-    later = features_FHWC[1:].unflatten(0, (-1, stride)).mean(1) if frames > 1 else features_FHWC[1:]
-    return torch.cat([features_FHWC[:1], later])

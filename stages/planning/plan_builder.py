@@ -16,12 +16,11 @@ import pyarrow.compute as pc
 from schemas import identity
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
 from schemas.family import Template
-from schemas.filters import Filter
 from schemas.tables import REJECTS_SCHEMA, TRAINED_ROLES, active_schema, texts_schema
 from stages.planning import crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids, first_rows, message_column
+from stages.planning.items import passes_filter
 from stages.planning.made_captions import NO_CAPTION, MadeCaptions, list_lengths, record_clips_without, renumber
 from stages.planning.made_masks import NO_MASK, MadeMasks
 from stages.planning.references import (
@@ -199,11 +198,8 @@ def _drop_unused(dataset: Dataset, items: CandidateItems, held_out_ids: pa.Array
     """Drop what a filter or another dataset's held-out share leaves out. How many of the others have the bytes of
     another item."""
     if dataset.where is not None:
-        try:
-            passed = Filter(dataset.where).mask(items.table)
-        except ValueError as error:
-            raise LatentpressError(f"datasets.{dataset.id}.where: {error}", "correct the filter") from error
-        items.drop(~np.asarray(passed), "filtered", f"does not pass where: {dataset.where}")
+        passed = passes_filter(dataset, "where", items.table)
+        items.drop(~passed, "filtered", f"does not pass where: {dataset.where}")
     duplicates = len(items) - identity.count_distinct(items.column("media_id"))
     elsewhere = np.asarray(pc.is_in(samples.content_ids(items.table), value_set=held_out_ids))
     elsewhere &= ~samples.held_out_mask(dataset, items.table)

@@ -17,6 +17,7 @@ from schemas.geometry import Bucket
 from stages import bucket, caption, discover, gc, status, verify
 from stages.encoding.captions import describer
 from stages.encoding.stage_registry import CAPTION
+from tests.model_hub import branch_that_moves
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
 from tests.stages.captioners import build_llava
@@ -98,3 +99,15 @@ def test_under_a_root_on_an_object_store_they_are_the_same(photos: Project, s3: 
     assert (again.done, again.remaining) == (0, 0) and s3.counts()["PutObject"] == 0
     (row,) = [row for row in photos.run(status.run).details["stages"] if row["stage"] == "caption"]
     assert row["remaining"] == 0 and row["done"] == again.skipped
+
+
+def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
+    photos: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    weights, branch = branch_that_moves(build_llava(tmp_path / "llava"), tmp_path / "hub", monkeypatch)
+    photos.settings["caption"]["model"] = weights["repo"]
+    assert CAPTION.fingerprint_inputs(photos.config())["weights"] == weights
+    branch.write_text("b" * 40)  # which has no weights at all
+    report = photos.run(caption.run)
+    assert report.done + len(report.set_aside) > 0 and not report.remaining

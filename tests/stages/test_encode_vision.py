@@ -20,6 +20,7 @@ from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_vision
 from stages.encoding.vision.worker import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from stages.media.video import read_frames
+from tests.model_hub import branch_that_moves
 
 
 @pytest.fixture
@@ -172,18 +173,10 @@ def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cach
     home = make("kandinsky5-image-t2i")
     home.image("0.png", (64, 64))
     prepare(home)
-    repo, commits = tmp_path / "hub" / "models--someone--dino-that-moves", ["a" * 40, "b" * 40]
-    shutil.copytree(home.settings["vision"]["model"], repo / "snapshots" / commits[0])
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commits[0])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    home.settings["vision"]["model"] = "someone/dino-that-moves"
-    assert encode_vision.STAGE.fingerprint_inputs(home.config())["weights"] == {
-        "repo": "someone/dino-that-moves",
-        "commit": commits[0],
-    }
-    (repo / "refs" / "main").write_text(commits[1])  # which has no weights at all
+    weights, branch = branch_that_moves(Path(home.settings["vision"]["model"]), tmp_path / "hub", monkeypatch)
+    home.settings["vision"]["model"] = weights["repo"]
+    assert encode_vision.STAGE.fingerprint_inputs(home.config())["weights"] == weights
+    branch.write_text("b" * 40)  # which has no weights at all
     assert home.run(encode_vision.run).done == 1
 
 

@@ -18,6 +18,7 @@ from stages import bucket, discover, encode_latents, gc, masks, preview, run, st
 from stages.encoding.masks.segmenters import load_segmenter
 from stages.encoding.stage_registry import MASKS
 from stages.media.sample_reader import read_sample_frames
+from tests.model_hub import branch_that_moves
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
 from tests.stages.segmenting import build_segmenter, made, masking, on_latent_grid
@@ -50,6 +51,17 @@ def latent_masks(home: Project) -> dict[str, np.ndarray]:
         for _, _, row in iter_item_rows(Store(home.root), f"latents/{cache.name}")
     ]
     return {row.id: row.tensors["mask"].numpy() for row in rows if "mask" in row.tensors}
+
+
+def test_the_model_of_a_repository_is_that_of_the_commit_that_names_the_cache(
+    photos: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its branch moves after the cache was named: a worker that starts later loads what the name says."""
+    weights, branch = branch_that_moves(photos.folder / "model", tmp_path / "hub", monkeypatch)
+    photos.settings["masks"]["model"] = weights["repo"]
+    assert MASKS.fingerprint_inputs(photos.config())["weights"] == weights
+    branch.write_text("b" * 40)  # which has no weights at all
+    assert photos.run(masks.run).done >= 3
 
 
 def test_masks_are_made_once_of_what_has_none(photos: Project) -> None:

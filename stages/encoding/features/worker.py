@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from cache.sets.item_rows import item_info
-from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array
 from schemas.devices import HostCopy
@@ -18,8 +17,8 @@ from stages.encoding.features.layouts import layouts
 from stages.encoding.features.measures import measure
 from stages.encoding.features.settings import PROCESSOR_FILE, features_model, require_features
 from stages.encoding.features.vision_model import AutoModel, DinoModel, VisionModel, pool_clips
-from stages.encoding.member_reader import MemberPixels, ReadRequest
-from stages.encoding.worker import UnitWorker
+from stages.encoding.frame_worker import FrameWorker
+from stages.encoding.member_reader import MemberPixels
 from stages.engines.jobs import Job
 
 
@@ -36,7 +35,7 @@ class PreparedItem:
         return 1 if self.frames is None else len(self.frames)
 
 
-class FeaturesWorker(UnitWorker):
+class FeaturesWorker(FrameWorker):
     """Members are whole items: what was measured of them, and their frames for the model."""
 
     stage, kind, section = "features", "features", "features"
@@ -51,9 +50,7 @@ class FeaturesWorker(UnitWorker):
         self._model: VisionModel | None = None
         if features.source is None:
             return
-        # The fingerprint is of the weights at this commit: the repository's branch may have moved since.
-        record = self.store.read_json(f"{self.kind}/{job.fingerprint}/provenance.json")
-        model = features_model(features, record["weights"].get("commit", features.revision))
+        model = features_model(features, self.pinned_revision(features.revision))
         folder = model.fetch()
         model_loading.disable_progress_bars()
         dtype = getattr(torch, features.precision or self.config.model.precision)
@@ -61,14 +58,6 @@ class FeaturesWorker(UnitWorker):
             self._model = AutoModel(folder, dtype, self.device)
         else:
             self._model = DinoModel(folder, dtype, self.device, features.pixels)
-
-    def member_bytes(self, unit: Unit) -> int:
-        bucket = Bucket.parse(unit.bucket)
-        return 3 * bucket.width * bucket.height * bucket.frames
-
-    def read_request(self, name: str) -> ReadRequest:
-        files = tuple(self.locations.planned_files("items", name))
-        return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedItem:
         assert read is not None and read.frames is not None

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from PIL import Image, ImageFilter
 
 from cache.sets.item_rows import PNG, item_info
-from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array
 from schemas.devices import HostCopy
 from schemas.geometry import Bucket
+from stages.encoding.frame_worker import FrameWorker
 from stages.encoding.masks.segmenters import Box, load_segmenter
 from stages.encoding.masks.settings import require_masks
-from stages.encoding.member_reader import MemberPixels, ReadRequest
-from stages.encoding.worker import RefusedMember, UnitWorker
+from stages.encoding.member_reader import MemberPixels
+from stages.encoding.worker import RefusedMember
 from stages.engines.jobs import Job
 from stages.media.files import MediaError
 from stages.media.made_mask import FRAME_S
@@ -32,7 +32,7 @@ class PreparedItem:
     box: Box
 
 
-class MasksWorker(UnitWorker):
+class MasksWorker(FrameWorker):
     """Members are items whose frames are masked one by one."""
 
     stage, kind, section, tensors = "masks", "masks", "masks", (PNG,)
@@ -43,15 +43,8 @@ class MasksWorker(UnitWorker):
         super().__init__(job)
         self._masks = require_masks(self.config)
         dtype = getattr(torch, self._masks.precision or self.config.model.precision)
-        self._segmenter = load_segmenter(self._masks, dtype, self.device)
-
-    def member_bytes(self, unit: Unit) -> int:
-        bucket = Bucket.parse(unit.bucket)
-        return 3 * bucket.width * bucket.height * bucket.frames
-
-    def read_request(self, name: str) -> ReadRequest:
-        files = tuple(self.locations.planned_files("items", name))
-        return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
+        pinned = self._masks.model_copy(update={"revision": self.pinned_revision(self._masks.revision)})
+        self._segmenter = load_segmenter(pinned, dtype, self.device)
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedItem:
         assert read is not None and read.frames is not None

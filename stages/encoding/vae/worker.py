@@ -15,8 +15,9 @@ from schemas.identity import derive_seed
 from schemas.tables import TRAINED_ROLES
 from stages.encoding import model_loading
 from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.pooling import pool_space, pool_time
 from stages.encoding.vae import base
-from stages.encoding.worker import UnitWorker, pool_space, pool_time
+from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job
 
 

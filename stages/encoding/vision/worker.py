@@ -12,12 +12,13 @@ from PIL import Image
 
 from cache.models.single_model import CONFIG_FILE
 from cache.models.weights import load_pretrained
-from cache.sets.plans import Unit
 from cache.shards.shard import ShardRow
 from schemas.devices import HostCopy, to_device
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
-from stages.encoding.member_reader import MemberPixels, ReadRequest
+from stages.encoding.frame_worker import FrameWorker
+from stages.encoding.member_reader import MemberPixels
+from stages.encoding.pooling import pool_space, pool_time
 from stages.encoding.vision.features import (
     PATCH_SIZE,
     GridSize,
@@ -26,7 +27,6 @@ from stages.encoding.vision.features import (
     resolve_checkpoint,
     stored_grid,
 )
-from stages.encoding.worker import UnitWorker, pool_space, pool_time
 from stages.engines.jobs import Job
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -100,10 +100,11 @@ class Encoder:
         return [pool_time(features_FHWC, stride).to(torch.bfloat16) for features_FHWC in pooled_clips]
 
 
-class VisionWorker(UnitWorker):
+class VisionWorker(FrameWorker):
     """Members are uint8 frames_FHWC at DINOv2's input size, F = 1 for an image."""
 
     stage, kind, section, tensors = "encode-vision", "vision", "vision", ("vision",)
+    listed_as = "vision"
     batch_limit_option = "batch_size"
     advice = "lower vision.batch_size (frames of one pass) or vision.size, or use --device cpu"
 
@@ -115,22 +116,10 @@ class VisionWorker(UnitWorker):
         self._threads = ThreadPoolExecutor(job.resources.readers_per_worker, "resize")
         vision = self.config.vision
         assert vision.source is not None
-        # The fingerprint is of the weights at this commit: the repository's branch may have moved since.
-        record = self.store.read_json(f"{self.kind}/{job.fingerprint}/provenance.json")
-        weights = resolve_checkpoint(vision.source, record["weights"].get("commit", vision.revision))
+        weights = resolve_checkpoint(vision.source, self.pinned_revision(vision.revision))
         model_loading.disable_progress_bars()
         dtype = getattr(torch, vision.precision or self.config.model.precision)
         self._encoder = Encoder(weights, dtype, self.device)
-
-    def member_bytes(self, unit: Unit) -> int:
-        """Return the bytes of the frames as they are read, before they are resized."""
-        bucket = Bucket.parse(unit.bucket)
-        return 3 * bucket.width * bucket.height * bucket.frames
-
-    def read_request(self, name: str) -> ReadRequest:
-        """The sample's own frames alone, not the source image that its latents are conditioned on."""
-        files = tuple(self.locations.planned_files("vision", name))
-        return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
 
     def prepare(self, name: str, read: MemberPixels | None) -> np.ndarray:
         assert read is not None and read.frames is not None

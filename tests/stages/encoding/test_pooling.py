@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.encoding.worker import overlap_weights, pool_space, pool_time
+from stages.encoding.pooling import overlap_weights, pool_space, pool_time
 
 SEEDS = st.integers(0, 2**31)
 
