@@ -74,7 +74,7 @@ def check_equal(found: Config, expected: Config) -> None:
     """Within rounding: on a device gradients are added in another order, as its backward pass has a thread of its own,
     and AdamW is another kernel, which enlarges that where a gradient is near 0. In bfloat16 losses and norms alone:
     where a gradient is nothing but rounding, as at the start of a LoKr, AdamW's step is of full size all the same. The
-    first loss of a regularization sample, which is trained on what the base predicts, is nothing but rounding: 1e-12."""
+    first loss of a regularization sample, trained on what the base predicts, is nothing but rounding: 1e-12."""
     half = expected.train.precision == "bfloat16"
     own, other = numbers(found), numbers(expected)
     assert other and own.keys() == other.keys(), own.keys() ^ other.keys()
