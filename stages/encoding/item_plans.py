@@ -20,7 +20,8 @@ from schemas.config.pipeline import Config
 from schemas.tables import TEXTS_SCHEMA
 from stages.discovery.media_table import read_configured_media
 from stages.encoding.feature_columns import read_media
-from stages.planning.items import ItemRequest, item_plan_key, item_units, plan_items
+from stages.planning.items import ItemRequest, item_plan_key, plan_items
+from stages.planning.units import item_units
 
 MOST_PLANS = 10  # that are made where other processes publish plans meanwhile
 UNPUBLISHED = "unpublished"  # in place of a generation's name, behind all of these

@@ -20,16 +20,13 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.filters import Filter, feature_columns
-from schemas.geometry import Bucket
 from schemas.identity import hash_json
 from schemas.recipe import item_dataset_settings
-from schemas.tables import ACTIVE_SCHEMA, EXTRA_PREFIX, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION, UNITS_SCHEMA
+from schemas.tables import ACTIVE_SCHEMA, EXTRA_PREFIX, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids
-from stages.planning.samples import SelectedClips, frame_strides, select_clips_and_images, select_whole_items
-from stages.planning.units import split_into_units
+from stages.planning.clip_selection import SelectedClips, frame_strides, select_clips_and_images, select_whole_items
 
 MOST_HALVINGS = 20  # of the area that the model wants, for small pictures
-MOST_MEMBERS = 256  # of a unit, however small its pictures are: what a kill costs at most
 _CONDITION_CODES = {"none": 0, "source": 2}  # as in `stages/planning/samples.py`
 
 Ints = NDArray[np.int64]
@@ -214,23 +211,3 @@ def _active_rows(samples: pa.Table) -> pa.Table:
         "null_text": pa.nulls(count, pa.string()),
     }
     return pa.table(columns, schema=ACTIVE_SCHEMA)
-
-
-def item_units(config: Config, samples: pa.Table) -> pa.Table:
-    """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
-    cache.unit_mib of pixels, and of at most MOST_MEMBERS."""
-    buckets = pc.struct_field(samples.column("geometry"), "bucket")
-    sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
-    group = pc.binary_join_element_wise(buckets, sources, "|").combine_chunks().dictionary_encode()
-    ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
-    order = np.lexsort((identity.id_prefixes(ids), codes))
-    ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
-    limit, units = int(config.cache.unit_mib * 2**20), [UNITS_SCHEMA.empty_table()]
-    for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
-        rows = order[ends[code - 1] if code else 0 : ends[code]]
-        pictures = [Bucket.parse(part) for part in name.split("|") if part]
-        size = sum(3 * picture.width * picture.height * picture.frames for picture in pictures)
-        sizes = np.full(len(rows), max(size, -(-limit // MOST_MEMBERS)))
-        members = ids.take(pa.array(rows))
-        units.append(split_into_units("items", name.partition("|")[0], members, sizes, limit))
-    return pa.concat_tables(units)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from stages.planning.candidates import CandidateItems, message_column
+from stages.planning.clip_selection import SelectedClips
 from stages.planning.items import ItemRequest, item_members
-from stages.planning.samples import SelectedClips
 
 NO_CAPTION = "has no caption, and none was made of it; `latentpress status --rejects` says why; or write one"
 

@@ -18,7 +18,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.family import Template
 from schemas.tables import REJECTS_SCHEMA, TRAINED_ROLES, active_schema, texts_schema
-from stages.planning import crop_selection, samples, texts
+from stages.planning import clip_selection, crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids, first_rows, message_column
 from stages.planning.items import passes_filter
 from stages.planning.made_captions import NO_CAPTION, MadeCaptions, list_lengths, record_clips_without, renumber
@@ -137,7 +137,7 @@ def _plan_dataset(
     duplicates = _drop_unused(dataset, items, held_out_ids)
     captions, owner = _select_captions(config, dataset, items, made)
     kept_rows = items.numbers("row")
-    samples.drop_unusable_videos(family, dataset, config.model.task, items)
+    clip_selection.drop_unusable_videos(family, dataset, config.model.task, items)
     condition, references = config.model.condition, None
     if condition is not None and condition.kind == "references":
         drop_refused(condition, items)
@@ -146,7 +146,7 @@ def _plan_dataset(
     candidates = CandidateItems(dataset.id, items.table)
     crops = crop_selection.select_crops(config.model, dataset, items, side_multiple)
     step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
-    clips = samples.select_clips_and_images(family, dataset, items)
+    clips = clip_selection.select_clips_and_images(family, dataset, items)
     captions = captions.of_items(np.isin(kept_rows, items.numbers("row"), assume_unique=True)[owner])
     found, has = None, np.ones(len(clips.item), bool)
     if masks is not None:

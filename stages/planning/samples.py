@@ -1,192 +1,20 @@
-"""From items and their crops to samples: the frames of each (one of an image, those of one or several clips of a video
-or of each of its scenes), their ids and the rows of the plan's table."""
-
-from dataclasses import dataclass, replace
-from functools import partial
+"""From items, their crops and their clips to samples: their roles, their ids and the rows of the plan's table."""
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas import identity
-from schemas.clips import frames_available, match_frame_rates, select_clips, takes_every_kth_frame
-from schemas.config.datasets import Dataset, Video
-from schemas.family import Condition, Family, Task
+from schemas.config.datasets import Dataset
+from schemas.family import Condition
 from schemas.geometry import Bucket, Crop
-from schemas.identity import derive_seeds
-from schemas.randomness import mix_bits, to_unit_interval
+from schemas.randomness import to_unit_interval
 from schemas.tables import GROUP, SAMPLES_SCHEMA
-from stages.planning.candidates import CandidateItems, message_column
+from stages.planning.candidates import CandidateItems
+from stages.planning.clip_selection import SelectedClips
 from stages.planning.crop_selection import SelectedCrops, geometry_columns
 
-SHORTEST_S = 1e-3  # of a video: one that is said to last no time has a frame
 _CONDITION_CODES = {"none": 0, "first-frame": 1, "source": 2, "references": 3}
-
-
-# -- frames ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SelectedClips:
-    """(m,) clips and images, in the items' order.
-
-    item: row of the item. start: seconds; rate: frames per second; both are NaN for an image.
-    """
-
-    item: np.ndarray
-    start: np.ndarray
-    rate: np.ndarray
-    frames: np.ndarray
-    rounded: int  # clips that lost frames to (frames - 1) % stride == 0
-    repeating: int  # clips that show a frame twice, their source being slower than the target rate
-
-    def keep(self, rows: np.ndarray) -> "SelectedClips":
-        return replace(self, **{name: getattr(self, name)[rows] for name in ("item", "start", "rate", "frames")})
-
-
-def frame_strides(family: Family, video: Video) -> tuple[int, ...]:
-    """The numbers that `frames - 1` must be a multiple of."""
-    interval = video.frame_interval if video.bucket_strategy == "resolution_frames" else None
-    return (family.temporal_stride, interval or 1)
-
-
-def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: CandidateItems) -> None:
-    """Drop videos that yield no clip, that are too long or too slow, and items that can't be clips at all."""
-    video, rate = dataset.video, dataset.video.frame_rate
-    condition = family.conditions.get(task)
-    if condition is not None and condition.kind == "first-frame":
-        items.drop(~items.videos, "no-motion", f"is a still image; {task} learns from videos only")
-    if not items.videos.any():
-        return
-    if not family.video:
-        advice = "is a video, and this model is of images; set animations: first-frame, or remove it"
-        items.drop(items.videos, "in-motion", advice)
-        return
-    if video.max_frames is not None:
-        limit = f" s, at {rate:g} per second more than max_frames = {video.max_frames}"
-        items.drop(
-            items.videos & (frames_available(items.numbers("duration"), rate) > video.max_frames),
-            "too-long",
-            lambda gone: message_column("lasts ", gone.column("duration"), limit),
-        )
-    if video.max_repeated_frames is not None:
-        repeats = (
-            f" frames per second, and at {rate:g} more than {video.max_repeated_frames:.0%} of them repeat; "
-            "lower frame_rate, raise max_repeated_frames, or remove it"
-        )
-        items.drop(
-            items.videos & (_repeated_share(items, rate) > video.max_repeated_frames),
-            "repeats-frames",
-            lambda gone: message_column("has ", gone.column("rate"), repeats),
-        )
-    too_short = items.videos.copy()
-    too_short[_select_video_clips(family, dataset, items).item] = False
-    least = video.num_frames if video.bucket_strategy == "aspect_ratio" else video.min_frames
-    in_scene = " and less in a scene" if video.scenes else ""
-
-    def message(gone: CandidateItems) -> pa.Array:
-        frames = frames_available(gone.numbers("duration"), _native_rates(gone, rate))
-        needs = f" frames at {rate:g} per second{in_scene}; a clip needs {least}"
-        return message_column("lasts ", gone.column("duration"), " s, which is ", frames, needs)
-
-    items.drop(too_short, "too-short", message)
-
-
-def select_clips_and_images(family: Family, dataset: Dataset, items: CandidateItems) -> SelectedClips:
-    """The clips and images of items that each yield at least one."""
-    clips = _select_video_clips(family, dataset, items)
-    images = np.flatnonzero(~items.videos)
-    item = np.concatenate([clips.item, images])
-    order = np.argsort(item, kind="stable")
-    no_time = np.full(len(images), np.nan)
-    return replace(
-        clips,
-        item=item[order],
-        start=np.concatenate([clips.start, no_time])[order],
-        rate=np.concatenate([clips.rate, no_time])[order],
-        frames=np.concatenate([clips.frames, np.ones(len(images), np.int64)])[order],
-    )
-
-
-def select_whole_items(items: CandidateItems, frames: int) -> SelectedClips:
-    """Every item as one member: of a video `frames` frames, or all that it has, each in the middle of an equal part."""
-    count = np.where(items.videos, np.clip(items.numbers("frames"), 1, frames), 1).astype(np.int64)
-    duration = np.maximum(items.numbers("duration"), SHORTEST_S)
-    start = np.where(items.videos, duration / (2 * count), np.nan)
-    return SelectedClips(np.arange(len(items)), start, np.where(items.videos, count / duration, np.nan), count, 0, 0)
-
-
-def _source_rates(items: CandidateItems) -> np.ndarray:
-    """Frames per second of videos of constant rate, NaN for others."""
-    constant = pc.fill_null(items.column("constant_rate"), False).to_numpy(zero_copy_only=False)
-    return np.where(constant, items.numbers("rate"), np.nan)
-
-
-def _native_rates(items: CandidateItems, rate: float) -> np.ndarray:
-    return match_frame_rates(_source_rates(items), rate)
-
-
-def _repeated_share(items: CandidateItems, rate: float) -> np.ndarray:
-    """Share of a clip's frames that repeat the one before; 0 for an image."""
-    share = 1 - items.numbers("rate") / _native_rates(items, rate)
-    return np.where(items.videos, np.maximum(0.0, share), 0.0)
-
-
-def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems) -> SelectedClips:
-    """Clips of videos, at the configured rate. A video whose own rate is nearly that one, so that a clip would repeat
-    or skip a frame, has all its clips at its own rate."""
-    video = dataset.video
-    owner, begin, end = _segments(items, video.scenes)
-    seeds = derive_seeds(items.column("media_id"), "clips")[owner] if len(owner) else np.zeros(0, np.uint64)
-    # Each scene of a video draws for itself; the first scene draws as a video without scenes does.
-    seeds = np.where(begin > 0, mix_bits(seeds ^ begin.view(np.uint64)), seeds)
-    rate = np.full(len(owner), video.frame_rate)
-
-    select = partial(
-        select_clips,
-        end - begin,
-        seeds,
-        num_frames=video.num_frames,
-        min_frames=video.min_frames,
-        strides=frame_strides(family, video),
-        fixed=video.bucket_strategy == "aspect_ratio",
-        clip=video.clip,
-        clips=video.clips,
-        clip_stride=video.clip_stride,
-    )
-    clips = select(rate=rate)
-    native = _native_rates(items, video.frame_rate)[owner]
-    near = native[clips.segment] != video.frame_rate
-    if near.any():
-        segment = clips.segment[near]
-        source, start = _source_rates(items)[owner[segment]], begin[segment] + clips.start[near]
-        uneven = owner[segment[~takes_every_kth_frame(start, clips.frames[near], source, video.frame_rate)]]
-        rate = np.where(np.isin(owner, uneven), native, rate)
-        clips = select(rate=rate)
-    item, rate, segment = owner[clips.segment], rate[clips.segment], clips.segment
-    unrounded = np.minimum(frames_available((end - begin)[segment], rate), video.num_frames)
-    rounded = int((clips.frames < unrounded).sum())
-    repeating = int((_repeated_share(items, video.frame_rate)[item] > 0).sum())
-    return SelectedClips(item, begin[segment] + clips.start, rate, clips.frames, rounded, repeating)
-
-
-def _segments(items: CandidateItems, scenes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(item, begin, end) in seconds of each segment that contains whole clips: a video, or each of its scenes."""
-    rows = np.flatnonzero(items.videos)
-    duration = items.numbers("duration")
-    if not scenes:
-        return rows, np.zeros(len(rows)), duration[rows]
-    cuts = items.column("scenes").take(pa.array(rows))
-    owner = np.concatenate([np.arange(len(rows)), np.asarray(pc.list_parent_indices(cuts)).astype(np.int64)])
-    begin = np.concatenate([np.zeros(len(rows)), np.asarray(cuts.flatten())])
-    order = np.lexsort((begin, owner))
-    owner, begin = owner[order], begin[order]
-    last = np.append(owner[1:] != owner[:-1], True)[: len(owner)]
-    end = np.where(last, duration[rows][owner], np.append(begin[1:], 0.0)[: len(owner)])
-    return rows[owner], begin, end
-
-
-# -- rows ------------------------------------------------------------------------------------------------------------
 
 
 def content_ids(table: pa.Table) -> pa.Array:

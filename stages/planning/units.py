@@ -28,6 +28,7 @@ from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.references import list_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding-reference.md has what padding costs
+MOST_MEMBERS = 256  # of a unit of items, however small its pictures are: what a kill costs at most
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -133,6 +134,26 @@ def text_units(config: Config, texts: pa.Table, active: pa.Table) -> pa.Table:
     order = np.lexsort((prefixes, lengths, image, group, bucket))
     borders = np.diff(bucket[order]) != 0 if image.any() else np.diff(group[order]) != 0
     return split_into_units("text", "", ids.take(pa.array(order)), sizes[order], limit, image[order], borders)
+
+
+def item_units(config: Config, samples: pa.Table) -> pa.Table:
+    """Divide the members of an item plan into units of pictures of one size, in the order of their ids: of about
+    cache.unit_mib of pixels, and of at most MOST_MEMBERS."""
+    buckets = pc.struct_field(samples.column("geometry"), "bucket")
+    sources = pc.fill_null(pc.struct_field(samples.column("source_geometry"), "bucket"), "")
+    group = pc.binary_join_element_wise(buckets, sources, "|").combine_chunks().dictionary_encode()
+    ids, codes = samples.column("sample_id").combine_chunks(), np.asarray(group.indices)
+    order = np.lexsort((identity.id_prefixes(ids), codes))
+    ends = np.cumsum(np.bincount(codes, minlength=len(group.dictionary)))
+    limit, units = int(config.cache.unit_mib * 2**20), [UNITS_SCHEMA.empty_table()]
+    for name, code in sorted((name, code) for code, name in enumerate(group.dictionary.to_pylist())):
+        rows = order[ends[code - 1] if code else 0 : ends[code]]
+        pictures = [Bucket.parse(part) for part in name.split("|") if part]
+        size = sum(3 * picture.width * picture.height * picture.frames for picture in pictures)
+        sizes = np.full(len(rows), max(size, -(-limit // MOST_MEMBERS)))
+        members = ids.take(pa.array(rows))
+        units.append(split_into_units("items", name.partition("|")[0], members, sizes, limit))
+    return pa.concat_tables(units)
 
 
 def _first_uses(prefixes: NDArray[np.uint64], active: pa.Table) -> NDArray[np.int64]:

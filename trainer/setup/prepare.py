@@ -1,5 +1,5 @@
-"""A model's way into training, one file after the other: load, quantize, attach, memory, wrap, optim; and a run's way
-back to its newest checkpoint."""
+"""A model's way into training, one file after the other: checks, load, quantize, attach, blocks, wrap, optimizers; and
+a run's way back to its newest checkpoint."""
 
 import gc
 import json
@@ -20,7 +20,6 @@ from schemas.config.pipeline import Config
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json
 from schemas.text_format import shown_path
-from trainer import flow
 from trainer.adapters.header import read_assistant
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
@@ -38,6 +37,7 @@ from trainer.run.sharded import is_sharded
 from trainer.setup.assistant import add_assistant
 from trainer.setup.attach import make_trainable
 from trainer.setup.blocks import check_compile, check_offload, compile_blocks, loading_device, reduce_memory
+from trainer.setup.checks import check_noise_levels, check_setup
 from trainer.setup.ema import MovingAverage
 from trainer.setup.load import (
     choose_dtypes,
@@ -48,7 +48,7 @@ from trainer.setup.load import (
     model_shape,
 )
 from trainer.setup.optimizers import BadStepCounter, check_optimizer, make_optimizer
-from trainer.setup.quantize import check_setup, count_numbers, quantize_base
+from trainer.setup.quantize import count_numbers, quantize_base
 from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, connect_ranks, make_accelerator, wrap_for_ranks
 from trainer.step_metrics import GradientNoise
@@ -211,21 +211,6 @@ def prepare_run(
     run.gradient_noise = GradientNoise(denoiser, *micro_batches, settings.gradient_noise_every)
     run.reads_late = can_read_late(run)
     return run
-
-
-def check_noise_levels(config: Config, schedule: BatchSchedule) -> None:
-    """RunError where hardly any of the configured noise levels is one of the expert that is trained."""
-    expert, settings = config.expert, config.train.timesteps
-    if expert is None:
-        return
-    for bucket in schedule.buckets:
-        first, last = flow.draws_within(settings, run_state.train_shift(config, bucket.name), expert.range)
-        if abs(last - first) < flow.LEAST_SHARE:
-            raise run_state.RunError(
-                f"train.timesteps: almost none of its noise levels is in {expert.lowest:g} to {expert.highest:g}, with "
-                f"which the expert {config.train.experts} is trained",
-                "Choose another train.timesteps.sampling, or correct its options or train.shift.",
-            )
 
 
 def can_read_late(run: TrainState) -> bool:

@@ -16,19 +16,11 @@ from typing import Any
 
 import torch
 
-from schemas.config.pipeline import Config
-from schemas.devices import device_name
-from trainer.adapters.header import read_assistant, read_initial
 from trainer.families.base import FamilyModule
-from trainer.run.run_state import RunError
-from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
-from trainer.setup.assistant import match_modules
-from trainer.setup.attach import fit_initial, unfreeze
-from trainer.setup.load import empty_transformer, explain_checkpoint_errors
+from trainer.setup.adapters import choose_targets
 
 MIB = 1 << 20
 NF4_COLUMN_MULTIPLE = 64  # numbers that share a scale; a matrix of other rows would share some between two rows
-FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -75,50 +67,6 @@ def remake(weight: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor])
 def stored_bytes(weight: torch.Tensor) -> int:
     """Bytes of a weight, with its scales."""
     return sum(part.nbytes for part in take_apart(weight)[0])
-
-
-def check_setup(config: Config, family: FamilyModule, device: torch.device) -> None:
-    """RunError, before weights are loaded, for a base_precision or init_weights that model or device can't have;
-    AdapterError for targets and patterns that match nothing, and an initial adapter of another model."""
-    name, adapter = config.train.base_precision, config.train.adapter
-    init, patterns = adapter.init_weights, adapter.targets or adapter.rank_pattern or adapter.alpha_pattern
-    file, assistant = read_initial(adapter), read_assistant(config.model)
-    if name == "fp8-torchao" and device.type != "cpu":
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        if capability is None or capability < FP8_CAPABILITY:
-            have = f"has {'.'.join(map(str, capability))}" if capability else f"is a device of type {device.type}"
-            raise RunError(
-                "train.base_precision: fp8-torchao needs a card with float8 (CUDA's compute capability 8.9: Ada, "
-                f"Hopper or later), and {device_name(device)} {have}",
-                "Set train.base_precision to int8-torchao, int8-quanto or nf4-bnb.",
-            )
-    special = init in ("orthogonal", "pissa", "olora")
-    if not (config.train.quantized or special or patterns or file or assistant):
-        return
-    with explain_checkpoint_errors(config):
-        model = empty_transformer(config)
-        if assistant:
-            match_modules(model, assistant)
-        if adapter.type == "full":
-            return unfreeze(model, adapter.targets, family)
-        if file:
-            fit_initial(model, family, file, adapter)
-        targets = choose_targets(model, adapter.targets or [family.LORA_TARGETS], family.without_gradient(model))
-        choose_scales(targets, adapter.rank, adapter.alpha, adapter.rank_pattern, adapter.alpha_pattern)
-    if config.train.quantized and not any(can_quantize(part, name) for part in base_matrices(model, family).values()):
-        shapes = sorted({f"{part.out_features}x{part.in_features}" for part in base_matrices(model, family).values()})
-        raise RunError(
-            f"train.base_precision: {name} can quantize no matrix of {config.model.source}: it needs input sides in "
-            f"multiples of {NF4_COLUMN_MULTIPLE}, and they are {', '.join(shapes)}",
-            "Set train.base_precision to int8-torchao or int8-quanto.",
-        )
-    convolutions = [target for target in targets if is_convolution(model.get_submodule(target))]
-    if special and convolutions:
-        raise RunError(
-            f"train.adapter.init_weights: {init} is for linear layers, and {len(convolutions)} of the targets are "
-            f"convolutions: {', '.join(convolutions[:3])} ...",
-            "Set train.adapter.init_weights to default or gaussian, or train.adapter.targets to linear layers only.",
-        )
 
 
 def base_matrices(model: Any, family: FamilyModule) -> dict[str, torch.nn.Linear]:

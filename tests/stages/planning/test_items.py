@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.tables import MEDIA_SCHEMA
-from stages.planning.items import ItemRequest, fit_sizes, item_plan_key, item_units, plan_items
+from stages.planning.items import ItemRequest, fit_sizes, item_plan_key, plan_items
+from stages.planning.units import item_units
 from tests.stages.planning import draft_plans
 from tests.stages.planning.draft_plans import clip, row, source
 

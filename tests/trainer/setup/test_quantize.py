@@ -18,9 +18,9 @@ from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 from trainer.setup.blocks import checkpoint_blocks, compile_blocks, offload_blocks
+from trainer.setup.checks import check_setup
 from trainer.setup.quantize import (
     base_matrices,
-    check_setup,
     count_numbers,
     packed_bytes,
     quantize_base,
