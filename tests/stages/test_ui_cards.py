@@ -13,7 +13,7 @@ from schemas.cli.report import Report
 from schemas.config.encoding import StageName
 from schemas.errors import LatentpressError
 from stages.pages.ui.child_programs import JOBS, STAGES, ChildPrograms
-from stages.pages.ui.flow_page import Card, build_cards, build_run_card
+from stages.pages.ui.job_cards import Card, build_cards, build_run_card
 from tests.project import Project
 from tests.stages.follow.notified_run import finish
 from tests.stages.report_run import FakeRun, eval_line, step_line

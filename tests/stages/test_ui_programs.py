@@ -14,7 +14,7 @@ import pytest
 from schemas.cli.process_record import find_process_start
 from schemas.errors import LatentpressError
 from stages.pages.ui.child_programs import JOBS, KEPT_LOGS, ChildPrograms, Refused, Start
-from stages.pages.ui.flow_page import build_job_card
+from stages.pages.ui.job_cards import build_job_card
 from tests.background import until
 
 WAITS = "#!/bin/sh\necho began $*\nexec sleep 600\n"

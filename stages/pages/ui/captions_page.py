@@ -6,6 +6,7 @@ as they are; the next `bucket` plans with them.
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,17 +19,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cache.sets.caption_edits import apply_edits, read_edits, write_edit
+from cache.sets.item_rows import iter_item_rows
+from cache.shards.shard import ARROW_SUFFIX, TAR_SUFFIX
+from cache.store.files import Entry
 from cache.store.store import Store
+from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
+from stages.encoding.stage_registry import CAPTION
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import STAGES, Refused
-from stages.pages.ui.flow_page import AT_WORK, build_job_card
-from stages.pages.ui.made_captions import made_captions
+from stages.pages.ui.job_cards import AT_WORK, build_job_card
 
 PATH, JOB = "/captions", "caption-thumbnails"
 MOST_SHOWN = 50  # items on one page
 MOST_CHARACTERS = 100_000  # of the captions of an item
+_lock = threading.Lock()
+#: (URL of a cache, shard) -> of each row its media id and its captions, as a root may be an object store; of the cache
+#: that was asked for last.
+_kept: dict[tuple[str, Entry], list[tuple[str, list[str]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,27 @@ def make_thumbnails(request: Request, form: Form) -> str:
     ids = dict.fromkeys(item.media_id for item in shown.items)
     site.programs.start(JOB, f"--dataset={shown.given['dataset']}", *(f"--media-id={media_id}" for media_id in ids))
     return f"thumbnails of {len(ids)} items are being made"
+
+
+def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
+    """media id -> captions of the current set, of a video those of all its clips. LatentpressError for a damaged shard
+    or a model that is not here."""
+    if config.caption is None:
+        return {}
+    cache, captions = f"captions/{CAPTION.fingerprint(config)}", dict[str, list[str]]()
+    with _lock:
+        files = store.list_files(cache)
+        shards = [(store.path(cache), file) for file in files if file.name.endswith((ARROW_SUFFIX, TAR_SUFFIX))]
+        for gone in _kept.keys() - {*shards}:
+            del _kept[gone]
+        for key in shards:
+            if key not in _kept:
+                rows = iter_item_rows(store, cache, [f"{cache}/{key[1].name}"])
+                _kept[key] = [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
+            for media_id, texts in _kept[key]:
+                found = captions.setdefault(media_id, [])
+                found += [text for text in texts if text not in found]
+    return captions
 
 
 def add_made(media: pa.Table, made: Mapping[str, Sequence[str]]) -> tuple[pa.Table, frozenset[str]]:

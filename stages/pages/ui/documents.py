@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute
 from cache.runs.training_run import METRICS_FILE
 from schemas.cli.report import Report
 from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, version_of
-from stages.pages.ui.flow_page import AT_WORK, build_cards, build_job_card
+from stages.pages.ui.job_cards import AT_WORK, build_cards, build_job_card
 
 MOST_LISTED = 50
 TITLES = {"preview-plan": "Plan", "preview": "Preview", "report": "Report"}  # by job

@@ -1,32 +1,39 @@
-"""The first page: the run in numbers and pictures, and the stages as a flow, with their buttons. Shows what `status`
-says, joined with what the programs say of themselves; what runs is drawn again every two seconds."""
+"""The first page. Its top: how far the run is, its loss, memory and disk, and its newest pictures beside earlier ones;
+before it trains, what there is for it. Below, the stages as a flow, with their buttons; what runs is drawn again every
+two seconds."""
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.runs.scores import read_lines
-from cache.runs.training_run import RunProgress, read_progress
-from cache.runs.validations import list_validations
-from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
-from schemas.cli.process_record import ProcessRecord
+from cache.runs.training_run import METRICS_FILE, RunProgress, read_progress, spread
+from cache.store.files import find_free_space
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, INCOMPLETE, INTERRUPTED, LatentpressError
-from schemas.text_format import format_duration
-from stages.pages.ui.app import Form, Page, action, get, render, site_of
-from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, ChildPrograms, Refused, Start, list_conflicts
-from stages.pages.ui.run_summary import find_first_steps, summarize_run
+from schemas.errors import LatentpressError
+from schemas.text_format import format_bytes
+from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
+from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
+from stages.pages.ui.job_cards import Card, build_cards, build_run_card
+from stages.pages.ui.loss_curve import MEMORY, LossCurve
+from stages.pages.ui.run_samples import Row, list_files, make_row
 
-EXIT_WORDS = {0: "finished", INCOMPLETE: "ended, and work remains", DAMAGE: "found damage", INTERRUPTED: "interrupted"}
-AT_WORK = ("running", "stopping", "restarting")
-WORTH_A_WORD = ("running", "lost", "failed")  # of the states of jobs on all machines
+MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
+LABELS = {
+    "step": "step",
+    "left": "time left",
+    "samples_per_second": "samples per second",
+    "waiting_for_data": "waiting for data",
+    "loss": "loss",
+    "eval_loss": "eval loss",
+    "last_checkpoint": "last checkpoint",
+}
 DONE_WORDS = {
     "start": "{} was started",
     "retry": "{} was started, and tries again what was set aside",
@@ -36,206 +43,61 @@ DONE_WORDS = {
 }
 
 
-@dataclass
-class Card:
-    """A job. state: "to do", "running", "stopping", "restarting", "done" or "failed"; remark: more of it.
+@dataclass(frozen=True)
+class FirstSteps:
+    """What is to be done before anything is. datasets: their folders of media; missing: those that are
+    not there. has_prompts: so that there will be pictures."""
 
-    done, total: of the bar; total None where the end is not known, both None without a bar. facts: beside it, after
-    count, rate and time left. can: what its buttons do. log: the job whose log it has.
-    """
-
-    name: str
-    what: str
-    state: str = "to do"
-    remark: str = ""
-    done: float | None = None
-    total: float | None = None
-    count: str = ""
-    rate: str = ""
-    left: str = ""
-    facts: list[str] = field(default_factory=list)
-    can: list[str] = field(default_factory=list)
-    log: str = ""
-    set_aside: int = 0  # items
+    datasets: Mapping[str, str]
+    missing: Mapping[str, str]
+    has_prompts: bool
 
 
-def build_cards(
-    config: Config,
-    programs: ChildPrograms,
-    status: Report | LatentpressError | None,
-    progress: RunProgress | None = None,
-) -> list[list[Card]]:
-    """Steps in order; stages that need not wait for each other are one step. progress: of the run, if it is known."""
-    progress = progress or read_progress(config)
-    rows = status.details.get("stages", []) if isinstance(status, Report) else []
-    by_stage = {row["stage"]: row for row in rows}
-    notes = _notes_by_program(programs, config)
-    steps: list[list[Card]] = []
-    for name in config.stage_order:
-        card = build_job_card(name, STAGES[name], programs)
-        _add_state(card, notes.get(name, ()))
-        _add_counts(card, config, status, by_stage.get(name), progress)
-        _add_tasks(card, notes.get(name, ()))
-        together = name.startswith("encode-") and steps and steps[-1][0].name.startswith("encode-")
-        if together:
-            steps[-1].append(card)
-        else:
-            steps.append([card])
-    return steps
+@dataclass(frozen=True)
+class RunSummary:
+    """state: of the training, as `RunProgress` has it. facts, place: texts by name, of the run, and of memory and
+    disks. curve: None before two steps are done. left_out: samples of which no row is here. without: why there
+    are none."""
+
+    run: str
+    state: str
+    facts: Mapping[str, str]
+    place: Mapping[str, str]
+    curve: LossCurve | None
+    rows: Sequence[Row]
+    left_out: int
+    without: str
 
 
-def build_run_card(programs: ChildPrograms, steps: Sequence[Sequence[Card]], is_known: bool) -> Card:
-    """The card of `run`, which is done when each of its stages is. is_known: `status` has said what there is."""
-    card = build_job_card("run", "every stage in order, skipping what is done", programs)
-    if is_known:
-        _settle(card, all(stage.state == "done" for step in steps for stage in step))
-    return card
+def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Sequence[str]) -> RunSummary:
+    """counts: what the stages before training have made, in words."""
+    row = progress.row()
+    facts = {label: row[key] for key, label in LABELS.items() if row[key]}
+    if progress.state == "not started":
+        facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
+    curve, memory = site.metrics.draw(config.run_folder / METRICS_FILE)
+    place = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{memory[key]:.1f} GiB"
+             for key in MEMORY if isinstance(memory.get(key), int | float)}  # fmt: skip
+    free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
+    place |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
+    files = list_files(config)
+    steps = spread(sorted({step for steps in files.values() for step in steps}), MOST_STEPS)
+    shown = {name: [step for step in steps if step in own] or [max(own)] for name, own in files.items()}
+    rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
+    without = "" if rows else _explain_none(config)
+    return RunSummary(*(progress.run, progress.state, facts, place, curve, rows, len(files) - len(rows), without))
 
 
-def build_job_card(name: str, what: str, programs: ChildPrograms) -> Card:
-    """A job's card by its last start."""
-    start, card = programs.last_start(name), Card(name, what)
-    card.log = name if programs.logs(name) else ""
-    at_work = (programs.last_start(other) for other in list_conflicts(name))
-    conflict = any(other is not None and other.is_running for other in at_work)
-    if programs.is_restarting(name):
-        card.state, card.remark, card.can = "restarting", "stopping, to start again", ["kill"]
-    elif start is not None and start.is_running:
-        since = _ago(start.began)
-        card.state, card.remark, card.can = "running", f"for {since}", ["stop", "restart"]
-        if start.stop_asked is not None:
-            card.state, card.remark, card.can = "stopping", f"for {_ago(start.stop_asked)}", ["kill"]
-    else:
-        if start is not None and not _is_outdated(start, programs.last_start("run")):
-            card.state, card.remark = _describe_end(start)
-        card.can = [] if conflict else ["start"]
-    if name in NEED_OPTIONS:
-        card.can = [verb for verb in card.can if verb in ("stop", "kill")]
-    return card
+def find_first_steps(config: Config) -> FirstSteps:
+    folders = {it.id: it.root for it in config.datasets if not it.disabled and it.resolved_source == "folder"}
+    missing = {name: folder for name, folder in folders.items() if not Path(folder).is_dir()}
+    return FirstSteps(folders, missing, bool(config.validation.prompts or config.validation.prompts_file))
 
 
-def _is_outdated(start: Start, whole: Start | None) -> bool:
-    """Whether `run` has done the stage's work since."""
-    return start.program in STAGES and whole is not None and whole.exit_code == 0 and whole.began > start.began
-
-
-def _describe_end(start: Start) -> tuple[str, str]:
-    when = "" if start.exit_code is None else f", {_ago(start.updated)} ago"
-    if start.stop_asked is not None and not start.runs_elsewhere:
-        return "to do", f"stopped{when}"
-    if start.exit_code is None:
-        lost = f"runs on {start.host}" if start.runs_elsewhere else "killed: it ended without a word"
-        return ("running" if start.runs_elsewhere else "failed"), lost
-    if start.exit_code < 0:
-        return "failed", f"killed by signal {-start.exit_code}{when}"
-    words = EXIT_WORDS.get(start.exit_code, "failed")
-    state = "done" if start.exit_code == 0 else "to do" if start.exit_code == INTERRUPTED else "failed"
-    return state, f"{words}{when}"
-
-
-def _ago(moment: float) -> str:
-    """Time since, in steps that grow, so that the page has not to be drawn anew each second."""
-    seconds = max(0, round(time.time() - moment))
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min"
-    return f"{seconds // 3600} h" if seconds < 48 * 3600 else f"{seconds // 86400} days"
-
-
-def _add_counts(
-    card: Card, config: Config, status: Report | LatentpressError | None, row: Any, progress: RunProgress
-) -> None:
-    """Add what there is, whoever made it."""
-    if card.name == "train":
-        return _add_training(card, progress)
-    if card.name in ("decode", "score"):
-        return _add_pictures(card, config, progress.state == "finished")
-    if card.name == "index":
-        made = status.details.get("training_set", "") if isinstance(status, Report) else ""
-        card.facts += [made.partition(":")[0] if made.startswith("none yet") else made] if made else []
-        _settle(card, made.startswith("sets/") and "older" not in made)
-        return None
-    if row is None:
-        return None
-    done, remaining = row["done"], row["remaining"]
-    card.count = f"{done} {row['what']}"
-    if card.name in STAGE_PROGRAMS.values():
-        card.done, card.total = done, done + remaining
-        card.count = f"{done} of {done + remaining} {row['what']}"
-        card.rate = f"{row['items_per_second']} {row['what']}/s" if row.get("items_per_second") else ""
-        card.left = f"{row['left']} left" if row.get("left") else ""
-        jobs = row.get("jobs", "")
-        if any(word in jobs for word in WORTH_A_WORD) and not (jobs == "1 running" and card.state in AT_WORK):
-            card.facts.append(f"jobs: {jobs}")
-    card.set_aside = row["set_aside"]
-    if config.cache.limit is not None and card.name in ENCODE_PROGRAMS.values():  # its shards come and go
-        return _settle(card, progress.state == "finished")
-    return _settle(card, not remaining and (done or row["set_aside"]) > 0)
-
-
-def _settle(card: Card, is_done: bool) -> None:
-    """Let what there is count more than how the last start ended, unless that failed."""
-    if card.state in ("to do", "done"):
-        card.state = "done" if is_done else "to do"
-
-
-def _add_training(card: Card, progress: RunProgress) -> None:
-    card.done, card.total, card.count = progress.step, progress.steps, f"step {progress.step} of {progress.steps}"
-    card.rate = (
-        f"{progress.samples_per_s:.3g} samples/s" if progress.samples_per_s and progress.state == "running" else ""
-    )
-    if progress.seconds_left is not None:
-        card.left = f"{format_duration(progress.seconds_left)} left"
-    card.facts += [f"loss {progress.loss:.4g}"] if progress.loss is not None else []
-    card.facts += [f"eval loss {progress.eval_loss}"] if progress.eval_loss else []
-    card.facts += [f"last checkpoint: step {progress.checkpoint}"] if progress.checkpoint is not None else []
-    if progress.state == "running" and card.state not in AT_WORK:
-        card.state, card.remark = "running", "not started from this page"
-    else:
-        _settle(card, progress.state == "finished")
-
-
-def _add_pictures(card: Card, config: Config, is_finished: bool) -> None:
-    """Count those that are decoded, or scored. A run that made none has nothing to decode or to score."""
-    files = [file for file in list_validations(config.run_folder) if file.latent is not None]
-    done, total = sum(file.picture is not None for file in files), len(files)
-    if card.name == "score":
-        scored = {line["step"] for line in read_lines(config.run_folder)}
-        done = sum(file.picture is not None and file.step in scored for file in files)
-    if files:
-        card.done, card.total, card.count = done, total, f"{done} of {total} pictures and clips"
-    _settle(card, done == total and (total > 0 or is_finished))
-
-
-def _notes_by_program(programs: ChildPrograms, config: Config) -> dict[str, list[tuple[str, ProcessRecord]]]:
-    """The notes of what runs now: program -> (job, note); `run` has those of its stages, and the queue those
-    of the run that it is at, if that is the configuration's."""
-    notes: dict[str, list[tuple[str, ProcessRecord]]] = {}
-    for job in (*STAGES, "run", *(("queue",) if programs.queue.runs(config.run_folder) else ())):
-        for note in programs.notes(job):
-            if note.is_running:
-                notes.setdefault(note.program, []).append((job, note))
-    return notes
-
-
-def _add_state(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """Add the state of a stage which `run` runs."""
-    for job, note in notes:
-        if card.state not in AT_WORK:
-            card.state, card.remark, card.can, card.log = "running", f"for {_ago(note.began)}", [], job
-
-
-def _add_tasks(card: Card, notes: Sequence[tuple[str, ProcessRecord]]) -> None:
-    """Add what the program does now. Its bar replaces that of `status`, which is of whole shards, but not that of
-    training, which is of steps; so do its rate and time left, of which it has none while it loads."""
-    for note in [note for _, note in notes if note.tasks]:
-        task = note.tasks[-1]
-        card.facts.append(f"{task.description}: {task.state}" if task.state else task.description)
-        if card.name != "train":
-            card.rate = card.left = ""
-            if task.total is not None:
-                card.done, card.total = task.done, task.total
+def _explain_none(config: Config) -> str:
+    if not config.validation.prompts:
+        return "There are no pictures: validation.prompts has no prompt."
+    return "Pictures are here after the first validation."
 
 
 def show(request: Request) -> Response:

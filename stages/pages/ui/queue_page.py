@@ -17,7 +17,7 @@ from schemas.text_format import format_duration
 from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.config_page import why_not_read
-from stages.pages.ui.flow_page import build_job_card
+from stages.pages.ui.job_cards import build_job_card
 
 PATH = "/queue"
 STATES = {"waiting": "to do", "finished": "done"}  # of entries, as states of cards; the others are called alike
