@@ -9,7 +9,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.sharing import URL_ADVICE
-from schemas.foreign.rows import Row
+from schemas.foreign.draft import Row
 from schemas.foreign.trainers import TRAINERS
 
 #: Keys of no trainer's configuration that people write.

@@ -5,9 +5,21 @@ from typing import Any
 
 from schemas.foreign.ai_toolkit_data import SECTIONS as DATA_SECTIONS
 from schemas.foreign.ai_toolkit_data import carry_datasets, carry_samples
-from schemas.foreign.draft import SECRET_ADVICE, Draft, Files, is_off
+from schemas.foreign.draft import (
+    SECRET_ADVICE,
+    Draft,
+    Files,
+    NotNeeded,
+    Refused,
+    Row,
+    Section,
+    Several,
+    dropped,
+    is_off,
+    refused,
+    secret,
+)
 from schemas.foreign.optimizers import arguments, optimizer, schedule
-from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused, secret
 from schemas.foreign.values import (
     DTYPES,
     above_zero,

@@ -5,9 +5,8 @@ from functools import partial
 from typing import Any
 
 from schemas.foreign.datasets import new_dataset, share, use_masks
-from schemas.foreign.draft import Draft, is_off
+from schemas.foreign.draft import Draft, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
-from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused
 from schemas.foreign.values import (
     above_zero,
     boolean,

@@ -5,10 +5,22 @@ from typing import Any
 
 from schemas.foreign.diffusion_pipe_data import SECTIONS as DATA_SECTIONS
 from schemas.foreign.diffusion_pipe_data import carry_datasets
-from schemas.foreign.draft import SECRET_ADVICE, Draft, Files, is_off
+from schemas.foreign.draft import (
+    SECRET_ADVICE,
+    Draft,
+    Files,
+    NotNeeded,
+    Refused,
+    Row,
+    Section,
+    Several,
+    dropped,
+    is_off,
+    refused,
+    secret,
+)
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
 from schemas.foreign.optimizers import optimizer as find_optimizer
-from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused, secret
 from schemas.foreign.values import (
     DTYPES,
     above_zero,

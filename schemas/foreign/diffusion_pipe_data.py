@@ -5,8 +5,7 @@ from math import gcd
 from typing import Any
 
 from schemas.foreign.datasets import new_dataset, use_masks
-from schemas.foreign.draft import Draft, is_off
-from schemas.foreign.rows import NotNeeded, Row, Section, Several, dropped, refused
+from schemas.foreign.draft import Draft, NotNeeded, Row, Section, Several, dropped, is_off, refused
 from schemas.foreign.values import boolean, compact, if_true, number, off, repeats, text, whole
 
 

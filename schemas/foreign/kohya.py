@@ -5,12 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from schemas.foreign.datasets import new_dataset, share
-from schemas.foreign.draft import Draft, Files, is_off
-from schemas.foreign.kohya_arguments import DEFAULTS, SHARED
+from schemas.foreign.draft import Draft, Files, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
+from schemas.foreign.kohya_common import DEFAULTS, SHARED, carry_prompts, flatten
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo
-from schemas.foreign.musubi import flatten
-from schemas.foreign.prompts import carry_prompts
-from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused
 from schemas.foreign.values import (
     boolean,
     caption_ending,

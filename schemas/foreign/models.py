@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from schemas.catalog import FAMILIES
-from schemas.foreign.draft import Draft
-from schemas.foreign.rows import Refused, Several
+from schemas.foreign.draft import Draft, Refused, Several
 from schemas.foreign.values import shown
 
 CHOOSE = f"choose one here with --set model.family=NAME: {', '.join(FAMILIES)}"

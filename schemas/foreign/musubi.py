@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from schemas.foreign.datasets import new_dataset, share
-from schemas.foreign.draft import Draft, Files, is_off
-from schemas.foreign.kohya_arguments import DEFAULTS, SHARED
+from schemas.foreign.draft import Draft, Files, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
+from schemas.foreign.kohya_common import DEFAULTS, SHARED, carry_prompts, flatten
 from schemas.foreign.models import CHOOSE, chosen
-from schemas.foreign.prompts import carry_prompts
-from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused
 from schemas.foreign.values import (
     boolean,
     caption_ending,
@@ -231,14 +229,6 @@ def claims(content: Any) -> str:
     flat = flatten(content)
     known = "dit" in flat or _script(flat)
     return "arguments" if known and flat.keys() & {"dataset_config", "network_module", "config_file"} else ""
-
-
-def flatten(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without the sections of their file, whose names mean nothing."""
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        flat |= flatten(value) if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.draft import Draft
-from schemas.foreign.rows import NotNeeded, Refused, Several
+from schemas.foreign.draft import Draft, NotNeeded, Refused, Several
 from schemas.foreign.values import number, pairs, shown, whole
 from schemas.optimizers import OPTIMIZERS
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.draft import Draft, Files, is_off
-from schemas.foreign.rows import NotNeeded, Row, Section, Several, dropped, refused
-from schemas.foreign.simpletuner_arguments import ADAPTER, MODEL, TRAINING
+from schemas.foreign.draft import Draft, Files, NotNeeded, Row, Section, Several, dropped, is_off, refused
+from schemas.foreign.simpletuner_arguments import ADAPTER, TRAINING
 from schemas.foreign.simpletuner_data import BACKEND_ARGUMENTS, carry_datasets
 from schemas.foreign.simpletuner_data import SECTIONS as DATA_SECTIONS
+from schemas.foreign.simpletuner_models import MODEL
 from schemas.foreign.simpletuner_more import ENCODING, METHODS, NOT_NEEDED, SHARED, VALIDATION
 from schemas.foreign.values import NAME_CHARACTERS, number, one_of, whole
 

@@ -1,13 +1,10 @@
-"""SimpleTuner's config.json: the model, the adapter, and training."""
+"""SimpleTuner's config.json: the adapter, and training."""
 
 import json
 from typing import Any
 
-from schemas.foreign.draft import Draft, is_off
-from schemas.foreign.models import place
+from schemas.foreign.draft import Draft, NotNeeded, Refused, Row, Several, dropped, is_off, refused
 from schemas.foreign.optimizers import arguments, beta, cycles, lr_end, optimizer, power, schedule, warmup
-from schemas.foreign.rows import NotNeeded, Refused, Row, Several, dropped, refused
-from schemas.foreign.simpletuner_models import family, flavour
 from schemas.foreign.values import (
     ATTENTION,
     above_zero,
@@ -19,7 +16,6 @@ from schemas.foreign.values import (
     off,
     one_of,
     only_with,
-    precision,
     text,
     whole,
 )
@@ -77,46 +73,6 @@ def _resume(value: Any, draft: Draft) -> bool:
     return True
 
 
-QUANTIZED = one_of(
-    {"no_change": None, **{name: name for name in ("int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb")}},
-    "train.base_precision takes int8-quanto, int8-torchao, fp8-torchao, nf4-bnb",
-)
-QUANTIZED_TEXT = one_of(
-    {"no_change": None, "int8-quanto": "int8-quanto", "nf4-bnb": "nf4-bnb"},
-    "text.quantization takes int8-quanto, nf4-bnb",
-)
-MODEL = {
-    "model_family": Row("model.family", family),
-    "model_flavour": Row("model.flavour", flavour),
-    "model_type": Row("train.adapter.type", one_of({"lora": "lora", "full": "full"}, "valid: lora, full"),
-              "lora or full"),
-    "pretrained_model_name_or_path": Row("model.path", place, "a published checkpoint is its model.flavour"),
-    "revision": Row("model.revision", text),
-    "mixed_precision": Row("model.precision", precision, "train.precision is of training alone"),
-    "base_model_precision": Row(
-        "train.base_precision", QUANTIZED, "of the transformer; text.quantization is of the text encoder"
-    ),
-    "text_encoder_1_precision": Row("text.quantization", QUANTIZED_TEXT, "of the language model"),
-    "quantize_via": Row(
-        "train.quantize_via", one_of({"cpu": "cpu", "accelerator": "device", "pipeline": None}, "valid: cpu, device")
-    ),
-    "tokenizer_max_length": Row("text.max_length", whole),
-    **dropped("the second text encoder is small, and is never quantized", "text_encoder_2_precision"),
-    **dropped("no family has so many text encoders", "text_encoder_3_precision", "text_encoder_4_precision"),
-    **dropped("model.precision is of all frozen weights", "base_model_default_dtype"),
-    **dropped("the family's template has the instruction, as its pipeline", "sana_complex_human_instruction"),
-    **dropped("weights are safetensors; no code of a repository is run", "variant", "trust_remote_code"),
-    **refused(
-        "a checkpoint is one folder in diffusers' layout: put this part into a copy of it, and name that in model.path",
-        "pretrained_transformer_model_name_or_path", "pretrained_transformer_subfolder",
-        "pretrained_vae_model_name_or_path", "pretrained_unet_model_name_or_path", "pretrained_unet_subfolder",
-        "pretrained_t5_model_name_or_path", "pretrained_gemma_model_name_or_path",
-        "qwen_text_encoder_model_name_or_path", "quantization_config",
-    ),
-    **refused("no control network is trained; a model that edits takes conditioning_data of a dataset",
-              "controlnet", "control", "controlnet_model_name_or_path", "controlnet_custom_config"),
-    **refused("the published weights are trained", "prediction_type", "refiner_training"),
-}  # fmt: skip
 ADAPTER = {
     "lora_rank": Row("train.adapter.rank", whole),
     "lora_alpha": Row("train.adapter.alpha", number),

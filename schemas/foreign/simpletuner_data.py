@@ -4,8 +4,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.foreign.datasets import use_masks
-from schemas.foreign.draft import SECRET_ADVICE, Draft, is_off
-from schemas.foreign.rows import NotNeeded, Refused, Row, Section, Several, dropped, refused, secret
+from schemas.foreign.draft import (
+    SECRET_ADVICE,
+    Draft,
+    NotNeeded,
+    Refused,
+    Row,
+    Section,
+    Several,
+    dropped,
+    is_off,
+    refused,
+    secret,
+)
 from schemas.foreign.values import boolean, compact, if_true, number, one_of, run_name, shown, text, whole
 
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds")

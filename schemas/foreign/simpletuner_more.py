@@ -2,8 +2,18 @@
 
 from typing import Any
 
-from schemas.foreign.draft import SECRET_ADVICE, Draft, is_off
-from schemas.foreign.rows import NotNeeded, Refused, Row, Several, dropped, refused, secret
+from schemas.foreign.draft import (
+    SECRET_ADVICE,
+    Draft,
+    NotNeeded,
+    Refused,
+    Row,
+    Several,
+    dropped,
+    is_off,
+    refused,
+    secret,
+)
 from schemas.foreign.values import (
     above_zero,
     boolean,

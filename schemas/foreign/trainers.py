@@ -6,8 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from schemas.foreign import ai_toolkit, diffusion_pipe, kohya, musubi, simpletuner
-from schemas.foreign.draft import Draft, Files
-from schemas.foreign.rows import Section
+from schemas.foreign.draft import Draft, Files, Section
 
 
 @dataclass(frozen=True)

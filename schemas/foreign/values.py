@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.draft import Draft, is_off
-from schemas.foreign.rows import Convert, NotNeeded, Refused, Several
+from schemas.foreign.draft import Convert, Draft, NotNeeded, Refused, Several, is_off
 
 NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 DTYPES = {

@@ -1,10 +1,25 @@
-"""Arguments that kohya's two projects, musubi-tuner and sd-scripts, have in common."""
+"""What kohya's two projects, musubi-tuner and sd-scripts, have in common: arguments, and files of prompts, which have a
+prompt a line with options behind it."""
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.draft import SECRET_ADVICE, Draft, is_off
+from schemas.foreign.draft import (
+    SECRET_ADVICE,
+    Draft,
+    Files,
+    NotNeeded,
+    Refused,
+    Row,
+    Several,
+    dropped,
+    is_off,
+    refused,
+    secret,
+)
 from schemas.foreign.optimizers import arguments, cycles, optimizer, power, schedule, warmup
-from schemas.foreign.rows import NotNeeded, Refused, Row, Several, dropped, refused, secret
 from schemas.foreign.values import (
     above_zero,
     boolean,
@@ -31,6 +46,10 @@ DEFAULTS = {
     "optimizer_type": "AdamW",
     "gradient_checkpointing": False,
 }
+_OPTION = re.compile(r"\s--([a-z]+)\s+(.*?)(?=\s--[a-z]+\s|$)")
+#: Options of a line -> what they are here; g is the guidance that is embedded in other models.
+_KNOWN = {"w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "l": "cfg_scale",
+          "n": "negative_prompt", "i": "image_path", "ci": "control_image_path"}  # fmt: skip
 SHIFTED = ("flux_shift", "flux2_shift", "qwen_shift")
 
 
@@ -192,3 +211,59 @@ SHARED = {
               "log_tracker_config", "huggingface_repo_type", "huggingface_path_in_repo", "async_upload",
               "save_state_to_huggingface", "debug_dataset", "show_timesteps", "disable_mmap_load_safetensors"),
 }  # fmt: skip
+
+
+def flatten(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without the sections of their file, whose names mean nothing."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        flat |= flatten(value) if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def carry_prompts(draft: Draft, files: Files, name: Any) -> None:
+    """Put the prompts of the file `name` into the draft."""
+    if is_off(name):
+        return
+    content = files.read(str(name))
+    if content is None:
+        draft.say("sample_prompts (its file)", "refused", f"{name} is not found; write validation.prompts")
+        return
+    found = [_prompt(item, number_) for number_, item in enumerate(_items(content), 1)]
+    if found:
+        draft.put(("validation", "prompts"), found)
+        draft.say("sample_prompts (its file)", "carried over", "a prompt a line", ("validation", "prompts"))
+
+
+def _items(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        lines = [line.strip() for line in content.splitlines()]
+        return [_line(line) for line in lines if line and not line.startswith("#")]
+    if isinstance(content, list):
+        return [item if isinstance(item, dict) else _line(str(item)) for item in content]
+    common = {key: value for key, value in content.get("prompt", {}).items() if key != "subset"}
+    return [{**common, **item} for item in content.get("prompt", {}).get("subset", [])]
+
+
+def _line(line: str) -> dict[str, Any]:
+    text = f" {line}"
+    options = {_KNOWN[key]: value.strip() for key, value in _OPTION.findall(text) if key in _KNOWN}
+    return {"prompt": _OPTION.split(text)[0].strip(), **options}
+
+
+def _prompt(item: dict[str, Any], index: int) -> dict[str, Any]:
+    words = str(item.get("prompt", ""))
+    short = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:40].rstrip("-")
+    found: dict[str, Any] = {"name": run_name(f"{index:02}-{short}"), "prompt": words}
+    for key, ours in (("negative_prompt", "negative_prompt"), ("image_path", "image"), ("control_image_path", "image")):
+        if item.get(key):
+            found[ours] = json.loads(json.dumps(item[key]))
+    if item.get("width") and item.get("height"):
+        frames = f"@{whole(item['frame_count'])}" if whole(item.get("frame_count") or 1) > 1 else ""
+        found["size"] = f"{whole(item['width'])}x{whole(item['height'])}{frames}"
+    for key, ours in (("sample_steps", "steps"), ("seed", "seed")):
+        if item.get(key):
+            found[ours] = whole(item[key])
+    if item.get("cfg_scale"):
+        found["guidance"] = number(item["cfg_scale"])
+    return found
