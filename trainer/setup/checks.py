@@ -1,4 +1,4 @@
-"""What is refused before weights are loaded: settings that the model or the device can't have."""
+"""Checks before weights are loaded, which refuse settings that the model or the device can't have."""
 
 import torch
 
