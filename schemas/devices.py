@@ -80,8 +80,8 @@ def to_device_together(tensors: "Sequence[torch.Tensor]", device: "torch.device"
         return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
 
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for place, tensor in zip(placed(packed), tensors, strict=True):
-        place.copy_(tensor)
+    for target, tensor in zip(placed(packed), tensors, strict=True):
+        target.copy_(tensor)
     return placed(packed.to(device, non_blocking=True))
 
 

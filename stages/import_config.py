@@ -60,8 +60,8 @@ def run(
     draft = Draft()
     chosen.carry(draft, _roles(chosen, parsed), beside)
     for file in parsed:
-        for place, why in file.problems:
-            draft.say(f"{file.path.name}: {place}", "refused", why)
+        for location, why in file.problems:
+            draft.say(f"{file.path.name}: {location}", "refused", why)
     draft.values.setdefault("root", "./work")
     draft.values.setdefault("output", "./output")
     _place_paths(draft.values, beside, target.absolute().parent)
@@ -110,9 +110,9 @@ def _roles(trainer: Trainer, parsed: Sequence[Parsed]) -> dict[str, Any]:
 def _place_paths(values: dict[str, Any], beside: Beside, folder: Path) -> None:
     """Paths from the place of the configuration that is written, where they are below it, else absolute ones."""
 
-    def place(text: Any) -> Any:
+    def relocate(text: Any) -> Any:
         if isinstance(text, list):
-            return [place(item) for item in text]
+            return [relocate(item) for item in text]
         if not isinstance(text, str) or "://" in text:
             return text
         whole = Path(beside.place(text))
@@ -121,18 +121,18 @@ def _place_paths(values: dict[str, Any], beside: Beside, folder: Path) -> None:
     for dataset in values.get("datasets", []):
         for key in _PATHS if dataset.get("source") != "huggingface" else _PATHS[1:]:
             if key in dataset:
-                dataset[key] = place(dataset[key])
+                dataset[key] = relocate(dataset[key])
     if values["output"] != "./output":
-        values["output"] = place(values["output"])
+        values["output"] = relocate(values["output"])
     adapter = values.get("train", {}).get("adapter", {})
     if "init" in adapter:
-        adapter["init"] = place(adapter["init"])
+        adapter["init"] = relocate(adapter["init"])
     model = values.get("model", {})
     if "path" in model and (beside.find(model["path"]) or model["path"].startswith((".", "/", "~"))):
-        model["path"] = place(model["path"])
+        model["path"] = relocate(model["path"])
     for prompt in values.get("validation", {}).get("prompts", []):
         if "image" in prompt:
-            prompt["image"] = place(prompt["image"])
+            prompt["image"] = relocate(prompt["image"])
 
 
 def _apply(overrides: Sequence[str], draft: Draft) -> None:

@@ -224,8 +224,8 @@ def _describe_items(table: PlanTable) -> dict[str, tuple[str, ...]]:
     described = {}
     for row in items.to_pylist() if items is not None else ():
         numbers = (f"{name} {float(f'{row[name]:.3g}'):g}" for name in SHOWN_NUMBERS if row[name] is not None)
-        said = (("cluster", row["cluster"]), ("near-duplicate", row["duplicate_of"]))
-        others = (f"{what} of {paths.get(other, other)}" for what, other in said if other)
+        labels = (("cluster", row["cluster"]), ("near-duplicate", row["duplicate_of"]))
+        others = (f"{what} of {paths.get(other, other)}" for what, other in labels if other)
         described[row["media_id"]] = (", ".join(numbers), *others)
     return described
 

@@ -171,17 +171,17 @@ class _Worker:
     def _is_free(self, entry: QueueEntry, card: CardLock, ended: threading.Event) -> bool:
         """Wait until no other queue has the card, no other program the run, and the page has started none. False where
         it was stopped."""
-        said = False
+        announced = False
         while not self._processes.is_stopped:
             folder = Path(entry.folder)
             record = read_record(ProcessRecord, folder / LOGS / "run.json")
             of_page = (self._of_page.last_start(name) for name in list_conflicts("queue"))
-            others = [one for one in (record, *of_page) if one is not None and one.is_running]
+            others = [process for process in (record, *of_page) if process is not None and process.is_running]
             if card.acquire() and not (others or is_running(folder)):
                 return True
-            if not said:
+            if not announced:
                 self._console.log("waiting: another program has the card, or works on the same run")
-                said = True
+                announced = True
             ended.wait(POLL_S)
         return False
 

@@ -84,8 +84,9 @@ def run(
         "address": f"http://{_bracketed(host)}:{port}/",
         "token": "needed" if token else "not needed",
         "projects": [
-            {"name": one.name, "configuration": str(one.path), "root": one.site.root, "output": str(one.site.output)}
-            for one in shown.opened()
+            {"name": project.name, "configuration": str(project.path)}
+            | {"root": project.site.root, "output": str(project.site.output)}
+            for project in shown.opened()
         ],
         "browsed": [str(root) for root in places.roots],
     }
@@ -139,15 +140,15 @@ def open_projects(configs: Sequence[Path], folder: Path | None, options: Options
     from stages.pages.ui.serve import PAGES
 
     def open_site(path: Path, base: str) -> "Site":
-        own = replace(options, config=path)
+        site_options = replace(options, config=path)
         config = load_config(path, options.overrides)
         check_folder(config.output)
-        return Site(config, own, lambda current: status.build_report(current, own), base)
+        return Site(config, site_options, lambda current: status.build_report(current, site_options), base)
 
     if not configs and folder is None:
         configs, folder = ([options.config], None) if options.config.exists() else ([], Path())
-    place = configs[0].absolute().parent if folder is None else folder.absolute()
-    shown = Projects(open_site, PAGES, place, folder)
+    parent = configs[0].absolute().parent if folder is None else folder.absolute()
+    shown = Projects(open_site, PAGES, parent, folder)
     for path in configs:
         shown.open(path, at_top=folder is None and len(configs) == 1)
     shown.scan()

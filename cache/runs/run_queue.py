@@ -30,7 +30,7 @@ UNFINISHED: tuple[EntryState, ...] = ("running", "waiting")
 
 
 class QueueError(LatentpressError):
-    """What was asked of the queue can't be done."""
+    """A change of the queue that can't be made."""
 
 
 class QueueEntry(BaseModel):
@@ -170,8 +170,8 @@ class RunQueue:
 
         def reorder(state: QueueState) -> QueueState:
             entries, entry = list(state.entries), state.find(number)
-            place = entries.index(entry)
-            entries.insert(min(max(place + places, 0), len(entries) - 1), entries.pop(place))
+            position = entries.index(entry)
+            entries.insert(min(max(position + places, 0), len(entries) - 1), entries.pop(position))
             return state.model_copy(update={"entries": tuple(entries)})
 
         self.change(reorder)
@@ -238,7 +238,7 @@ class RunQueue:
 def _with(queue: QueueState, entry: QueueEntry, /, **changes: object) -> QueueState:
     """The queue with one entry changed."""
     changed = entry.model_copy(update=changes)
-    return queue.model_copy(update={"entries": tuple(changed if one is entry else one for one in queue.entries)})
+    return queue.model_copy(update={"entries": tuple(changed if other is entry else other for other in queue.entries)})
 
 
 def _lock_within(descriptor: int, wait_s: float) -> bool:

@@ -84,12 +84,12 @@ def describe_latents(config: Config, folder: Path, step: int) -> list[tuple[Path
 
 
 def describe_sample(config: Config, latent: Path) -> dict[str, Any]:
-    """What is known of a validation sample: prompt, negative prompt and seed as the configuration has them, and what
-    the trainer wrote about its latent, such as bucket, steps and guidance, which counts more."""
-    sample = next((one for one in config.validation_samples() if one.name == latent.stem), None)
-    prompt = next((one for one in config.validation.prompts if sample is not None and one.name == sample.prompt), None)
+    """A validation sample's prompt, negative prompt and seed as the configuration has them, and the trainer's
+    description of its latent, such as bucket, steps and guidance, which takes precedence."""
+    samples = {sample.name: sample for sample in config.validation_samples()}
+    prompts = {prompt.name: prompt for prompt in config.validation.prompts}
     known = dict[str, Any]()
-    if sample is not None and prompt is not None:
+    if (sample := samples.get(latent.stem)) is not None and (prompt := prompts.get(sample.prompt)) is not None:
         known = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt, "seed": sample.seed}
     return known | read_description(latent)
 

@@ -203,7 +203,7 @@ class Importer:
         units = {bucket: self._unit(f"prompts{number}") for number, bucket in enumerate(buckets)}
         for bucket, rows in buckets.items():
             self._publish("latents", units[bucket], bucket, list(rows.values()))
-        return {place: (self._path("latents", units[bucket]), row) for place, (bucket, row) in places.items()}
+        return {image: (self._path("latents", units[bucket]), row) for image, (bucket, row) in places.items()}
 
     def _path(self, kind: str, unit: str) -> str:
         return f"{kind}/{self.folders[kind]}/{unit}{SUFFIXES[self.form]}"
@@ -239,12 +239,12 @@ class Importer:
                 texts[1, numbers] = np.arange(len(numbers))
         of_images = {path: add_shard("latents", path) for path in dict.fromkeys(path for path, _ in images.values())}
         for (at, part), (path, row) in images.items():
-            place, entry = {"shard": of_images[path], "row": row}, self.record["validation"][at]
+            location, entry = {"shard": of_images[path], "row": row}, self.record["validation"][at]
             if part == "condition":
-                entry["condition"] = place
+                entry["condition"] = location
             else:
                 given = entry["references"][REFERENCE_PARTS.index(part)]
-                entry["references"][REFERENCE_PARTS.index(part)] = {"id": given["id"], **place}
+                entry["references"][REFERENCE_PARTS.index(part)] = {"id": given["id"], **location}
         ids = self.data.tables["texts"].column("text_id")
         tables = {
             "index": replace_locations(

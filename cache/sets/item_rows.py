@@ -1,4 +1,4 @@
-"""What an item stage made of items: the rows of a cache such as captions/<fingerprint>/, by the ids of its item plan.
+"""Rows that an item stage made of items, in a cache such as captions/<fingerprint>/, by the ids of its item plan.
 
 A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans.
 """

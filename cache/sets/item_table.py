@@ -1,4 +1,4 @@
-"""What `features` made of the items that a configuration has: items/<name>.arrow, of schemas.tables.FEATURES_SCHEMA,
+"""The table that `features` makes of a configuration's items: items/<name>.arrow, of schemas.tables.FEATURES_SCHEMA,
 one row of each media id. The name is a hash of what the rows were made of, among it the items."""
 
 import pyarrow as pa

@@ -145,7 +145,7 @@ class PlannedSet(TrainSet):
         for number, (row, text) in enumerate(zip(rows.tolist(), texts.tolist(), strict=True)):
             at = np.array([row])
             places = [(int(shards.take(at)[0]), int(numbers.take(at)[0])) for shards, numbers in samples]
-            places = [place for place in places if place[0] >= 0]  # a sample may have fewer references than another
+            places = [address for address in places if address[0] >= 0]  # where a sample has fewer references
             places += [(text_shards.get(text), text_rows.get(text))] if text != NO_TEXT else []
             for shard, member_row in places:
                 if (members := self.members(shard)) is None:

@@ -37,10 +37,10 @@ def for_each_expert(
                         "Add --set train.experts=high or --set train.experts=low.",
                     )
             reports = dict[str, Report]()
-            for one in config.expert_runs:
-                name = str(one.train.experts)
+            for expert_config in config.expert_runs:
+                name = str(expert_config.train.experts)
                 given = replace(options, overrides=(*options.overrides, f"train.experts={name}"))
-                reports[name] = run(one, given, console, **own_options)
+                reports[name] = run(expert_config, given, console, **own_options)
                 if in_order and reports[name].exit_code:
                     break
             return join_reports(reports)
@@ -63,8 +63,8 @@ def join_reports(reports: Mapping[str, Report]) -> Report:
 
 def _join_details(details: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     first, *others = details.values()
-    alike = {key: value for key, value in first.items() if all(key in one and one[key] == value for one in others)}
+    alike = {key: value for key, value in first.items() if all((key, value) in other.items() for other in others)}
     yield from alike.items()
     for name, values in details.items():
-        if own := {key: value for key, value in values.items() if key not in alike}:
-            yield name, own
+        if differing := {key: value for key, value in values.items() if key not in alike}:
+            yield name, differing

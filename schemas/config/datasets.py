@@ -311,8 +311,8 @@ class Dataset(Section):
             "mask_data",
             "face_detector",
         ):
-            for place in listed(getattr(self, key)):
-                _, scheme, rest = place.rpartition("://")
+            for location in listed(getattr(self, key)):
+                _, scheme, rest = location.rpartition("://")
                 if scheme and "@" in rest.partition("/")[0]:
                     yield (key,), "holds a user name or password; take it out and give it by the environment"
 

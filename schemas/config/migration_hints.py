@@ -35,21 +35,21 @@ def find_hint(path: tuple[str | int, ...]) -> str | None:
 def hints() -> Mapping[str, str]:
     """Key -> hint; "datasets.KEY": below datasets only. Without keys that the configuration has elsewhere."""
     rows: dict[str, list[tuple[str, str, Row]]] = {}
-    own, own_in_datasets = set(_keys(Config)), set(_keys(Dataset))
+    config_keys, dataset_keys = set(_keys(Config)), set(_keys(Dataset))
     for trainer in TRAINERS.values():
         for section in trainer.sections.values():
             for key, row in section.rows.items():
-                if section.in_dataset and key not in own_in_datasets:
+                if section.in_dataset and key not in dataset_keys:
                     rows.setdefault(f"datasets.{key}", []).append((trainer.name, "", row))
-                if key not in own:
+                if key not in config_keys:
                     above = "datasets.N." if section.in_dataset and not row.to.startswith("train.") else ""
                     rows.setdefault(key, []).append((trainer.name, above, row))
-    return {key: _join(found) for key, found in rows.items()} | _OTHERS
+    return {key: _join(origins) for key, origins in rows.items()} | _OTHERS
 
 
-def _join(found: list[tuple[str, str, Row]]) -> str:
+def _join(origins: list[tuple[str, str, Row]]) -> str:
     """One hint of the rows of a key: those that lead to a key here before others, each place once."""
-    leading = [one for one in found if one[2].to] or found[:1]
+    leading = [origin for origin in origins if origin[2].to] or origins[:1]
     places = {row.to: (trainer, row.describe(above)) for trainer, above, row in reversed(leading)}
     if len(places) == 1:
         return leading[0][2].describe(leading[0][1])

@@ -231,7 +231,7 @@ class Config(Section):
             parts = " and ".join(f"{name} ({expert.part})" for name, expert in self.experts.items())
             yield ("train", "experts"), f"{family} has two transformers, {parts}; set it to high, low or both"
             return
-        for expert in [each.expert for each in self.expert_runs if each.expert]:
+        for expert in [run.expert for run in self.expert_runs if run.expert]:
             between = f"{expert.lowest:g} to {expert.highest:g}, the range of {expert.part}"
             if train.timesteps.sampling == "list" and not any(map(expert.holds, train.timesteps.values)):
                 yield ("train", "timesteps", "values"), f"none is in {between}"

@@ -56,10 +56,10 @@ def make_name(folder: str) -> str:
 
 def parse_task(text: str) -> str:
     """ValueError where it is none of TASKS; its first letters are enough."""
-    found = [task for task in TASKS if text and task.startswith(text.strip().lower())]
-    if len(found) != 1:
+    matches = [task for task in TASKS if text and task.startswith(text.strip().lower())]
+    if len(matches) != 1:
         raise ValueError(f"{text!r} is none of {', '.join(TASKS)}")
-    return found[0]
+    return matches[0]
 
 
 def parse_card(text: str) -> float:

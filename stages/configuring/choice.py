@@ -30,17 +30,17 @@ def choose_settings(
     """The settings, in the order of a file. media: None as long as it was not looked at, for which the dataset's own
     settings suffice. steps_limit: what the time at hand allows, where a rate is known."""
     name = answers.name
-    own: Settings = {("root",): "./work"}
+    settings: Settings = {("root",): "./work"}
     if answers.around:
-        own = {("root",): f"../{name}-work", ("output",): f"../{name}-output"}
-    own[(*DATASET, "id")] = name
-    own[(*DATASET, "instance_data_dir")] = answers.folder
+        settings = {("root",): f"../{name}-work", ("output",): f"../{name}-output"}
+    settings[(*DATASET, "id")] = name
+    settings[(*DATASET, "instance_data_dir")] = answers.folder
     if answers.sources is not None:
-        own[(*DATASET, "conditioning_data")] = answers.sources
+        settings[(*DATASET, "conditioning_data")] = answers.sources
     if answers.caption is not None:
-        own |= {(*DATASET, "caption_strategy"): WHOLE_FOLDER, (*DATASET, "instance_prompt"): answers.caption}
-    own[("train", "run")] = f"{name}-{candidate.settings.get(('train', 'adapter', 'type'), 'lora')}"
-    settings = own | candidate.settings
+        settings |= {(*DATASET, "caption_strategy"): WHOLE_FOLDER, (*DATASET, "instance_prompt"): answers.caption}
+    settings[("train", "run")] = f"{name}-{candidate.settings.get(('train', 'adapter', 'type'), 'lora')}"
+    settings |= candidate.settings
     if answers.kind != "video":
         settings.pop((*DATASET, "dataset_type"), None)
     if media is not None:
@@ -79,12 +79,12 @@ def smaller_edge(media: Media, model: Model, edge: float) -> float:
     """The largest resolution below `edge` of which four fifths of the items cover a bucket; below `least_edge` only
     where that would cost more than half of them."""
     family = model.family_spec
-    shares = {float(it): _share(media, _sizes(it, family)) for it in EDGES if it < edge} or {edge: 0.0}
-    least = min(shares, key=lambda it: abs(it - least_edge(model)))
-    good = [it for it, share in shares.items() if share >= 1 - MOST_SET_ASIDE]
+    shares = {float(size): _share(media, _sizes(size, family)) for size in EDGES if size < edge} or {edge: 0.0}
+    least = min(shares, key=lambda size: abs(size - least_edge(model)))
+    good = [size for size, share in shares.items() if share >= 1 - MOST_SET_ASIDE]
     if good and (good[0] >= least or shares[least] < LEAST_KEPT):
         return good[0]
-    return least if shares[least] >= LEAST_KEPT else max(shares, key=lambda it: (shares[it], it))
+    return least if shares[least] >= LEAST_KEPT else max(shares, key=lambda size: (shares[size], size))
 
 
 def least_edge(model: Model) -> float:
@@ -135,10 +135,10 @@ def train_length(settings: Settings, media: Media, steps_limit: int | None) -> S
 
 def prompts(answers: Answers, media: Media) -> Settings:
     """Validation prompts from captions of the data; of an edit with the sources that they belong to."""
-    found: Settings = {}
+    settings: Settings = {}
     for number, (text, source) in enumerate(media.prompts):
         here = ("validation", "prompts", number)
-        found |= {(*here, "name"): f"sample-{number + 1}", (*here, "prompt"): text}
+        settings |= {(*here, "name"): f"sample-{number + 1}", (*here, "prompt"): text}
         if answers.sources is not None and source is not None:
-            found[(*here, "image")] = f"{answers.sources}/{source}"
-    return found
+            settings[(*here, "image")] = f"{answers.sources}/{source}"
+    return settings

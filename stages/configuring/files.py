@@ -116,7 +116,7 @@ def _lines(key: str, value: Any, path: tuple[str, ...], depth: int) -> Iterable[
             yield from _lines(name, inner, (*path, name), depth + 1)
         return
     for item in value:
-        inner = [line for name, each in item.items() for line in _lines(name, each, (*path, name), depth + 2)]
+        inner = [line for name, child in item.items() for line in _lines(name, child, (*path, name), depth + 2)]
         start = len(indent) + len(INDENT)
         yield f"{inner[0][:start]}- {inner[0][start + 2 :]}"
         yield from inner[1:]

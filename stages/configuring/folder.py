@@ -1,4 +1,4 @@
-"""What is in a folder of media: by names alone, and by what discover found."""
+"""The contents of a folder of media: by names alone, and as discover reads them."""
 
 import os
 from collections import Counter
@@ -53,14 +53,14 @@ class Listing:
 
 def list_folder(folder: Path) -> Listing:
     """LatentpressError where a folder in it can't be read."""
-    found = Listing()
+    listing = Listing()
     for files in walk(os.fspath(folder), KINDS, False, Counter(), texts=True):
-        found.images += files.kinds.count("image")
-        found.videos += files.kinds.count("video")
+        listing.images += files.kinds.count("image")
+        listing.videos += files.kinds.count("video")
         stems = [name.rpartition(".")[0] for name in files.names]
-        found.captioned += sum(stem in files.texts for stem in stems)
-        found.stems.update(files.prefix + stem for stem in stems)
-    return found
+        listing.captioned += sum(stem in files.texts for stem in stems)
+        listing.stems.update(files.prefix + stem for stem in stems)
+    return listing
 
 
 def find_media(folder: Path) -> Path:
@@ -69,15 +69,15 @@ def find_media(folder: Path) -> Path:
         if path.is_dir() and list_folder(path).items:
             return path
     others = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-    found = [path for path in others if list_folder(path).items] if len(others) <= MOST_FOLDERS else []
-    return found[0] if len(found) == 1 else folder
+    filled = [path for path in others if list_folder(path).items] if len(others) <= MOST_FOLDERS else []
+    return filled[0] if len(filled) == 1 else folder
 
 
 def find_sources(media: Path, listing: Listing) -> Path | None:
     """A folder beside or in `media` with pictures of the same names, as an edit has."""
-    for place in (media.parent, media):
+    for parent in (media.parent, media):
         for name in SOURCE_NAMES:
-            folder = place / name
+            folder = parent / name
             if folder.is_dir() and folder != media:
                 stems = list_folder(folder).stems
                 if listing.stems and len(stems & listing.stems) >= LEAST_PAIRED * len(listing.stems):
@@ -87,8 +87,8 @@ def find_sources(media: Path, listing: Listing) -> Path | None:
 
 @dataclass(frozen=True)
 class Media:
-    """What discover found of one kind. width, height: (n,) pixels; duration: (n,) seconds, 0 of a picture. rejects:
-    rows of its report. prompts: captions, each with the path of the item's source, None where it has none."""
+    """Media of one kind as discover reads them. width, height: (n,) pixels; duration: (n,) seconds, 0 of a picture.
+    rejects: rows of its report. prompts: captions, each with the path of the item's source, None where it has none."""
 
     width: NDArray[np.float64]
     height: NDArray[np.float64]
@@ -113,7 +113,7 @@ class Media:
             pc.sum(captions).as_py() or 0,
             rejects,
             more_rejects,
-            tuple((_prompt(first[place]), sources[place]) for place in dict.fromkeys(chosen)),
+            tuple((_prompt(first[row]), sources[row]) for row in dict.fromkeys(chosen)),
         )
 
     def __len__(self) -> int:

@@ -53,8 +53,8 @@ class Looker:
         places = {"root": str(self._scratch / "work"), "output": str(self._scratch / "output")}
         for dataset in config.datasets:
             for key in ("instance_data_dir", "media_root", "caption_file"):
-                if (place := getattr(dataset, key)) is not None:
-                    places[f"datasets.{dataset.id}.{key}"] = place
+                if (path := getattr(dataset, key)) is not None:
+                    places[f"datasets.{dataset.id}.{key}"] = path
             if isinstance(dataset.conditioning_data, str):
                 places[f"datasets.{dataset.id}.conditioning_data"] = dataset.conditioning_data
         for number, prompt in enumerate(config.validation.prompts):
@@ -62,7 +62,7 @@ class Looker:
                 places[f"validation.prompts.{number}.image"] = prompt.image
         if config.model.path is not None:
             places["model.path"] = config.model.path
-        given = (f"{key}={quote(place)}" for key, place in places.items())
+        given = (f"{key}={quote(path)}" for key, path in places.items())
         overrides = (*given, "stages.max_reject_fraction=1.0")
         began = time.monotonic()
         code, document = StageProcesses({program: list(words)}).run(program, Options(draft, overrides, dry_run=dry_run))
@@ -85,7 +85,7 @@ class Looker:
         return Media.of(kept, tuple(rejects), document["more_set_aside"])
 
     def _settings(self, dataset: Dataset) -> DiscoverySettings:
-        """Those of a dataset in the draft, whose folder has no media below it."""
+        """A dataset's settings with its paths as the file has them: the draft's folder has no media below it."""
         moved = dataset.model_copy()
         moved._portable_paths.update({key: getattr(dataset, key) for key in dataset._portable_paths})
         return DiscoverySettings.of(moved)

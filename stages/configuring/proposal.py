@@ -57,9 +57,9 @@ class Proposal:
     @cached_property
     def media(self) -> Media:
         first = next(attempts(self.answers))
-        found = self.looker.discover(self._draft(first, None), self.dataset)
-        require_items(found, self.answers.folder)
-        return found
+        media = self.looker.discover(self._draft(first, None), self.dataset)
+        require_items(media, self.answers.folder)
+        return media
 
     def _draft(self, candidate: Candidate, media: Media | None, steps: int | None = None) -> str:
         settings = choose_settings(self.answers, candidate, media, steps)
@@ -82,13 +82,13 @@ class Proposal:
             self.console.log(f"predicting the memory of {candidate.describe()}")
             prediction = self.looker.predict(self._draft(candidate, media), self.answers.card_gib)
             if not prediction.memory:
-                return next(it for it in (candidate, *queue) if not it.roomy), prediction
+                return next(recipe for recipe in (candidate, *queue) if not recipe.roomy), prediction
             if not prediction.too_large:
                 return self._with_less_saved(candidate, prediction)
             tried.append((candidate, prediction))
             if (tighter := candidate.tightened(prediction.too_large)) is not None:
                 queue.append(tighter)  # after what is meant for smaller cards
-        candidate, prediction = min(tried, key=lambda each: each[1].most_gib)
+        candidate, prediction = min(tried, key=lambda attempt: attempt[1].most_gib)
         large = ", ".join(f"{row['program']} {row['all_gib']} GiB" for row in prediction.memory if not row["fits"])
         raise LatentpressError(
             f"nothing that was tried fits a card of {self.answers.card_gib:g} GiB; the least, {candidate.describe()}, "
@@ -175,11 +175,11 @@ class Proposal:
 
     @staticmethod
     def _free(config: Config) -> str:
-        place = Path(config.root)
+        root = Path(config.root)
         if "://" in config.root:
             return "of a store: unknown"
         with suppress(OSError):
-            folder = next(part for part in (place, *place.parents) if part.is_dir())
+            folder = next(part for part in (root, *root.parents) if part.is_dir())
             return f"{format_bytes(shutil.disk_usage(folder).free)} of the disk of {folder}"
         return "unknown"
 

@@ -125,8 +125,8 @@ def detected_card(wanted: bool, early: bool) -> Iterator[Detected]:
 
         def find() -> dict[str, Any] | None:
             with activity("looking for a card", at_once=True):
-                found = probe() if begun is None else begun.result()
-            cards = (row for row in found.get("devices", []) if "memory" in row)
+                report = probe() if begun is None else begun.result()
+            cards = (row for row in report.get("devices", []) if "memory" in row)
             return max(cards, key=lambda row: row["memory"], default=None)
 
         yield find
@@ -258,8 +258,8 @@ class Questions:
 
     def _ask_caption(self, given: str | None, task: str, media: Path, listing: Listing) -> str | None:
         """None where there are caption files, or the configuration has captions of its own."""
-        own = self.there is not None and any(dataset.caption_strategy for dataset in self.there.datasets)
-        if given is None and (listing.captioned or own):
+        has_captions = self.there is not None and any(dataset.caption_strategy for dataset in self.there.datasets)
+        if given is None and (listing.captioned or has_captions):
             return None
         words = make_name(media.resolve().name).replace("-", " ").replace("_", " ")
 
@@ -291,7 +291,7 @@ class Questions:
         return self.asker.ask("Memory of the card in GiB, or its name", "--card", given.card, default, parse_card)
 
     def _choose_family(self, given: str | None, task: str) -> str | None:
-        """That of the option, else of the file, if it is one for this task; a recipe has its own."""
+        """The family of the option, else the file's, if that is for this task; a recipe has its own."""
         known = recipes.families(task)
         if given is not None and given not in known:
             raise NoAnswer(f"--family: {given!r} is none for {task}; valid: {', '.join(known)}")

@@ -20,12 +20,12 @@ _SAME_TRAINING = (
 
 def former_runs(config: Config) -> list[tuple[str, Path, Config]]:
     """The runs of this output whose model, sizes and frames are those of `config`, the newest first."""
-    found = []
+    runs = []
     for path in Path(config.output).glob("*/config.yaml"):
         with suppress(ConfigError, OSError):
-            found.append((path.stat().st_mtime, path.parent, load_config(path)))
+            runs.append((path.stat().st_mtime, path.parent, load_config(path)))
     wanted = _shape(config)
-    return [(folder.name, folder, run) for _, folder, run in sorted(found, reverse=True) if _shape(run) == wanted]
+    return [(folder.name, folder, run) for _, folder, run in sorted(runs, reverse=True) if _shape(run) == wanted]
 
 
 def _shape(config: Config) -> Any:

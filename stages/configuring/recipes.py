@@ -116,7 +116,7 @@ def list_tasks(recipe: str) -> list[str]:
 
 
 def read_recipe(name: str) -> Settings:
-    """What a recipe sets that differs from the defaults, of any media."""
+    """The settings of a recipe that differ from the defaults, for any media."""
     document = parse_yaml((FOLDER / f"{name}.yaml").read_text()).value
     settings = dict(_leaves(document, ()))
     return {path: value for path, value in settings.items() if not _is_example(path) and is_written(path, value)}
@@ -160,13 +160,13 @@ def attempts(answers: Answers) -> Iterator[Candidate]:
     if answers.recipe is not None:
         yield Candidate(answers.recipe, 0.0, settings=read_recipe(answers.recipe))
         return
-    found = [it for it in list_candidates(answers.task) if answers.family in (None, it.family)]
-    found = [it for it in found if it.least_gib <= answers.card_gib] or found[-1:]
+    candidates = [recipe for recipe in list_candidates(answers.task) if answers.family in (None, recipe.family)]
+    candidates = [recipe for recipe in candidates if recipe.least_gib <= answers.card_gib] or candidates[-1:]
     if answers.seconds is not None and answers.seconds <= QUICK_S:
-        found.sort(key=lambda it: not it.quick)
+        candidates.sort(key=lambda recipe: not recipe.quick)
     else:
-        found.sort(key=lambda it: it.quick)
-    for candidate in found:
+        candidates.sort(key=lambda recipe: recipe.quick)
+    for candidate in candidates:
         if answers.card_gib >= ROOMY * candidate.made_for and (roomy := candidate.without_savers(*SAVERS)).roomy:
             yield roomy
         yield candidate

@@ -86,8 +86,8 @@ class MediaLocations:
         if sample["condition"] == "source" and kind != "vision":
             files.append(RequiredFile(dataset, "source", row["source_path"], sample["source_id"]))
         if sample["mask_id"] and kind == "latents":
-            place = MADE_MASKS if sample["mask_kind"] == MADE else dataset
-            files.append(RequiredFile(place, "mask", row["mask_path"], sample["mask_id"]))
+            dataset_of_mask = MADE_MASKS if sample["mask_kind"] == MADE else dataset
+            files.append(RequiredFile(dataset_of_mask, "mask", row["mask_path"], sample["mask_id"]))
         return files
 
     def backing_file(self, file: RequiredFile) -> MediaPath:
@@ -172,11 +172,11 @@ def location_option(dataset: Dataset, role: str) -> tuple[str, str]:
     option = {"mask": "mask_data", "media": ""}.get(role, "conditioning_data")
     if not option or not getattr(dataset, option):
         option = "media_root" if dataset.media_root else "instance_data_dir"
-    place, key = getattr(dataset, option), f"datasets.{dataset.id}.{option}"
-    if isinstance(place, tuple):
+    location, key = getattr(dataset, option), f"datasets.{dataset.id}.{option}"
+    if isinstance(location, tuple):
         number = SOURCE_ROLES.index(role)
-        return f"{key}.{number}", place[number]
-    return key, place
+        return f"{key}.{number}", location[number]
+    return key, location
 
 
 class MissingMediaError(LatentpressError):

@@ -1,4 +1,4 @@
-"""What the stages have in common that read pictures and clips alone."""
+"""The base of the stages that read nothing but pictures and clips."""
 
 from cache.sets.plans import Unit
 from schemas.geometry import Bucket

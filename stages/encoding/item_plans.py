@@ -29,7 +29,7 @@ UNPUBLISHED = "unpublished"  # in place of a generation's name, behind all of th
 
 @dataclass(frozen=True)
 class UnpublishedPlan(Plan):
-    """What the next run of an item stage would publish."""
+    """A plan that the next run of an item stage would publish."""
 
     tables: Mapping[str, pa.Table] = field(default_factory=dict)
 

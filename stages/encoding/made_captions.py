@@ -14,8 +14,8 @@ from stages.planning.made_captions import CaptionSet, MadeCaptions
 
 
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:
-    """Those of each dataset that uses any. edits: of schemas.tables.CAPTION_EDITS_SCHEMA. NoCaptions where some are
-    still to be made, DamageError where some are damaged."""
+    """Made captions of each dataset that uses any. edits: of schemas.tables.CAPTION_EDITS_SCHEMA. NoCaptions where some
+    are still to be made, DamageError where some are damaged."""
     using = [dataset for dataset in config.datasets if not dataset.disabled and dataset.used_caption_sets]
     sets = {name: _read_set(store, config, name) for dataset in using for name in dataset.used_caption_sets}
     if "current" in sets:

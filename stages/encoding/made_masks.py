@@ -9,7 +9,7 @@ from stages.planning.made_masks import MadeMasks
 
 
 def read_made_masks(store: Store, config: Config) -> dict[str, MadeMasks]:
-    """Those of each dataset that uses any. NoMasks where some are still to be made, DamageError where some
+    """Made masks of each dataset that uses any. NoMasks where some are still to be made, DamageError where some
     are damaged."""
     using = [dataset.id for dataset in config.datasets if not dataset.disabled and dataset.makes_masks]
     if not using:

@@ -1,4 +1,4 @@
-"""Of the queues of one user on this machine, whatever their outputs, one at a time has a card."""
+"""Locks of cards: one queue of a user on this machine, whatever its output, has a card at a time."""
 
 import fcntl
 import os

@@ -88,7 +88,7 @@ class _Actor:
     call: ray.ObjectRef
     since: float
     state: Literal["starting", "loading", "ready", "encoding"] = "starting"
-    place: str = "not placed yet"
+    location: str = "not placed yet"
     unit: Unit | None = None
     counted: int = 0
     shown: int = 0  # of its announcements
@@ -96,7 +96,7 @@ class _Actor:
     asked: float = 0.0
 
     def __str__(self) -> str:
-        return f"worker {self.number} ({self.place})"
+        return f"worker {self.number} ({self.location})"
 
     def begin(self, state: Literal["loading", "ready", "encoding"], call: ray.ObjectRef | None) -> None:
         self.state, self.since, self.question = state, time.monotonic(), None
@@ -206,7 +206,7 @@ class _ActorPool:
             actor.question = None
             self._show(actor, answer)
         elif actor.state == "starting":
-            actor.place = answer
+            actor.location = answer
             load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
             actor.begin("loading", load.remote(self._code, self._plan))
         elif actor.state == "loading":
@@ -239,7 +239,7 @@ class _ActorPool:
 
     def _require_shared_root(self, actor: _Actor, result: UnitResult) -> None:
         """The first shard that each actor writes must appear here."""
-        if result.shard_path is None or actor.place in self._checked_places:
+        if result.shard_path is None or actor.location in self._checked_places:
             return
         store, end = Store(self._job.config.root), time.monotonic() + SHARED_TIMEOUT_S
         while not store.exists(result.shard_path):
@@ -249,7 +249,7 @@ class _ActorPool:
                     "the root must be the same place on all nodes: mount it at the same path, or give a URL",
                 )
             time.sleep(0.5)
-        self._checked_places.add(actor.place)
+        self._checked_places.add(actor.location)
 
     def _lose(self, actor: _Actor, reason: str) -> Iterator[UnitResult]:
         """An actor that died, or hangs and is killed here: its unit is done again by another, a few times."""

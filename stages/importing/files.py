@@ -88,9 +88,9 @@ def _looks_like_shell(text: str) -> bool:
 
 def _with_extra_arguments(values: Mapping[str, str]) -> dict[str, Any]:
     """Assignments of config.env, with the options in TRAINER_EXTRA_ARGS."""
-    found: dict[str, Any] = dict(values)
-    extra = found.pop("TRAINER_EXTRA_ARGS", "")
-    return found | read_options(extra.split() if "'" not in extra and '"' not in extra else _words(extra))
+    options: dict[str, Any] = dict(values)
+    extra = options.pop("TRAINER_EXTRA_ARGS", "")
+    return options | read_options(extra.split() if "'" not in extra and '"' not in extra else _words(extra))
 
 
 def _words(text: str) -> list[str]:
@@ -127,18 +127,18 @@ class Beside:
         return beside if os.path.isfile(beside) else None
 
     def read(self, path: str) -> Any:
-        found = self.find(path) or self.find(f"{path}.toml")
-        if found is None or not found.is_file():
+        file = self.find(path) or self.find(f"{path}.toml")
+        if file is None or not file.is_file():
             return None
-        self.read_paths.append(found)
-        return read_file(found).content
+        self.read_paths.append(file)
+        return read_file(file).content
 
     def place(self, text: str) -> str:
         """A path as an absolute one: where it is, else from the folder that paths start at."""
         if "://" in text or not text:
             return text
-        found = self.find(text)
-        return str(found or os.path.normpath((self.found_in or self.folders[0]) / os.path.expanduser(text)))
+        file = self.find(text)
+        return str(file or os.path.normpath((self.found_in or self.folders[0]) / os.path.expanduser(text)))
 
     def folders_in(self, path: str) -> list[str]:
         folder = self.find(path)

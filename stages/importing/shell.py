@@ -104,16 +104,16 @@ def read_options(words: list[str]) -> dict[str, Any]:
     """The options of a command, as argparse reads them: --a 1, --a=1, --flag, --many x y. Of a launcher with a program
     (accelerate launch … train.py …) those after the program."""
     program = next((i for i, word in enumerate(words) if word.endswith((".py", "-train"))), -1)
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     key = ""
     for word in words[program + 1 :]:
         if word.startswith("--") and len(word) > 2:
             key, equals, value = word[2:].partition("=")
             key = key.replace("-", "_")
-            found[key] = value if equals else True
+            options[key] = value if equals else True
         elif key and not word.startswith(("&&", "|", ";", ">")):
-            before = found[key]
-            found[key] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
+            before = options[key]
+            options[key] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
         elif key:
             break
-    return found
+    return options

@@ -28,7 +28,7 @@ class MadeMask(Blob):
         return len(self._content)
 
     def media_id(self) -> str:
-        """That of the item, the model and the settings, of which the mask is a function."""
+        """An id made of item, model and settings, of which the mask is a function."""
         return self.planned
 
     def refresh(self) -> None:

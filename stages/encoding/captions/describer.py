@@ -24,7 +24,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 
 @dataclass(frozen=True)
 class Written:
-    """What the model wrote. ended: whether it came to its end within caption.max_tokens."""
+    """A caption that the model wrote. ended: whether it came to its end within caption.max_tokens."""
 
     text: str
     ended: bool
@@ -82,7 +82,7 @@ class Describer:
         return [self._written(row) for row in out.sequences[:, begin:].tolist()], out.past_key_values
 
     def _written(self, ids: list[int]) -> Written:
-        end = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        end = next((position for position, token in enumerate(ids) if token in self._ends), None)
         text = self.inputs.tokenizer.decode(ids[:end], skip_special_tokens=True)
         return Written(" ".join(text.split()), end is not None)
 

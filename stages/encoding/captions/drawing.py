@@ -34,9 +34,9 @@ def mix_bits_on_device(values: torch.Tensor) -> torch.Tensor:
     return values ^ shifted(values, _SHIFTS[2])
 
 
-def gumbel_noise(seeds: Sequence[int], place: int, count: int, device: torch.device) -> torch.Tensor:
-    """(B, count) float32 noise for each of `count` tokens at a place of captions with these seeds."""
-    keys = mix_bits(np.array(seeds, np.uint64) ^ mix_bits(np.array([place + 1], np.uint64)))
+def gumbel_noise(seeds: Sequence[int], position: int, count: int, device: torch.device) -> torch.Tensor:
+    """(B, count) float32 noise for each of `count` tokens at a position of captions with these seeds."""
+    keys = mix_bits(np.array(seeds, np.uint64) ^ mix_bits(np.array([position + 1], np.uint64)))
     keys_B1 = to_device(torch.from_numpy(keys.view(np.int64))[:, None], device)
     bits_BV = mix_bits_on_device(keys_B1 + torch.arange(1, count + 1, device=device) * GAMMA)
     uniform_BV = (((bits_BV >> 40) & 0xFFFFFF).float() + 0.5) * 2.0**-24
@@ -55,7 +55,7 @@ class ItemNoise(LogitsProcessor):
 
 
 def drawing_processors(caption: Caption, seeds: Sequence[int], begin: int) -> Any:
-    """What makes transformers' greedy search draw; nothing at temperature 0."""
+    """Processors that make transformers' greedy search draw; none at temperature 0."""
     if not caption.temperature:
         return LogitsProcessorList()
     nucleus = [TopPLogitsWarper(caption.top_p)] if caption.top_p < 1 else []

@@ -1,4 +1,4 @@
-"""What is wrong with a caption that a model wrote."""
+"""Faults of a caption that a model wrote."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ class Fault:
 
 
 def find_fault(text: str, ended: bool, max_tokens: int, forbidden: Sequence[str]) -> Fault | None:
-    """What is wrong with a caption, None for a good one. ended: whether the model came to its end."""
+    """The fault of a caption, None for a good one. ended: whether the model came to its end."""
     words = re.findall(r"\w+", text.lower())
     written = f"the model wrote {quote(text)}"
     if not words:

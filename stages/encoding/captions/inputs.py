@@ -25,8 +25,8 @@ QWEN_CHAT = (
 
 @dataclass(frozen=True)
 class Shown:
-    """What a model is shown of an item. pictures: uint8 (H, W, 3), in order. clip: uint8 (T, H, W, 3) of a clip, after
-    them. interval: seconds from one of its frames to the next."""
+    """An item's frames as a model sees them. pictures: uint8 (H, W, 3), in order. clip: uint8 (T, H, W, 3), after them.
+    interval: seconds from one of its frames to the next."""
 
     pictures: tuple[np.ndarray, ...]
     clip: np.ndarray | None = None
@@ -43,7 +43,7 @@ class PreparedItem:
 
     @property
     def tokens(self) -> int:
-        """Of the longest prompt."""
+        """Length of the longest prompt."""
         return max(len(text["input_ids"]) for text in self.texts)
 
     def shared_tokens(self, picture_ids: Collection[int]) -> int:
@@ -57,7 +57,7 @@ class PreparedItem:
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """What the vision model made of a batch, as the whole model takes it in place of pixels."""
+    """The vision model's features of a batch, as the whole model takes them in place of pixels."""
 
     pooler_output: tuple[torch.Tensor, ...]
 
@@ -72,7 +72,7 @@ class ModelInputs(ABC):
         """Called in another thread. Raises ValueError for pictures that the model can't take."""
 
     def vision(self, items: Sequence[PreparedItem], device: torch.device) -> dict[str, Any]:
-        """What a batch's prompts have in common for all questions, on the device."""
+        """Tensors of a batch's items that the prompts of all questions share, on the device."""
         return {name: torch.cat([item.vision[name] for item in items]).to(device) for name in items[0].vision}
 
     def text(self, items: Sequence[PreparedItem], question: int, device: torch.device) -> Tensors:
@@ -109,7 +109,7 @@ class QwenInputs(ModelInputs):
         return PreparedItem(vision, tuple(self._text(shown, vision, question) for question in questions), seed)
 
     def _clip(self, frames: np.ndarray, interval: float) -> Tensors:
-        """As transformers' video processor makes it: the last frame again where they are not pairs."""
+        """Tensors of a clip as of transformers' video processor: an odd number of frames has the last one again."""
         pair, patch = self._images.temporal_patch_size, self._images.patch_size
         frames = np.concatenate([frames, frames[-1:].repeat(-len(frames) % pair, axis=0)])
         made = self._images(images=[Image.fromarray(frame) for frame in frames], return_tensors="pt")
@@ -147,8 +147,8 @@ class QwenInputs(ModelInputs):
             messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
-            places = ["<|image_pad|>"] * pictures + ["<|video_pad|>"] * has_clip
-            shown = "".join(f"<|vision_start|>{place}<|vision_end|>" for place in places)
+            tokens = ["<|image_pad|>"] * pictures + ["<|video_pad|>"] * has_clip
+            shown = "".join(f"<|vision_start|>{vision_token}<|vision_end|>" for vision_token in tokens)
             text = QWEN_CHAT.replace("{}", shown + question)
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 

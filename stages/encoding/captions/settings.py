@@ -62,7 +62,7 @@ def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def caption_request(config: Config) -> ItemRequest:
-    """What the stage reads of the media."""
+    """Media that the stage reads."""
     return request_of(caption_settings(config))
 
 

@@ -24,7 +24,7 @@ class Candidates(NamedTuple):
 
 
 def find_candidates(layouts: NDArray[np.float16]) -> Candidates:
-    """Of n items. layouts: (n, parts, numbers), the first part being the whole picture, so that one item's parts are
+    """Pairs of n items. layouts: (n, parts, numbers), the first part being the whole picture: each item's parts are
     compared with the whole of others."""
     whole = np.ascontiguousarray(layouts[:, 0], np.float32)
 

@@ -1,4 +1,4 @@
-"""What the model's vectors say of an item among all: its cluster, and its distance from the rest."""
+"""An item among all, by the model's vectors: its cluster, and its distance from the rest."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def find_clusters(vectors: Floats, clusters: int | None) -> Ints:
     chosen = {"seed": SEED, "spherical": True, "init_method": faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS}
     means = faiss.Kmeans(width, wanted, niter=ITERATIONS, min_points_per_centroid=1, **chosen)
     means.train(vectors)
-    likeness, cluster = (found[:, 0] for found in means.index.search(vectors, 1))
+    likeness, cluster = (nearest[:, 0] for nearest in means.index.search(vectors, 1))
     order = np.lexsort((np.arange(count), -likeness, cluster))
     _, begins, member = np.unique(cluster[order], return_index=True, return_inverse=True)
     centers = np.empty(count, np.int64)
@@ -36,7 +36,7 @@ def find_clusters(vectors: Floats, clusters: int | None) -> Ints:
 
 
 def find_outliers(neighbors: Neighbors, count: int) -> list[float | None]:
-    """Of each item the mean cosine distance, 0 to 2, to its NEIGHBORS nearest others; None where there is no other. The
+    """Each item's mean cosine distance, 0 to 2, to its NEIGHBORS nearest others; None where there is no other. The
     weight of Angiulli, Pizzuti 2002, Fast Outlier Detection in High Dimensional Spaces, divided by their number."""
     distance = 1 - np.clip(neighbors.likeness.astype(np.float64), -1, 1)
     others = np.bincount(neighbors.items, minlength=count)

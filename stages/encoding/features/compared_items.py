@@ -32,29 +32,29 @@ def read_items(store: Store, state: StageState) -> ComparedItems:
     would take several times the memory. Of an item that was read in two ways the row of the greater id."""
     wanted = set(state.wanted_ids.to_pylist())
     done = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
-    places, ids = dict[str, int](), list[str]()
+    positions, ids = dict[str, int](), list[str]()
     measures = np.empty((len(wanted), len(MEASURES)))
     tensors = dict[str, np.ndarray]()
     for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", done):
         if row.id not in wanted:
             continue
-        place = places.setdefault(row.info["media_id"], len(places))
-        if place == len(ids):
+        position = positions.setdefault(row.info["media_id"], len(positions))
+        if position == len(ids):
             ids.append(row.id)
-        elif row.id < ids[place]:
+        elif row.id < ids[position]:
             continue
-        ids[place] = row.id
-        measures[place] = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
+        ids[position] = row.id
+        measures[position] = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
         for name, array in row.tensors.items():
             values = array.numpy()
             if name not in tensors:
                 tensors[name] = np.empty((len(wanted), *values.shape), values.dtype)
-            tensors[name][place] = values
-    media_ids = sorted(places)
-    order = np.array([places[media_id] for media_id in media_ids], np.int64)
+            tensors[name][position] = values
+    media_ids = sorted(positions)
+    order = np.array([positions[media_id] for media_id in media_ids], np.int64)
     clips = state.plan.sample_table.filter(pc.equal(state.plan.sample_table.column("kind"), "video"))
     is_clip = set(clips.column("sample_id").to_pylist())
-    sample_ids = [ids[place] for place in order]
+    sample_ids = [ids[position] for position in order]
     layouts = tensors["layouts"][order] if tensors else np.zeros((0, 1, 1), np.float16)
     tensors.pop("layouts", None)
     return ComparedItems(

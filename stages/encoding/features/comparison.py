@@ -58,16 +58,16 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
             for row, outlier in zip(rows, find_outliers(neighbors, len(rows)), strict=True):
                 columns["outlier"][row] = outlier
         if features.duplicates:
-            found = [find_candidates(items.layouts[chosen])]
+            proposals = [find_candidates(items.layouts[chosen])]
             if neighbors is not None:
-                found.append(likeliest(neighbors.above(LEAST_FEATURES)))
-            candidates += [Candidates(rows[one.pairs], one.likeness) for one in found]
+                proposals.append(likeliest(neighbors.above(LEAST_FEATURES)))
+            candidates += [Candidates(rows[proposal.pairs], proposal.likeness) for proposal in proposals]
     if items.vectors is not None and features.clusters != 0:
         columns["cluster"] = [items.media_ids[row] for row in find_clusters(items.vectors, features.clusters)]
     groups = _find_groups(config, state.plan, items, candidates, console)
     best = _find_best(store, config, items, groups)
     columns["duplicate_group"] = best
-    columns["duplicate_of"] = [None if of == own else of for own, of in zip(items.media_ids, best, strict=True)]
+    columns["duplicate_of"] = [None if kept == id else kept for id, kept in zip(items.media_ids, best, strict=True)]
     table = pa.table([columns[field.name] for field in FEATURES_SCHEMA], schema=FEATURES_SCHEMA)
     store.write_table(item_table_path(name), table)
     return table
@@ -77,7 +77,7 @@ def _find_groups(
     config: Config, plan: Plan, items: ComparedItems, candidates: Sequence[Candidates], console: Console
 ) -> list[list[int]]:
     """Numbers of the items that are copies of each other, also by way of others."""
-    if not (count := sum(len(one.pairs) for one in candidates)):
+    if not (count := sum(len(pairs) for pairs, _ in candidates)):
         return []
     groups = _Groups(len(items.media_ids))
     locations, stages = MediaLocations(config, plan), config.stages
@@ -93,9 +93,9 @@ def _find_groups(
                 numbers = sorted({number for pair in apart for number in pair})
                 names = {number: items.sample_ids[number] for number in numbers}
                 local, joined = dict(_read_local(pool, config, locations, plan, names)), groups.joined
-                for one, other in apart:
-                    if groups.of(one) != groups.of(other) and show_the_same(local[one], local[other]):
-                        groups.join(one, other)
+                for first, second in apart:
+                    if groups.of(first) != groups.of(second) and show_the_same(local[first], local[second]):
+                        groups.join(first, second)
                 in_vain = in_vain + len(apart) if joined == groups.joined else 0
                 progress.advance(len(block))
                 if in_vain >= MOST_IN_VAIN and (left := len(pairs) - begin - len(block)):
@@ -120,8 +120,8 @@ class _Groups:
             number = self._above[number]
         return number
 
-    def join(self, one: int, other: int) -> None:
-        first, second = sorted((self.of(one), self.of(other)))
+    def join(self, item: int, other: int) -> None:
+        first, second = sorted((self.of(item), self.of(other)))
         self._above[second], self.joined = first, self.joined + 1
 
     def listed(self) -> list[list[int]]:

@@ -29,8 +29,8 @@ _DETAIL, _LEAST_DETAIL = 0.9, 1.5  # correlation without a transform of fine det
 
 @dataclass(frozen=True)
 class LocalFeatures:
-    """Of one picture. points: (n, 2) x and y in pixels. descriptors: (n, 128). gray: uint8, CHECK_EDGE in size. scale:
-    its pixels for one of the points' pixels. mirrored: the same of the picture left and right exchanged."""
+    """Keypoints of a picture. points: (n, 2) x and y in pixels. descriptors: (n, 128). gray: uint8, CHECK_EDGE in size.
+    scale: its pixels for one of the points' pixels. mirrored: the same of the picture left and right exchanged."""
 
     points: NDArray[np.float32]
     descriptors: NDArray[np.uint8]
@@ -62,7 +62,7 @@ def require_opencv() -> None:
 
 
 def find_local_features(frame_HWC: np.ndarray) -> LocalFeatures:
-    """Of a uint8 picture and of it mirrored."""
+    """Features of a uint8 picture and of its mirror image."""
     plain, mirrored = (_local_features(np.ascontiguousarray(frame)) for frame in (frame_HWC, frame_HWC[:, ::-1]))
     return LocalFeatures(plain.points, plain.descriptors, plain.gray, plain.scale, mirrored)
 
@@ -76,51 +76,51 @@ def _local_features(frame_HWC: np.ndarray) -> LocalFeatures:
         gray, None
     )
     points = np.array([keypoint.pt for keypoint in keypoints], np.float32).reshape(-1, 2)
-    found = np.zeros((0, 128), np.uint8) if descriptors is None else descriptors.astype(np.uint8)
+    vectors = np.zeros((0, 128), np.uint8) if descriptors is None else descriptors.astype(np.uint8)
     factor = CHECK_EDGE / np.sqrt(gray.size)
     size = tuple(max(1, round(side * factor)) for side in gray.shape[::-1])
     small = np.asarray(cv2.resize(gray, size, interpolation=cv2.INTER_AREA), np.uint8)
-    return LocalFeatures(points, found, small, (size[0] / gray.shape[1], size[1] / gray.shape[0]))
+    return LocalFeatures(points, vectors, small, (size[0] / gray.shape[1], size[1] / gray.shape[0]))
 
 
-def show_the_same(one: Sequence[LocalFeatures], other: Sequence[LocalFeatures]) -> bool:
-    """Whether the frame in the middle of one item is a copy of any frame of the other. So a clip and what is left of it
-    after one end was cut off show the same, though their frames in the middle differ."""
-    middle, of_other = len(one) // 2, len(other) // 2
+def show_the_same(item: Sequence[LocalFeatures], other: Sequence[LocalFeatures]) -> bool:
+    """Whether the frame in the middle of either item is a copy of any frame of the other. So a clip and what is left of
+    it after one end was cut off show the same, though their frames in the middle differ."""
+    middle, of_other = len(item) // 2, len(other) // 2
     pairs = [(middle, of_other), *((middle, frame) for frame in range(len(other)))]
-    pairs += [(frame, of_other) for frame in range(len(one))]
-    return any(are_copies(one[first], other[second]) for first, second in dict.fromkeys(pairs))
+    pairs += [(frame, of_other) for frame in range(len(item))]
+    return any(are_copies(item[first], other[second]) for first, second in dict.fromkeys(pairs))
 
 
-def are_copies(one: LocalFeatures, other: LocalFeatures) -> bool:
-    """Whether one picture is a copy of the other or of a part of it, or mirrored such."""
+def are_copies(picture: LocalFeatures, other: LocalFeatures) -> bool:
+    """Whether a picture is a copy of the other or of a part of it, or mirrored such."""
     assert other.mirrored is not None
-    return any(_agree_unmoved(one, shown) or _agree_moved(one, shown) for shown in (other, other.mirrored))
+    return any(_agree_unmoved(picture, shown) or _agree_moved(picture, shown) for shown in (other, other.mirrored))
 
 
-def _agree_unmoved(one: LocalFeatures, other: LocalFeatures) -> bool:
+def _agree_unmoved(picture: LocalFeatures, other: LocalFeatures) -> bool:
     """Whether the whole pictures agree in fine detail, for those with too few keypoints."""
     import cv2
 
-    resized = cv2.resize(one.gray, other.gray.shape[::-1], interpolation=cv2.INTER_AREA)
+    resized = cv2.resize(picture.gray, other.gray.shape[::-1], interpolation=cv2.INTER_AREA)
     details = [
         gray - cv2.GaussianBlur(gray, (0, 0), 4) for gray in (resized.astype(np.float32), other.gray.astype(np.float32))
     ]
     return min(detail.std() for detail in details) >= _LEAST_DETAIL and _correlation(*details) >= _DETAIL
 
 
-def _agree_moved(one: LocalFeatures, other: LocalFeatures) -> bool:
+def _agree_moved(picture: LocalFeatures, other: LocalFeatures) -> bool:
     import cv2
 
-    if min(len(one.points), len(other.points)) < _INLIERS:
+    if min(len(picture.points), len(other.points)) < _INLIERS:
         return False
     pairs = cv2.BFMatcher(cv2.NORM_L2).knnMatch(
-        one.descriptors.astype(np.float32), other.descriptors.astype(np.float32), k=2
+        picture.descriptors.astype(np.float32), other.descriptors.astype(np.float32), k=2
     )
     matches = [pair[0] for pair in pairs if len(pair) == 2 and pair[0].distance < _RATIO * pair[1].distance]
     if len(matches) < _INLIERS:
         return False
-    begin = np.array([one.points[match.queryIdx] for match in matches])
+    begin = np.array([picture.points[match.queryIdx] for match in matches])
     end = np.array([other.points[match.trainIdx] for match in matches])
     transform, inliers = cv2.estimateAffine2D(begin, end, method=cv2.RANSAC, ransacReprojThreshold=_PLACE)
     if transform is None or inliers.sum() < _INLIERS or len(np.unique(end[inliers.ravel() > 0], axis=0)) < _INLIERS:
@@ -128,25 +128,25 @@ def _agree_moved(one: LocalFeatures, other: LocalFeatures) -> bool:
     stretch = np.linalg.svd(transform[:, :2], compute_uv=False)
     if np.linalg.det(transform[:, :2]) <= 0 or stretch[0] > _STRETCH * stretch[1]:
         return False
-    return _agree_under(one, other, transform)
+    return _agree_under(picture, other, transform)
 
 
-def _agree_under(one: LocalFeatures, other: LocalFeatures, transform: np.ndarray) -> bool:
-    """Whether `one` moved by the transform of points shows what `other` shows."""
+def _agree_under(picture: LocalFeatures, other: LocalFeatures, transform: np.ndarray) -> bool:
+    """Whether `picture` moved by the transform of points shows what `other` shows."""
     import cv2
 
-    to, of = np.diag(other.scale), np.diag(1 / np.array(one.scale))
+    to, of = np.diag(other.scale), np.diag(1 / np.array(picture.scale))
     moved = np.concatenate([to @ transform[:, :2] @ of, to @ transform[:, 2:]], axis=1)
     size = other.gray.shape[::-1]
-    laid = cv2.warpAffine(one.gray, moved, size, flags=cv2.INTER_AREA)
-    covered = cv2.warpAffine(np.full_like(one.gray, 255), moved, size) == 255
-    smaller = min(other.gray.size, abs(np.linalg.det(moved[:, :2])) * one.gray.size)
+    laid = cv2.warpAffine(picture.gray, moved, size, flags=cv2.INTER_AREA)
+    covered = cv2.warpAffine(np.full_like(picture.gray, 255), moved, size) == 255
+    smaller = min(other.gray.size, abs(np.linalg.det(moved[:, :2])) * picture.gray.size)
     if covered.sum() < _OVERLAP * smaller or covered.sum() < CHECK_EDGE:
         return False
     blurred = [cv2.GaussianBlur(gray, (0, 0), 1.5)[covered].astype(np.float32) for gray in (laid, other.gray)]
     return _correlation(*blurred) >= _AGREEMENT
 
 
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    one, other = one - one.mean(), other - other.mean()
-    return float((one * other).sum() / max(1e-6, np.sqrt((one**2).sum() * (other**2).sum())))
+def _correlation(gray: np.ndarray, other: np.ndarray) -> float:
+    gray, other = gray - gray.mean(), other - other.mean()
+    return float((gray * other).sum() / max(1e-6, np.sqrt((gray**2).sum() * (other**2).sum())))

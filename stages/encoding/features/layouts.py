@@ -32,7 +32,7 @@ def layouts(frame_HWC: np.ndarray) -> Floats:
 
 
 def mirror_layouts(layouts: np.ndarray) -> np.ndarray:
-    """Those of the same parts, left and right exchanged within each: odd half waves across change their sign. The last
+    """Layouts of the same parts, each with left and right exchanged: odd half waves across change their sign. The last
     axis is that of the numbers."""
     return layouts * np.tile(np.where(np.arange(WAVES) % 2, -1, 1), WAVES)[1:].astype(layouts.dtype)
 
@@ -50,7 +50,7 @@ def _layout(image: Image.Image, part: tuple[float, float, float]) -> Floats:
 @cache
 def _cosines() -> Floats:
     """(WAVES, _EDGE) the orthonormal basis of the discrete cosine transform."""
-    wave, place = np.arange(WAVES)[:, None], np.arange(_EDGE) + 0.5
-    basis = np.cos(np.pi * wave * place / _EDGE) * np.sqrt(2 / _EDGE)
+    wave, position = np.arange(WAVES)[:, None], np.arange(_EDGE) + 0.5
+    basis = np.cos(np.pi * wave * position / _EDGE) * np.sqrt(2 / _EDGE)
     basis[0] /= np.sqrt(2)
     return basis

@@ -65,7 +65,7 @@ def iter_nearest(
 
 
 def find_neighbors(vectors: Floats) -> Neighbors:
-    """Of each of these vectors."""
+    """Neighbors of each of these vectors."""
     return Neighbors.joined(iter_nearest(vectors, lambda begin, end: vectors[begin:end, None], 1))
 
 
@@ -90,7 +90,7 @@ def _exact(base: Floats, queries_BQW: Floats) -> tuple[Ints, Ints, Floats]:
 
 
 def _by_index(index: Any, queries_BQW: Floats) -> tuple[Ints, Ints, Floats]:
-    """As `_exact`, of what the index finds."""
+    """The same as `_exact`, by an index."""
     size, of_item, width = queries_BQW.shape
     likeness, near = index.search(np.ascontiguousarray(queries_BQW.reshape(size * of_item, width)), NEIGHBORS + 1)
     rows = np.repeat(np.arange(size), of_item * (NEIGHBORS + 1))

@@ -41,8 +41,7 @@ def require_features(config: Config) -> Features:
 
 
 def features_model(features: Features, revision: str | None) -> SingleModel:
-    """Where the model is; of one beside DINOv2 the file that says how pictures are shown to it, too. Raises
-    WeightsError."""
+    """The model with its weights, and unless it is DINOv2 the settings of its processor. Raises WeightsError."""
     assert features.source is not None
     model = SingleModel(features.source, revision, OPTION, ADVICE)
     return model if is_dinov2(model.config_file()) else replace(model, files=(*WEIGHT_FILES, PROCESSOR_FILE))
@@ -65,7 +64,7 @@ def features_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def features_request(config: Config) -> ItemRequest:
-    """What the stage reads of the media: every item, whole."""
+    """Media that the stage reads: every item, whole."""
     return ItemRequest(
         stage="features",
         pixels=EDGE**2,

@@ -75,13 +75,13 @@ class AutoModel:
         """WeightsError where one picture is no input of the model, or has two vectors."""
         picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)
         try:
-            one, again = (self.vectors(self.show(picture, Bucket(64, 64, 1))) for _ in range(2))
+            first, second = (self.vectors(self.show(picture, Bucket(64, 64, 1))) for _ in range(2))
         except (TypeError, AttributeError, LookupError, ValueError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise WeightsError(
                 f"{folder}: no vector of a picture can be had of this model ({reason})", ADVICE
             ) from error
-        if not torch.equal(one, again):
+        if not torch.equal(first, second):
             raise WeightsError(f"{folder}: this model gives one picture another vector each time", ADVICE)
 
 

@@ -47,7 +47,7 @@ class Segmenter(ABC):
         of each frame."""
 
     def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """What the processor makes of frames, on the device."""
+        """The processor's tensors of frames, on the device."""
         made = self.processor(list(frames), return_tensors="pt", input_data_format="channels_last")
         given = (name for name in ("pixel_values", "pixel_mask") if name in made)
         inputs = {name: to_device(made[name], self.model.device) for name in given}
@@ -72,7 +72,7 @@ class SemanticSegmenter(LabelledSegmenter):
         return torch.cat([self._find(logits_CHW, frames[0].shape[:2]) for logits_CHW in logits_BCHW])
 
     def _find(self, logits_CHW: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        """Of one frame, as the classes' logits in its size take memory."""
+        """The mask of one frame alone: the classes' logits in its size take memory."""
         logits_BCHW = F.interpolate(logits_CHW[None].float(), size, mode="bilinear", align_corners=False)
         if self.masks.threshold is None:
             return torch.isin(logits_BCHW.argmax(1), self.ids)
@@ -86,15 +86,15 @@ class UniversalSegmenter(LabelledSegmenter):
         outputs, size = self.model(**self._inputs(frames)), tuple(frames[0].shape[:2])
         for name in ("class_queries_logits", "masks_queries_logits"):
             outputs[name] = outputs[name].float()
-        found = torch.zeros((len(frames), *size), dtype=torch.bool, device=self.model.device)
+        mask_BHW = torch.zeros((len(frames), *size), dtype=torch.bool, device=self.model.device)
         results = self.processor.post_process_panoptic_segmentation(
             outputs, threshold=self.probability, label_ids_to_fuse=set(), target_sizes=[size] * len(frames)
         )
         for number, result in enumerate(results):
             for segment in result["segments_info"]:
                 if segment["label_id"] in self.labels:
-                    found[number] |= (result["segmentation"] == segment["id"]).to(found.device)
-        return found
+                    mask_BHW[number] |= (result["segmentation"] == segment["id"]).to(mask_BHW.device)
+        return mask_BHW
 
 
 class WordSegmenter(Segmenter):
@@ -114,13 +114,13 @@ class WordSegmenter(Segmenter):
 
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         pixels, size = self._inputs(frames)["pixel_values"], frames[0].shape[:2]
-        found = torch.zeros((len(frames), *size), dtype=torch.bool, device=pixels.device)
+        mask_BHW = torch.zeros((len(frames), *size), dtype=torch.bool, device=pixels.device)
         for word in self._words:
             answer = self.model(pixel_values=pixels, conditional_embeddings=word.expand(len(frames), -1))
             logits_BHW = answer.logits.view(len(frames), *pixels.shape[-2:])
             sized_B1HW = F.interpolate(logits_BHW[:, None].float(), size, mode="bilinear", align_corners=False)
-            found |= sized_B1HW[:, 0].sigmoid() >= self.probability
-        return found
+            mask_BHW |= sized_B1HW[:, 0].sigmoid() >= self.probability
+        return mask_BHW
 
 
 class BoxSegmenter(Segmenter):

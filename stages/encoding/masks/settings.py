@@ -44,7 +44,7 @@ def masks_fingerprint_inputs(config: Config) -> dict[str, Any]:
 
 
 def masks_request(config: Config) -> ItemRequest:
-    """What the stage reads of the media: pictures, and all frames of each clip."""
+    """Media that the stage reads: pictures, and all frames of each clip."""
     masks = require_masks(config)
     return ItemRequest(
         stage="masks",

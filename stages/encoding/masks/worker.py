@@ -71,16 +71,16 @@ class MasksWorker(FrameWorker):
     def encode(self, names: list[str], batch: list[PreparedItem], limit: int) -> Iterator[ShardRow | RefusedMember]:
         frames = [frame for item in batch for frame in item.frames]
         boxes = [item.box for item in batch for _ in item.frames]
-        found = [
+        masks = [
             self._segmenter.find(frames[start : start + limit], boxes[start : start + limit])
             for start in range(0, len(frames), limit)
         ]
-        return self._rows(names, batch, HostCopy(torch.cat(found)))
+        return self._rows(names, batch, HostCopy(torch.cat(masks)))
 
-    def _rows(self, names: list[str], batch: list[PreparedItem], found: HostCopy) -> Iterator[ShardRow | RefusedMember]:
-        parts = found.wait().split([len(item.frames) for item in batch])
-        for name, found_THW in zip(names, parts, strict=True):
-            mask_THW = self._finish(found_THW)
+    def _rows(self, names: list[str], batch: list[PreparedItem], masks: HostCopy) -> Iterator[ShardRow | RefusedMember]:
+        parts = masks.wait().split([len(item.frames) for item in batch])
+        for name, area_THW in zip(names, parts, strict=True):
+            mask_THW = self._finish(area_THW)
             white, least = float(mask_THW.mean()) / 255, self._masks.min_area
             if white <= 1 - least and white >= least and 0 < white < 1:
                 png = Array.from_numpy(np.frombuffer(write_png(mask_THW), np.uint8))

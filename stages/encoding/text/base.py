@@ -134,7 +134,7 @@ class TextEncoder(ABC, Generic[Reader]):
         """Queue a batch of prepared requests on the device; what is returned waits for the results."""
         embeds, pooled_BD = self._compute(batch)
         lengths = [len(embeds_LD) for embeds_LD in embeds]
-        copied = HostCopy(*(each.to(self.dtype) for each in (torch.cat(embeds), pooled_BD) if each is not None))
+        copied = HostCopy(*(tensor.to(self.dtype) for tensor in (torch.cat(embeds), pooled_BD) if tensor is not None))
 
         def results() -> list[TextResult]:
             arrived = copied.wait_all()

@@ -1,4 +1,4 @@
-"""What the readers of texts have in common: prepared texts, passes of neighboring lengths, one copy to the device.
+"""The common parts of readers of texts: prepared texts, passes of neighboring lengths, one copy to the device.
 
 A reader computes the hidden states of a batch of token ids: `prefix_cache.py` those of a causal model, which shares the
 template's beginning, `padded.py` those of one whose padding is part of the text, `masked.py` those of a model whose

@@ -77,7 +77,7 @@ class LatentsWorker(UnitWorker):
         if conditions:
             pixels["condition"] = np.stack(conditions)
         sent = to_device_together([*map(torch.from_numpy, pixels.values())], self.device)
-        latents = [self._latents(names, *each) for each in zip(pixels, sent, strict=True)]
+        latents = [self._latents(names, part, bytes_BTHWC) for part, bytes_BTHWC in zip(pixels, sent, strict=True)]
         return self._rows(names, batch, [*pixels], HostCopy(*latents))
 
     def _latents(self, names: list[str], purpose: str, bytes_BTHWC: torch.Tensor) -> torch.Tensor:

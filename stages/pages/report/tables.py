@@ -184,8 +184,8 @@ def differing_from_defaults(config: Config) -> list[dict[str, str]]:
     """A row for each option whose value is not its default: what its section, or the model's family, has without it."""
     family = config.model.family_spec
     sources = family.flavours[family.default_flavour].task == "i2i"  # which it can't do without
-    dataset = {"instance_data_dir": "any"} | ({"conditioning_data": "any"} if sources else {})
-    datasets = [dataset | {"id": each.id} for each in config.datasets]
+    required = {"instance_data_dir": "any"} | ({"conditioning_data": "any"} if sources else {})
+    datasets = [required | {"id": dataset.id} for dataset in config.datasets]
     given = {"root": config.root, "model": {"family": family.name}, "datasets": datasets}
     given |= {"train": {"experts": config.train.experts}} if config.experts else {}  # required, and in "Runs"
     settings = list_settings(Config.model_validate(given))
