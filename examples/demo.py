@@ -58,7 +58,7 @@ FLAVOURS = {
     "i2i": DemoRun("kandinsky5-image-i2i", "kandinsky5-image", "i2i-lite-sft", *_EDIT, "webdataset", steps=240),
     "t2v": DemoRun("kandinsky5-video-t2v", "kandinsky5-video", "t2v-lite-sft-5s", *_CLIP, frames=5, steps=800),
     "i2v": DemoRun("kandinsky5-video-i2v", "kandinsky5-video", "i2v-lite-5s", *_CLIP, frames=5),
-    "wan": DemoRun("wan2.1-t2v", "wan2.1", "t2v-1.3b", "wan_vae", *_CLIP[1:], frames=5, steps=480),
+    "wan": DemoRun("wan2.1-t2v", "wan2.1", "t2v-1.3b", "wan_vae", *_CLIP[1:], frames=5, steps=800),
     "z-image": DemoRun("z-image", "z-image", "z-image", *_IMAGE, steps=800),
     "qwen-image": DemoRun("qwen-image", "qwen-image", "qwen-image", "qwen_image_vae", *_IMAGE[1:], steps=480),
     "klein": DemoRun("flux2-klein", "flux2-klein", "klein-base-4b", "flux2_vae", *_IMAGE[1:], steps=320, tokens=64),
