@@ -54,8 +54,8 @@ class ShardSupply:
         """Everything of `step` and of those before it has been read."""
 
     def damaged(self, number: int) -> bool:
-        """Told of a shard of which a row is not what was written. True where its bytes were thrown away, so that `open`
-        gives others; False where that is not possible, or was done once already."""
+        """Report a shard of which a row is not what was written. True where its bytes were thrown away, so that
+        `open` gives others; False where that is not possible, or was done once already."""
         return False
 
     def on_removal(self, forget: Callable[[int], None]) -> None:

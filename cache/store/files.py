@@ -270,7 +270,7 @@ class WriteBehind(io.BufferedWriter):
 
 
 class ScratchFile(WriteBehind):
-    """A temporary file of an object store. What its disk refuses is told of the file, not of the object."""
+    """A temporary file of an object store. Errors of its disk name the file, not the object."""
 
     def write(self, data: Any) -> int:
         with explained(f"{self.name} (TMPDIR says where)"):

@@ -137,7 +137,7 @@ def printable(value: object) -> str:
 
 
 def check_prompt_image(prompt: Mapping[str, Any]) -> None:
-    """Check which image of the data a validation prompt starts from, or which references, where that is said."""
+    """Check the image of the data that a validation prompt starts from, or its references, where it names any."""
     given = prompt.get("image", [])
     for value in given if isinstance(given, list) else [given]:
         image = check_object(value, "an image")

@@ -195,8 +195,8 @@ class LimitedFolder:
 
 
 class ShardQueue:
-    """names, sizes: of shards by number; sizes are the most that they may have. let_go: told of a shard that this
-    process held and does not any more, or that is removed."""
+    """names, sizes: of shards by number; sizes are the most that they may have. let_go: called with the number of
+    a shard that this process no longer holds, or that is removed."""
 
     def __init__(
         self,

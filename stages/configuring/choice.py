@@ -27,7 +27,7 @@ WHOLE_FOLDER = "instanceprompt"
 def choose_settings(
     answers: Answers, candidate: Candidate, media: Media | None, steps_limit: int | None = None
 ) -> Settings:
-    """The settings, in the order of a file. media: None as long as it was not looked at, for which the dataset's own
+    """The settings, in the order of a file. media: None before they are looked at, for which the dataset's own
     settings suffice. steps_limit: what the time at hand allows, where a rate is known."""
     name = answers.name
     settings: Settings = {("root",): "./work"}

@@ -98,8 +98,8 @@ class Proposal:
         )
 
     def _with_less_saved(self, candidate: Candidate, prediction: Prediction) -> tuple[Candidate, Prediction]:
-        """Without what saves memory of training, and slows it down, where much of the card would be left: as small
-        media, or few frames, leave it."""
+        """Without the options that save memory and slow training down, where much of the card would be unused, as with
+        small media or few frames."""
         if self.answers.recipe is not None:
             return candidate, prediction
         faster = candidate.without_savers("train")

@@ -73,7 +73,7 @@ class Candidate:
         return self if settings == self.settings else replace(self, settings=settings, roomy=True)
 
     def tightened(self, too_large: set[str]) -> "Candidate | None":
-        """With what saves memory of these programs in force; None where that is so already, or is a candidate."""
+        """With what saves memory of these programs; None where that changes nothing, or is a candidate already."""
         changes: Settings = {}
         if "encode-text" in too_large:
             changes |= dict(zip(SAVERS["encode-text"], ("blocks", 16384), strict=True))

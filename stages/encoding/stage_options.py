@@ -66,8 +66,8 @@ def choose_engine(config: Config, engine: EngineName | None, address: str | None
 def choose_resources(
     config: Config, options: Options, stage: str, overrides: dict[str, int], console: Console
 ) -> tuple[Encoding, str]:
-    """The stage's resources with a number of workers, and a line about that number. It is said at once where it was
-    chosen here. overrides: of the configured resources, by option."""
+    """The stage's resources with a number of workers, and a line about that number, which is logged if it was chosen
+    here. overrides: of the configured resources, by option."""
     resources = options.resources(config, stage).model_copy(update=overrides)
     assert isinstance(resources, Encoding)
     workers, reason = choose_workers(config, resources)
