@@ -25,8 +25,8 @@ from stages.encoding.stage import refuse_partition
 if TYPE_CHECKING:
     from stages.pages.ui.app import Site
     from stages.pages.ui.guard import Token
-    from stages.pages.ui.projects.open_projects import Projects
     from stages.pages.ui.projects.places import Places
+    from stages.pages.ui.projects.open_projects import Projects
 
 
 class NoFolder(LatentpressError):
@@ -162,7 +162,7 @@ def places_of(projects: "Projects", folders: Sequence[Path]) -> "Places":
     for folder in folders:
         if not folder.is_dir():
             raise NoFolder(f"--browse: there is no folder {folder}", "name one that is there")
-    return Places(folders or [projects.place, *(project.path.parent for project in projects.opened())])
+    return Places(folders or [projects.home, *(project.path.parent for project in projects.opened())])
 
 
 def _bracketed(host: str) -> str:

@@ -62,7 +62,7 @@ class Batch:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Batch":
         """On a device, with floating-point tensors in a dtype: copied as they are, and converted there."""
         if SCALE in self.extras:
-            text_BLD, scale_BL = (to_device(each, torch.device(device)) for each in (self.text_BLD, self.extras[SCALE]))
+            text_BLD, scale_BL = (to_device(part, torch.device(device)) for part in (self.text_BLD, self.extras[SCALE]))
             extras = {name: value for name, value in self.extras.items() if name != SCALE}
             return replace(self, text_BLD=text_BLD.float() * scale_BL[..., None], extras=extras).to(device, dtype)
 

@@ -244,8 +244,8 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
         draft.say("config.name", "carried over", "", ("train", "run"))
     datasets = draft.sections(process.get("datasets"), "datasets")
     sections = {key: draft.section(process[key], key) for key in _SECTIONS if process.get(key) is not None}
-    own = {key: value for key, value in process.items() if key not in (*_SECTIONS, "datasets")}
-    draft.carry(SECTIONS["process"], own)
+    settings = {key: value for key, value in process.items() if key not in (*_SECTIONS, "datasets")}
+    draft.carry(SECTIONS["process"], settings)
     carry_datasets(draft, datasets, str(process.get("trigger_word") or ""))
     carry_samples(draft, sections.pop("sample", {}), not is_off(sections.get("train", {}).get("disable_sampling")))
     if "network" not in sections:

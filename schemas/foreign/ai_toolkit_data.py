@@ -6,7 +6,7 @@ from typing import Any
 
 from schemas.foreign.datasets import new_dataset, share, use_masks
 from schemas.foreign.draft import Draft, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
-from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
+from schemas.foreign.models import CHOOSE, checkpoint, chosen, flavour_of_repo
 from schemas.foreign.values import (
     above_zero,
     boolean,
@@ -37,19 +37,19 @@ ARCHITECTURES: dict[str, tuple[str, str | None]] = {
 
 def _architecture(value: Any, draft: Draft) -> Several:
     name = str(value).partition(":")[0].lower()
-    if (found := ARCHITECTURES.get(name)) is None:
+    if (family_and_flavour := ARCHITECTURES.get(name)) is None:
         raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
     exact = flavour_of_repo(str(draft.given.get("name_or_path", "")))
-    return chosen(*(exact if exact and exact[0] == found[0] else found))
+    return chosen(*(exact if exact and exact[0] == family_and_flavour[0] else family_and_flavour))
 
 
 def _checkpoint(value: Any, draft: Draft) -> Several:
     """A published checkpoint, or a copy of it by its author, is its flavour."""
     name = str(draft.given.get("arch", "")).partition(":")[0].lower()
-    found, family = flavour_of_repo(str(value)), ARCHITECTURES.get(name, (None, None))[0]
-    if found and found[0] == family:
-        return chosen(*found)
-    return place(value, draft)
+    published, family = flavour_of_repo(str(value)), ARCHITECTURES.get(name, (None, None))[0]
+    if published and published[0] == family:
+        return chosen(*published)
+    return checkpoint(value, draft)
 
 
 def _quantized(value: Any, draft: Draft) -> str:
@@ -243,28 +243,28 @@ def carry_samples(draft: Draft, section: Mapping[str, Any], disabled: bool) -> N
     items = [{"prompt": words} for words in prompts] if isinstance(prompts, list) else []
     items = draft.sections(section.get("samples"), "sample.samples") or items
     seed = draft.attempt("sample.seed", whole, section.get("seed") or 0, 0)
-    found = []
+    carried = []
     for index, item in enumerate([] if disabled else items):
-        one: dict[str, Any] = {"name": f"sample-{index + 1}", "prompt": str(item.get("prompt", ""))}
+        prompt: dict[str, Any] = {"name": f"sample-{index + 1}", "prompt": str(item.get("prompt", ""))}
         if words := item.get("neg") or section.get("neg"):
-            one["negative_prompt"] = str(words)
+            prompt["negative_prompt"] = str(words)
         images = [item[key] for key in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3") if item.get(key)]
         if images:
-            one["image"] = str(images[0]) if len(images) == 1 else [*map(str, images)]
+            prompt["image"] = str(images[0]) if len(images) == 1 else [*map(str, images)]
         draft.given = {**section, **item}
-        own: dict[str, tuple[Callable[..., Any], str]] = {
+        conversions: dict[str, tuple[Callable[..., Any], str]] = {
             "size": (_size, "width"),
             "steps": (whole, "sample_steps"),
             "guidance": (number, "guidance_scale"),
         }
-        for ours, (convert, key) in {**own, "seed": (whole, "seed")}.items():
+        for ours, (convert, key) in {**conversions, "seed": (whole, "seed")}.items():
             if item.get(key) is not None:
                 convert_here: Callable[[Any], Any] = partial(convert, draft=draft)
                 value = draft.attempt(f"sample.samples {index + 1}: {key}", convert_here, item[key], None)
-                one |= {ours: value} if value is not None else {}
-        if "seed" not in one and section.get("walk_seed") not in (None, False):
-            one["seed"] = seed + index
-        found.append(one)
-    if found:
-        draft.put(("validation", "prompts"), found)
+                prompt |= {ours: value} if value is not None else {}
+        if "seed" not in prompt and section.get("walk_seed") not in (None, False):
+            prompt["seed"] = seed + index
+        carried.append(prompt)
+    if carried:
+        draft.put(("validation", "prompts"), carried)
     draft.carry(SECTIONS["sample"], section, "sample.")

@@ -1,4 +1,4 @@
-"""What the trainers' datasets have in common: names, values that all datasets share here, masks."""
+"""Helpers for all trainers' datasets: names, values that all datasets share here, masks."""
 
 import re
 from collections.abc import Iterable
@@ -8,21 +8,21 @@ from schemas.foreign.draft import Draft, Path
 from schemas.foreign.values import NAME_CHARACTERS, number
 
 
-def new_dataset(draft: Draft, place: Any, ending: str = "") -> tuple[Path, str]:
-    """A further dataset, named as the folder or file `place` and with an id that no other has; its path, and its id."""
-    folder = re.split(r"[\\/]", str(place or "").rstrip("\\/"))[-1]
+def new_dataset(draft: Draft, source: Any, ending: str = "") -> tuple[Path, str]:
+    """A further dataset, named as its folder or file `source`, with an id that no other has; its path, and its id."""
+    folder = re.split(r"[\\/]", str(source or "").rstrip("\\/"))[-1]
     name = NAME_CHARACTERS.sub("-", folder).strip("-._")[:80] or "dataset"
-    taken = {one.get("id") for one in draft.values.get("datasets", [])}
+    taken = {dataset.get("id") for dataset in draft.values.get("datasets", [])}
     at: Path = ("datasets", len(draft.values.get("datasets", [])))
-    own, number_ = f"{name}{ending}", 2
-    while own in taken:
-        own, number_ = f"{name}{ending}-{number_}", number_ + 1
-    draft.put((*at, "id"), own)
-    return at, own
+    dataset_id, number_ = f"{name}{ending}", 2
+    while dataset_id in taken:
+        dataset_id, number_ = f"{name}{ending}-{number_}", number_ + 1
+    draft.put((*at, "id"), dataset_id)
+    return at, dataset_id
 
 
 def share(draft: Draft, key: str, dotted: str, values: Iterable[Any], default: float) -> None:
-    """Of values that each dataset has there, and all have together here, the largest; others are named."""
+    """Take the largest of values that each dataset has there, and all have together here; others are named."""
     rates = [draft.attempt(key, number, default if value is None else value, default) for value in values]
     if not rates:
         return

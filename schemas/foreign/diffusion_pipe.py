@@ -19,7 +19,7 @@ from schemas.foreign.draft import (
     refused,
     secret,
 )
-from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
+from schemas.foreign.models import CHOOSE, checkpoint, chosen, flavour_of_repo
 from schemas.foreign.optimizers import optimizer as find_optimizer
 from schemas.foreign.values import (
     DTYPES,
@@ -70,11 +70,11 @@ def _checkpointing(value: Any, draft: Draft) -> Several:
 
 def _clip(value: Any, draft: Draft) -> Any:
     choices = {"single_beginning": "head", "single_middle": "middle", "multiple_overlapping": "uniform"}
-    found = one_of(choices, "video.clip takes head, middle, random, uniform, chunks, slide")(value, draft)
+    clip = one_of(choices, "video.clip takes head, middle, random, uniform, chunks, slide")(value, draft)
     videos = [number_ for number_, item in enumerate(draft.values.get("datasets", [])) if "video" in item]
     if not videos:
         raise NotNeeded("there are no videos")
-    return Several({f"datasets.{number_}.video.clip": found for number_ in videos})
+    return Several({f"datasets.{number_}.video.clip": clip for number_ in videos})
 
 
 def _family(value: Any, draft: Draft) -> Several:
@@ -82,14 +82,16 @@ def _family(value: Any, draft: Draft) -> Several:
     for key in ("ckpt_path", "diffusers_path", "transformer_path", "diffusion_model"):
         word = str(given.get(key, "")).replace("\\", "/").rstrip("/")
         parts = [part for part in word.split("/") if part not in ("high_noise_model", "low_noise_model")]
-        if parts and (found := flavour_of_repo(parts[-1])):
+        if parts and (published := flavour_of_repo(parts[-1])):
             expert = next(
                 (name for name in ("high", "low") if f"{name}_noise" in str(given.get("transformer_path"))), None
             )
-            return chosen(*found, **({"train__experts": expert} if expert and found[0] == "wan2.2-a14b" else {}))
-    if (found_name := FAMILIES.get(str(value))) is None:
+            return chosen(
+                *published, **({"train__experts": expert} if expert and published[0] == "wan2.2-a14b" else {})
+            )
+    if (family := FAMILIES.get(str(value))) is None:
         raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
-    return chosen(*found_name)
+    return chosen(*family)
 
 
 def _folder(value: Any, draft: Draft) -> Any:
@@ -98,7 +100,7 @@ def _folder(value: Any, draft: Draft) -> Any:
         raise NotNeeded(
             f"{draft.get('model.flavour')} is this checkpoint; model.path names a folder in diffusers' layout"
         )
-    return place(value, draft)
+    return checkpoint(value, draft)
 
 
 def _original(value: Any, draft: Draft) -> Any:

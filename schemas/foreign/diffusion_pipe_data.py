@@ -16,8 +16,8 @@ def _resolutions(value: Any, draft: Draft) -> Several:
         else compact(number(item))
         for item in value
     ]
-    found = edges[0] if len(edges) == 1 else edges
-    return Several({"resolution": found, "resolution_type": "pixel_area"})
+    resolution = edges[0] if len(edges) == 1 else edges
+    return Several({"resolution": resolution, "resolution_type": "pixel_area"})
 
 
 def _aspect(value: Any, draft: Draft) -> float:
@@ -29,10 +29,10 @@ def _aspect(value: Any, draft: Draft) -> float:
 def _frames(value: Any, draft: Draft) -> Any:
     if not (longer := [whole(item) for item in value if whole(item) > 1]):
         raise NotNeeded("images alone")
-    found = {"dataset_type": "video", "video.num_frames": max(longer), "video.min_frames": min(longer)}
+    values = {"dataset_type": "video", "video.num_frames": max(longer), "video.min_frames": min(longer)}
     if len(longer) > 1:
-        found["video.frame_interval"] = gcd(*(count - 1 for count in longer)) or 4
-    return Several(found)
+        values["video.frame_interval"] = gcd(*(count - 1 for count in longer)) or 4
+    return Several(values)
 
 
 def _tags(value: Any, draft: Draft) -> dict[str, Any]:

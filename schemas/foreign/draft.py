@@ -1,5 +1,5 @@
-"""What becomes of the keys of other trainers' configurations. Tables for each of their sections, a row for each key;
-and the draft into which they are carried: what each key became, and the values so far.
+"""Keys of other trainers' configurations, and what becomes of them. Tables for each of their sections, a row for each
+key; and the draft into which they are carried: what each key became, and the values so far.
 
 `latentpress import-config`, the hints in errors of the configuration, and the tables of docs/coming-from.md all read
 these rows.
@@ -42,8 +42,8 @@ class Several:
 
 @dataclass(frozen=True)
 class Row:
-    """Of a key that is carried over, `to` is ours, as a dotted path; in tables of datasets it is a key of a dataset.
-    drop, refuse, secret: why a key is not carried over, and the nearest thing. note: how the value differs."""
+    """The answer to a key. to: of one that is carried over ours, as a dotted path; in tables of datasets, of a dataset.
+    drop, refuse, secret: why it is not carried over, and the nearest thing. note: how the value differs."""
 
     to: str = ""
     convert: Convert = field(default=lambda value, draft: value)
@@ -104,7 +104,7 @@ class Files(Protocol):
 
 @dataclass
 class Line:
-    """What became of one key. paths: ours, where it was carried over. default: it is not in the file, and means this
+    """The outcome of one key. paths: ours, where it was carried over. default: it is not in the file, and means this
     value in the other trainer."""
 
     key: str
@@ -141,7 +141,7 @@ class Draft:
         here[path[-1]] = value
 
     def assume(self, key: str, dotted: str, value: Any) -> None:
-        """What the other trainer always does, where no key says otherwise."""
+        """Set what the other trainer always does, where no key says otherwise."""
         path = tuple(dotted.split("."))
         if self.get(dotted) is None:
             self.put(path, value)
@@ -233,11 +233,11 @@ class Draft:
     def refuse(self, path: Path, reason: str) -> Iterator[Line]:
         """Take back what stands at `path` or below, which the configuration refuses; yields the lines of these keys."""
         for line in self.lines:
-            hit = [one for one in line.paths if one[: len(path)] == path or path[: len(one)] == one]
+            hit = [ours for ours in line.paths if ours[: len(path)] == path or path[: len(ours)] == ours]
             if hit:
-                for one in hit:
-                    self.remove(one)
-                line.paths = [one for one in line.paths if one not in hit]
+                for ours in hit:
+                    self.remove(ours)
+                line.paths = [ours for ours in line.paths if ours not in hit]
                 line.outcome, line.text = "refused", reason
                 yield line
 

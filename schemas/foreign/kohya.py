@@ -26,8 +26,8 @@ NAME = "sd-scripts"
 
 
 def _model(value: Any, draft: Draft) -> Any:
-    if (found := flavour_of_repo(str(value))) is not None:
-        return chosen(*found)
+    if (published := flavour_of_repo(str(value))) is not None:
+        return chosen(*published)
     raise Refused(f"{shown(value)} is of no family that is trained here; {CHOOSE}")
 
 
@@ -181,7 +181,7 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
         folders = [
             (common.pop(key, None), more) for key, more in (("train_data_dir", {}), ("reg_data_dir", {"is_reg": True}))
         ]
-        subsets = [one for folder, more in folders if folder for one in _folders(str(folder), more, files)]
+        subsets = [subset for folder, more in folders if folder for subset in _folders(str(folder), more, files)]
     for subset in subsets:
         given_here = {**common, **subset}
         at, name_ = new_dataset(draft, given_here.get("image_dir"))
@@ -207,9 +207,9 @@ def _subsets(draft: Draft, content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _folders(folder: str, more: Mapping[str, Any], files: Files) -> list[dict[str, Any]]:
     """Folders named REPEATS_WORDS below train_data_dir, as DreamBooth's; the folder itself where there are none."""
-    found = []
+    subsets = []
     for name in files.folders_in(folder):
         count, underscore, words = name.partition("_")
         if underscore and count.isdecimal():
-            found.append({"image_dir": f"{folder}/{name}", "num_repeats": int(count), "class_tokens": words, **more})
-    return found or [{"image_dir": folder, **more}]
+            subsets.append({"image_dir": f"{folder}/{name}", "num_repeats": int(count), "class_tokens": words, **more})
+    return subsets or [{"image_dir": folder, **more}]

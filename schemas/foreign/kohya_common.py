@@ -1,5 +1,5 @@
-"""What kohya's two projects, musubi-tuner and sd-scripts, have in common: arguments, and files of prompts, which have a
-prompt a line with options behind it."""
+"""Arguments that kohya's two projects, musubi-tuner and sd-scripts, have in common, and their files of prompts, which
+have a prompt a line with options behind it."""
 
 import json
 import re
@@ -74,16 +74,16 @@ def _network(value: Any, draft: Draft) -> Several:
 
 
 def _network_arguments(value: Any, draft: Draft) -> Several:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, item in pairs(value).items():
         if name in ("factor", "lokr_factor"):
-            found["train.adapter.decompose_factor"] = whole(item)
+            values["train.adapter.decompose_factor"] = whole(item)
         elif name not in ("verbose", "algo") and not is_off(item):
             raise Refused(f"{name}: of further arguments of the network factor is known; train.adapter.targets chooses "
                           "modules, train.adapter.rank_pattern their ranks")  # fmt: skip
-    if not found:
+    if not values:
         raise NotNeeded("there is nothing in it that is not always so")
-    return Several(found)
+    return Several(values)
 
 
 def sampling(value: Any, draft: Draft) -> Several:
@@ -91,28 +91,28 @@ def sampling(value: Any, draft: Draft) -> Several:
     name, given = str(value), draft.given
     std, shift = number(given.get("sigmoid_scale", 1)), number(given.get("discrete_flow_shift", 1))
     mean, spread = number(given.get("logit_mean", 0)), number(given.get("logit_std", 1))
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if name == "uniform":
-        found = {"train.timesteps.sampling": "uniform", "train.shift": 1.0}
+        values = {"train.timesteps.sampling": "uniform", "train.shift": 1.0}
     elif name in ("sigmoid", "shift"):
-        found = {"train.timesteps.std": std, "train.shift": shift if name == "shift" else 1.0}
+        values = {"train.timesteps.std": std, "train.shift": shift if name == "shift" else 1.0}
     elif name in SHIFTED:
-        found = {"train.timesteps.std": std, "train.timesteps.auto_shift": True}
+        values = {"train.timesteps.std": std, "train.timesteps.auto_shift": True}
     elif name == "logsnr":
-        found = {"train.timesteps.mean": -mean / 2, "train.timesteps.std": spread / 2, "train.shift": 1.0}
+        values = {"train.timesteps.mean": -mean / 2, "train.timesteps.std": spread / 2, "train.shift": 1.0}
     elif name == "sigma":
         scheme = str(given.get("weighting_scheme", "none"))
-        found["train.shift"] = shift
+        values["train.shift"] = shift
         if scheme == "logit_normal":
-            found |= {"train.timesteps.mean": -mean, "train.timesteps.std": spread}
+            values |= {"train.timesteps.mean": -mean, "train.timesteps.std": spread}
         elif scheme == "mode":
             scale = number(given.get("mode_scale", 1.29))
-            found |= {"train.timesteps.sampling": "mode", "train.timesteps.mode_scale": scale}
+            values |= {"train.timesteps.sampling": "mode", "train.timesteps.mode_scale": scale}
         else:
-            found["train.timesteps.sampling"] = "uniform"
+            values["train.timesteps.sampling"] = "uniform"
     else:
         raise Refused(f"{shown(name)}: train.timesteps.sampling takes logit_normal, uniform, mode, beta, list")
-    return Several({key: item + 0.0 if isinstance(item, float) else item for key, item in found.items()})
+    return Several({key: item + 0.0 if isinstance(item, float) else item for key, item in values.items()})
 
 
 def _weighting(value: Any, draft: Draft) -> str:
@@ -229,9 +229,9 @@ def carry_prompts(draft: Draft, files: Files, name: Any) -> None:
     if content is None:
         draft.say("sample_prompts (its file)", "refused", f"{name} is not found; write validation.prompts")
         return
-    found = [_prompt(item, number_) for number_, item in enumerate(_items(content), 1)]
-    if found:
-        draft.put(("validation", "prompts"), found)
+    prompts = [_prompt(item, number_) for number_, item in enumerate(_items(content), 1)]
+    if prompts:
+        draft.put(("validation", "prompts"), prompts)
         draft.say("sample_prompts (its file)", "carried over", "a prompt a line", ("validation", "prompts"))
 
 
@@ -254,16 +254,16 @@ def _line(line: str) -> dict[str, Any]:
 def _prompt(item: dict[str, Any], index: int) -> dict[str, Any]:
     words = str(item.get("prompt", ""))
     short = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:40].rstrip("-")
-    found: dict[str, Any] = {"name": run_name(f"{index:02}-{short}"), "prompt": words}
+    prompt: dict[str, Any] = {"name": run_name(f"{index:02}-{short}"), "prompt": words}
     for key, ours in (("negative_prompt", "negative_prompt"), ("image_path", "image"), ("control_image_path", "image")):
         if item.get(key):
-            found[ours] = json.loads(json.dumps(item[key]))
+            prompt[ours] = json.loads(json.dumps(item[key]))
     if item.get("width") and item.get("height"):
         frames = f"@{whole(item['frame_count'])}" if whole(item.get("frame_count") or 1) > 1 else ""
-        found["size"] = f"{whole(item['width'])}x{whole(item['height'])}{frames}"
+        prompt["size"] = f"{whole(item['width'])}x{whole(item['height'])}{frames}"
     for key, ours in (("sample_steps", "steps"), ("seed", "seed")):
         if item.get(key):
-            found[ours] = whole(item[key])
+            prompt[ours] = whole(item[key])
     if item.get("cfg_scale"):
-        found["guidance"] = number(item["cfg_scale"])
-    return found
+        prompt["guidance"] = number(item["cfg_scale"])
+    return prompt

@@ -21,7 +21,8 @@ def flavour_of_repo(name: str) -> tuple[str, str] | None:
             return REPOS[candidate]
     last = word.rpartition("/")[2].removesuffix("-bf16").removesuffix("-diffusers")
     return next(
-        (found for repo, found in REPOS.items() if repo.rpartition("/")[2].removesuffix("-diffusers") == last), None
+        (published for repo, published in REPOS.items() if repo.rpartition("/")[2].removesuffix("-diffusers") == last),
+        None,
     )
 
 
@@ -34,19 +35,19 @@ def by_name(names: Mapping[str, tuple[str, str | None]]) -> Any:
     """Conversion of a model's name there by a table: name -> family and flavour."""
 
     def convert(value: Any, draft: Draft) -> Several:
-        if (found := names.get(str(value).strip().lower())) is None:
+        if (family_and_flavour := names.get(str(value).strip().lower())) is None:
             raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
-        return chosen(*found)
+        return chosen(*family_and_flavour)
 
     return convert
 
 
-def place(value: Any, draft: Draft) -> Several:
+def checkpoint(value: Any, draft: Draft) -> Several:
     """A checkpoint's repository or folder: the flavour where it is one of ours, else model.path."""
-    if (found := flavour_of_repo(str(value))) is not None:
+    if (published := flavour_of_repo(str(value))) is not None:
         family = draft.get("model.family")
-        if family is None or family == found[0]:
-            return chosen(*found)
+        if family is None or family == published[0]:
+            return chosen(*published)
     if str(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
         raise Refused(
             f"{shown(value)} is a single file; model.path takes a folder or repository in diffusers' layout, and the "

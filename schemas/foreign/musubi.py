@@ -68,10 +68,10 @@ def _script(given: Mapping[str, Any]) -> str:
 
 def _model(value: Any, draft: Draft) -> Several:
     name = _script(draft.given)
-    if (found := SCRIPTS.get(name, (None, {}))[1].get(str(value).lower())) is None:
+    if (family_and_flavour := SCRIPTS.get(name, (None, {}))[1].get(str(value).lower())) is None:
         known = ", ".join(SCRIPTS[name][1]) if name else ""
         raise Refused(f"{shown(value)} is not trained here; {f'known: {known}; ' if known else ''}{CHOOSE}")
-    return chosen(*found)
+    return chosen(*family_and_flavour)
 
 
 def _weights(value: Any, draft: Draft) -> Any:
@@ -264,13 +264,13 @@ def _carry_datasets(draft: Draft, content: Mapping[str, Any]) -> None:
     )
     for item in items:
         given = {**general, **item}
-        place = next((given[key] for key in _PLACES if key in given), "")
+        source = next((given[key] for key in _PLACES if key in given), "")
         video = bool(given.keys() & {"video_directory", "video_jsonl_file"})
         lengths = given.get("target_frames", [1]) if video and given.get("frame_extraction") != "full" else [0]
         lengths = lengths if isinstance(lengths, list) and lengths else [lengths]
         for length in lengths:
             at, name = new_dataset(
-                draft, re.sub(r"\.jsonl$", "", str(place)), f"-{length}f" if len(lengths) > 1 else ""
+                draft, re.sub(r"\.jsonl$", "", str(source)), f"-{length}f" if len(lengths) > 1 else ""
             )
             if video:
                 draft.put((*at, "dataset_type"), "video")

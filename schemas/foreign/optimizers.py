@@ -45,10 +45,10 @@ def optimizer(value: Any, draft: Draft) -> Several:
     name = str(value).strip()
     if name.lower() in KNOWN:
         ours, betas = KNOWN[name.lower()]
-        found: dict[str, Any] = {"train.optimizer.name": ours}
+        values: dict[str, Any] = {"train.optimizer.name": ours}
         if betas and draft.get("train.optimizer.betas") is None:
-            found["train.optimizer.betas"] = list(betas)
-        return Several(found)
+            values["train.optimizer.betas"] = list(betas)
+        return Several(values)
     if "." in name:
         return Several({"train.optimizer.name": name})
     raise Refused(
@@ -59,13 +59,13 @@ def optimizer(value: Any, draft: Draft) -> Several:
 
 def arguments(value: Any, draft: Draft) -> Several:
     """Further arguments of the optimizer: those that have keys here go there."""
-    found = {}
+    values = {}
     for name, item in pairs(value).items():
-        own = name in ("weight_decay", "betas", "eps")
-        found["train.optimizer." + ("" if own else "arguments.") + name] = item
-    if not found:
+        has_key = name in ("weight_decay", "betas", "eps")
+        values["train.optimizer." + ("" if has_key else "arguments.") + name] = item
+    if not values:
         raise NotNeeded("there are none")
-    return Several(found)
+    return Several(values)
 
 
 def schedule(value: Any, draft: Draft) -> Several:
@@ -73,10 +73,10 @@ def schedule(value: Any, draft: Draft) -> Several:
     name = str(value).strip()
     if name not in SCHEDULES:
         raise Refused(f"{shown(name)} is not possible; valid: {', '.join(sorted(set(SCHEDULES.values())))}")
-    found: dict[str, Any] = {"train.optimizer.schedule": SCHEDULES[name]}
+    values: dict[str, Any] = {"train.optimizer.schedule": SCHEDULES[name]}
     if name == "constant":
-        found["train.optimizer.warmup"] = 0
-    return Several(found)
+        values["train.optimizer.warmup"] = 0
+    return Several(values)
 
 
 def warmup(value: Any, draft: Draft) -> int:

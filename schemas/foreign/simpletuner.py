@@ -116,8 +116,8 @@ def _library_prompt(name: str, item: Any, given: Mapping[str, Any]) -> dict[str,
     """A prompt of the library: its text, or a section with it."""
     words = item.get("prompt", "") if isinstance(item, dict) else item
     negative = given.get("validation_negative_prompt")
-    found = {"name": name, "prompt": str(words)}
-    return {**found, "negative_prompt": str(negative)} if negative else found
+    prompt = {"name": name, "prompt": str(words)}
+    return {**prompt, "negative_prompt": str(negative)} if negative else prompt
 
 
 def _read(draft: Draft, given: Mapping[str, Any], files: Files, key: str) -> Any:

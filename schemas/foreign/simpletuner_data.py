@@ -84,9 +84,9 @@ def _filters(value: Any, draft: Draft) -> list[str]:
 
 
 def _table(value: Any, draft: Draft) -> Several:
-    found = {"caption_file": text(value["path"])}
+    values = {"caption_file": text(value["path"])}
     columns = [str(value[key]) for key in ("caption_column", "fallback_caption_column") if value.get(key)]
-    return Several({**found, **({"caption_column": columns[:1]} if columns else {})})
+    return Several({**values, **({"caption_column": columns[:1]} if columns else {})})
 
 
 def _columns(value: Any, draft: Draft) -> list[str]:
@@ -254,8 +254,8 @@ def _pair(draft: Draft, other: Mapping[str, Any] | None, name: str, label: str, 
     elif kind.startswith("reference"):
         path = (*at, "conditioning_data")
         before = draft.values["datasets"][at[1]].get("conditioning_data")
-        place = str(other["instance_data_dir"])
-        draft.put(path, [*([before] if isinstance(before, str) else before), place] if before else place)
+        folder = str(other["instance_data_dir"])
+        draft.put(path, [*([before] if isinstance(before, str) else before), folder] if before else folder)
         draft.say(key, "carried over", "its source images", path)
     else:
         draft.say(key, "refused", f"{kind}: source images (reference_strict) and masks are trained with")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from schemas.foreign.draft import Draft, Refused, Row, Several, dropped, refused
-from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo, place
+from schemas.foreign.models import CHOOSE, checkpoint, chosen, flavour_of_repo
 from schemas.foreign.values import one_of, precision, shown, text, whole
 
 #: Family there, flavour there -> family and flavour here. The first flavour is the default there.
@@ -52,8 +52,8 @@ def family(value: Any, draft: Draft) -> Several:
     if name not in FLAVOURS:
         raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
     path = draft.given.get("pretrained_model_name_or_path")
-    if word is None and path and (found := flavour_of_repo(str(path))):
-        return chosen(*found)
+    if word is None and path and (published := flavour_of_repo(str(path))):
+        return chosen(*published)
     return flavour(word, draft) if word else chosen(*next(iter(FLAVOURS[name].values())))
 
 
@@ -81,7 +81,7 @@ MODEL = {
     "model_flavour": Row("model.flavour", flavour),
     "model_type": Row("train.adapter.type", one_of({"lora": "lora", "full": "full"}, "valid: lora, full"),
               "lora or full"),
-    "pretrained_model_name_or_path": Row("model.path", place, "a published checkpoint is its model.flavour"),
+    "pretrained_model_name_or_path": Row("model.path", checkpoint, "a published checkpoint is its model.flavour"),
     "revision": Row("model.revision", text),
     "mixed_precision": Row("model.precision", precision, "train.precision is of training alone"),
     "base_model_precision": Row(

@@ -104,11 +104,11 @@ METHODS = {
 def _sizes(value: Any, draft: Draft) -> Any:
     """Sizes "1024x1024,1280x768" or one edge, for videos with the number of frames."""
     frames = draft.given.get("validation_num_video_frames")
-    found = []
+    sizes = []
     for word in str(value).split(","):
         edge = word.strip() if "x" in word else f"{whole(word)}x{whole(word)}"
-        found.append(f"{edge}@{whole(frames)}" if frames else edge)
-    return found[0] if len(found) == 1 else found
+        sizes.append(f"{edge}@{whole(frames)}" if frames else edge)
+    return sizes[0] if len(sizes) == 1 else sizes
 
 
 def _prompt(value: Any, draft: Draft) -> Several:

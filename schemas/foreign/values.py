@@ -117,7 +117,7 @@ def only_with(key: str, convert: Convert, off: str = "") -> Convert:
 
 
 def precision(value: Any, draft: Draft) -> Several:
-    """Of the whole model: the trainer's and the encoders'."""
+    """The dtype of the whole model: the trainer's and the encoders'."""
     dtype = DTYPES.get(str(value).lower())
     if dtype is None:
         raise Refused(f"{shown(value)} is not possible here; valid: bf16, fp16, no")
@@ -187,13 +187,13 @@ def pairs(value: Any) -> dict[str, Any]:
         if isinstance(value, list | tuple)
         else re.split(r",(?![^(\[]*[)\]])(?=\s*[A-Za-z_]\w*=)", str(value))
     )
-    found = {}
+    arguments = {}
     for word in words:
         name, equals, right = str(word).partition("=")
         if not equals:
             raise Refused(f"{shown(word)} is no NAME=VALUE")
-        found[name.strip()] = literal(right.strip())
-    return found
+        arguments[name.strip()] = literal(right.strip())
+    return arguments
 
 
 def literal(word: str) -> Any:

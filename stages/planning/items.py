@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """What an item stage reads. stage: its name. pixels: width x height, about. multiple: of the sides, in pixels.
+    """The items that a stage reads. stage: its name. pixels: width x height, about. multiple: of the sides, in pixels.
     frames: of a clip, at most. sources: whether an item's first source image is read with it. options: those of a
     dataset that `choose` depends on. choose: (n,) whether each row of a dataset's media table is wanted. whole: a
     member is a whole item, a video from its beginning to its end, whatever clips are cut of it; and a `where` that is
@@ -100,8 +100,8 @@ def passes_filter(dataset: Dataset, option: str, table: pa.Table) -> NDArray[np.
 def fit_sizes(width: Ints, height: Ints, pixels: int, multiple: int) -> tuple[Ints, Ints]:
     """(n,) sides of about `pixels` of area in each picture's own shape, multiples of `multiple`; of a half, a quarter
     and so on of this area where that is enough for all of a picture's own pixels."""
-    own = width * height
-    halvings = sum((own << k) <= pixels for k in range(1, MOST_HALVINGS + 1))
+    area = width * height
+    halvings = sum((area << k) <= pixels for k in range(1, MOST_HALVINGS + 1))
     edge = np.sqrt(pixels / 2.0 ** np.asarray(halvings, np.float64))
     shape = np.sqrt(width / height)
     sides = (

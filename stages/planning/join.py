@@ -264,11 +264,11 @@ def _find_references(active: pa.Table, latents: EncodedMembers) -> dict[str, Int
         return {}
     lists = active.column("references").combine_chunks()
     members, offsets = latents.find(pc.list_flatten(lists)), _list_offsets(lists)
-    found = {}
+    indices = {}
     for number, part in zip(range(int(np.diff(offsets).max(initial=0))), REFERENCE_PARTS, strict=False):
         at = offsets[:-1] + number
-        found[part] = np.where(at < offsets[1:], np.append(members, -1)[np.minimum(at, len(members))], -1)
-    return found
+        indices[part] = np.where(at < offsets[1:], np.append(members, -1)[np.minimum(at, len(members))], -1)
+    return indices
 
 
 def _add_references(

@@ -40,17 +40,17 @@ class MadeCaptions:
         for used in self.sets:
             clips, rows = item_members(config, dataset, used.request, items)
             owner, ids = clips.item, rows.column("sample_id").combine_chunks()
-            found = pc.index_in(ids, value_set=used.table.column("sample_id").combine_chunks())
-            made.append(used.table.column("captions").combine_chunks().take(found))
-        own = items.column("captions").take(pa.array(owner))
-        has_own = list_lengths(own) > 0
+            indices = pc.index_in(ids, value_set=used.table.column("sample_id").combine_chunks())
+            made.append(used.table.column("captions").combine_chunks().take(indices))
+        file_captions = items.column("captions").take(pa.array(owner))
+        has_own = list_lengths(file_captions) > 0
         has_made = np.zeros(len(owner), bool)
         for captions in made:
             has_made |= np.asarray(captions.is_valid())
         edited = np.asarray(pc.is_in(items.column("media_id").take(pa.array(owner)), value_set=self.edited))
         uses_made = {"fill": ~has_own, "beside": has_made, "instead": has_made}[dataset.made_captions] & ~edited
         uses_own = ~uses_made | (dataset.made_captions == "beside")
-        parts = [pc.if_else(pa.array(uses_own), own, None)]
+        parts = [pc.if_else(pa.array(uses_own), file_captions, None)]
         parts += [pc.if_else(pa.array(uses_made), captions, None) for captions in made]
         return _join_lists(parts), owner
 

@@ -32,20 +32,20 @@ class MadeMasks:
         the model and the settings."""
         clips, rows = item_members(config, dataset, self.request, items)
         ids = rows.column("sample_id").combine_chunks()
-        found = (
+        paths = (
             self.table["path"]
             .combine_chunks()
             .take(pc.index_in(ids, value_set=self.table["sample_id"].combine_chunks()))
         )
-        made = {"path": found, "kind": pc.if_else(found.is_valid(), MADE, None)}
+        made = {"path": paths, "kind": pc.if_else(paths.is_valid(), MADE, None)}
         made["id"] = pc.if_else(
-            found.is_valid(), identity.hash_values(pc.binary_join_element_wise(self.fingerprint, ids, "/")), None
+            paths.is_valid(), identity.hash_values(pc.binary_join_element_wise(self.fingerprint, ids, "/")), None
         )
-        own = {"path": "mask", "id": "mask_id", "kind": "mask_kind"}
+        file_columns = {"path": "mask", "id": "mask_id", "kind": "mask_kind"}
         owner = pa.array(clips.item)
-        taken = {name: items.column(column).take(owner) for name, column in own.items()}
+        taken = {name: items.column(column).take(owner) for name, column in file_columns.items()}
         has_own = taken["id"].is_valid()
-        columns = {f"mask_{name}": pc.if_else(has_own, taken[name], made[name]) for name in own}
+        columns = {f"mask_{name}": pc.if_else(has_own, taken[name], made[name]) for name in file_columns}
         return pa.table(columns), clips.item
 
     def drop_items_without(self, config: Config, dataset: Dataset, items: CandidateItems) -> None:

@@ -148,22 +148,22 @@ def _plan_dataset(
     step = crop_selection.report_step(config.model, dataset, side_multiple, candidates, items, crops)
     clips = clip_selection.select_clips_and_images(family, dataset, items)
     captions = captions.of_items(np.isin(kept_rows, items.numbers("row"), assume_unique=True)[owner])
-    found, has = None, np.ones(len(clips.item), bool)
+    mask_columns, has = None, np.ones(len(clips.item), bool)
     if masks is not None:
-        found, _ = masks.find(config, dataset, items)
-        has &= np.asarray(found["mask_id"].is_valid())
+        mask_columns, _ = masks.find(config, dataset, items)
+        has &= np.asarray(mask_columns["mask_id"].is_valid())
         record_clips_without(items, clips, has, "no-mask", NO_MASK)
     if made is not None:
         has_caption = np.bincount(captions.item, minlength=len(clips.item)) > 0
         record_clips_without(items, clips, has_caption, "no-caption", NO_CAPTION)
         has &= has_caption
         captions = captions.of_items(has)
-    clips, found = clips.keep(has), None if found is None else found.filter(pa.array(has))
+    clips, mask_columns = clips.keep(has), None if mask_columns is None else mask_columns.filter(pa.array(has))
     held_out = samples.held_out_mask(dataset, items.table)
     if condition is not None and condition.kind == "references":
         references = plan_references(condition, items)
     hashes = None if references is None else list_ids(references.ids)
-    planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes, found)
+    planned = samples.plan_samples(dataset, condition, items, crops, clips, held_out, hashes, mask_columns)
     captioned_by = clips.item if made is None else np.arange(len(clips.item))
     text_rows, text_lists, null_text = _plan_texts(template, items, planned, captioned_by, captions, references)
     active = _active_columns(dataset, planned, text_lists, null_text)

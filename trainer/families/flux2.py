@@ -77,7 +77,7 @@ class DoubleAttention(JointAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         text = [layer(encoder_hidden_states) for layer in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)]
         image = [layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v)]
-        text, image = ([values.unflatten(-1, (-1, attn.head_dim)) for values in each] for each in (text, image))
+        text, image = ([values.unflatten(-1, (-1, attn.head_dim)) for values in stream] for stream in (text, image))
         query = torch.cat([attn.norm_added_q(text[0]), attn.norm_q(image[0])], 1)
         key = torch.cat([attn.norm_added_k(text[1]), attn.norm_k(image[1])], 1)
         value = torch.cat([text[2], image[2]], 1)
@@ -167,17 +167,17 @@ def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[Re
     def take(
         block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        place = SINGLE_ROTARY if is_single(block) else DOUBLE_ROTARY
+        position = SINGLE_ROTARY if is_single(block) else DOUBLE_ROTARY
         by_name = "image_rotary_emb" in named
         rotary, options = (
-            (named["image_rotary_emb"], named["joint_attention_kwargs"]) if by_name else inputs[place : place + 2]
+            (named["image_rotary_emb"], named["joint_attention_kwargs"]) if by_name else inputs[position : position + 2]
         )
         if not taken:
             taken.append(tuple(kept.take(values[None], SINGLE) for values in rotary))
             taken.append(options and {"attention_mask": options["attention_mask"][..., : taken[0][0].shape[1]]})
         if by_name:
             return inputs, named | {"image_rotary_emb": taken[0], "joint_attention_kwargs": taken[1]}
-        return (*inputs[:place], *taken, *inputs[place + 2 :]), named
+        return (*inputs[:position], *taken, *inputs[position + 2 :]), named
 
     return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
 
@@ -192,8 +192,8 @@ sampling_dtype = compute_dtype
 
 def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
     """Sigmas from 1 to 1 / steps, unless the scheduler makes its own, shifted by the number of tokens and of steps."""
-    own = scheduler.config.get("use_flow_sigmas", False)
-    levels = {"num_inference_steps": steps} if own else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+    makes_sigmas = scheduler.config.get("use_flow_sigmas", False)
+    levels = {"num_inference_steps": steps} if makes_sigmas else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
     scheduler.set_timesteps(**levels, mu=compute_mu(tokens, steps), device=device)
 
 

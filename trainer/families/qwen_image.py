@@ -209,7 +209,7 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
     """Classifier-free guidance, but each token has the norm of the conditional one."""
     tokens, guided = pack(conditional), pack(base.guide(conditional, unconditional, scale))
-    norm, guided_norm = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (tokens, guided))
+    norm, guided_norm = (torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) for vectors in (tokens, guided))
     return unpack(guided * (norm / guided_norm), conditional.shape)
 
 

@@ -1,4 +1,4 @@
-"""What a run would train on: its buckets and its longest text, of the plan; where there is none, as the configuration
+"""The buckets and the longest text that a run would train on: of the plan; where there is none, as the configuration
 allows."""
 
 import math

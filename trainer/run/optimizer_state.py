@@ -99,7 +99,7 @@ class _Joiner:
                 wanted = torch.device("cpu") if stays else device
                 tensor = self.tensors[name]
                 if order := value.get("order"):
-                    numbers = order if isinstance(order, list) and all(type(each) is int for each in order) else []
+                    numbers = order if isinstance(order, list) and all(type(number) is int for number in order) else []
                     if sorted(numbers) != list(range(tensor.dim())):
                         raise ValueError(f"the optimizer's {path} has another number of dimensions than its order")
                     inverse = [order.index(number) for number in range(tensor.dim())]

@@ -94,7 +94,7 @@ class Site:
         return self._status
 
     def address_of(self, path: Path) -> str:
-        """Where a file under the output is served, another one when it is written again."""
+        """The address of a file under the output, another one when it is written again."""
         name = quote(path.relative_to(self.output).as_posix())
         return f"{DOCUMENTS}{self.document_key}/{name}?version={version_of(path)}"
 
@@ -155,7 +155,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Moved:
-    """What an action made is at this address. Its form is sent without the script (data-plain)."""
+    """The address of what an action made. Its form is sent without the script (data-plain)."""
 
     address: str
 

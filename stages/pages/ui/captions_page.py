@@ -61,7 +61,7 @@ def _store(root: str) -> Store:
 
 @dataclass
 class Shown:
-    """Of a dataset the items that are asked for, those of one page of them. given: what was asked. total, edited: items
+    """The items of a dataset that are asked for, those of one page of them. given: what was asked. total, edited: items
     of the dataset; count: those that are asked for, of which `items` begin at `start`."""
 
     names: list[str]
@@ -149,8 +149,8 @@ def made_captions(store: Store, config: Config) -> dict[str, list[str]]:
                 rows = iter_item_rows(store, cache, [f"{cache}/{key[1].name}"])
                 _kept[key] = [(row.info["media_id"], row.info["captions"]) for _, _, row in rows]
             for media_id, texts in _kept[key]:
-                found = captions.setdefault(media_id, [])
-                found += [text for text in texts if text not in found]
+                known = captions.setdefault(media_id, [])
+                known += [text for text in texts if text not in known]
     return captions
 
 
@@ -186,10 +186,10 @@ def _items(media: pa.Table, edits: pa.Table) -> Iterator[Item]:
     written = {row["media_id"]: row["captions"] for row in wanted.to_pylist()}
     names = ["media_id", "path", "kind", "width", "height", "captions"]
     for row in media.select(names).to_pylist():
-        edit, found = written.get(row["media_id"]), row["captions"] or []
+        edit, of_file = written.get(row["media_id"]), row["captions"] or []
         about = f"{row['kind']}, {row['width']}x{row['height']}"
         before = "" if edit is None else json.dumps(edit)
-        yield Item(row["media_id"], row["path"], about, "\n".join(edit or found), "\n".join(found), before)
+        yield Item(row["media_id"], row["path"], about, "\n".join(edit or of_file), "\n".join(of_file), before)
 
 
 def save(request: Request, form: Form) -> str:

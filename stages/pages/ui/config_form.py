@@ -198,10 +198,10 @@ def search(group: Group, words: str, only_set: bool) -> None:
     wanted = words.casefold().split()
     for inner in group.groups:
         search(inner, words, only_set)
-    for each in group.fields:
-        text = f"{each.path} {each.about}".casefold()
-        each.hidden = (only_set and not each.is_set) or not all(word in text for word in wanted)
-    group.hidden = all([each.hidden for each in group.fields] + [inner.hidden for inner in group.groups])
+    for field_ in group.fields:
+        text = f"{field_.path} {field_.about}".casefold()
+        field_.hidden = (only_set and not field_.is_set) or not all(word in text for word in wanted)
+    group.hidden = all([field_.hidden for field_ in group.fields] + [inner.hidden for inner in group.groups])
 
 
 def with_item(text: str, path: str, given: str) -> str:

@@ -45,7 +45,7 @@ DONE_WORDS = {
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """What is to be done before anything is. datasets: their folders of media; missing: those that are
+    """The first steps, before anything is done. datasets: their folders of media; missing: those that are
     not there. has_prompts: so that there will be pictures."""
 
     datasets: Mapping[str, str]
@@ -55,14 +55,14 @@ class FirstSteps:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """state: of the training, as `RunProgress` has it. facts, place: texts by name, of the run, and of memory and
+    """state: of the training, as `RunProgress` has it. facts, resources: texts by name, of the run, and of memory and
     disks. curve: None before two steps are done. left_out: samples of which no row is here. without: why there
     are none."""
 
     run: str
     state: str
     facts: Mapping[str, str]
-    place: Mapping[str, str]
+    resources: Mapping[str, str]
     curve: LossCurve | None
     rows: Sequence[Row]
     left_out: int
@@ -76,20 +76,21 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     if progress.state == "not started":
         facts = {"ready": ", ".join(counts) or "nothing yet", "steps": str(progress.steps)}
     curve, memory = site.metrics.draw(config.run_folder / METRICS_FILE)
-    place = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{memory[key]:.1f} GiB"
+    resources = {f"most {key.removesuffix('_gib').replace('_', ' ')}": f"{memory[key]:.1f} GiB"
              for key in MEMORY if isinstance(memory.get(key), int | float)}  # fmt: skip
     free = {name: find_free_space(folder) for name, folder in (("root", config.root), ("output", config.output))}
-    place |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
+    resources |= {f"free for {name}": format_bytes(count) for name, count in free.items() if count is not None}
     files = list_files(config)
     steps = spread(sorted({step for steps in files.values() for step in steps}), MOST_STEPS)
-    shown = {name: [step for step in steps if step in own] or [max(own)] for name, own in files.items()}
+    shown = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
     rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
     without = "" if rows else _explain_none(config)
-    return RunSummary(*(progress.run, progress.state, facts, place, curve, rows, len(files) - len(rows), without))
+    return RunSummary(*(progress.run, progress.state, facts, resources, curve, rows, len(files) - len(rows), without))
 
 
 def find_first_steps(config: Config) -> FirstSteps:
-    folders = {it.id: it.root for it in config.datasets if not it.disabled and it.resolved_source == "folder"}
+    used = (dataset for dataset in config.datasets if not dataset.disabled)
+    folders = {dataset.id: dataset.root for dataset in used if dataset.resolved_source == "folder"}
     missing = {name: folder for name, folder in folders.items() if not Path(folder).is_dir()}
     return FirstSteps(folders, missing, bool(config.validation.prompts or config.validation.prompts_file))
 

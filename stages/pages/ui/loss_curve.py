@@ -74,10 +74,10 @@ class MetricsHistory:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """each, mean: points of polylines, of each step and of the mean of SMOOTHED_STEPS; evaluations: (x, y) of eval
+    """losses, mean: points of polylines, of each step and of the mean of SMOOTHED_STEPS; evaluations: (x, y) of eval
     losses. low, high: of the vertical axis; first, last: steps of the horizontal one. summary: in words."""
 
-    each: str
+    losses: str
     mean: str
     evaluations: tuple[tuple[float, float], ...]
     low: str
@@ -92,23 +92,23 @@ class LossCurve:
 
 def draw_losses(lines: Sequence[Line]) -> LossCurve | None:
     """None where fewer than two steps have a finite loss."""
-    each, evaluations = (
+    losses, evaluations = (
         make_curve(key, 0, sorted((line["step"], _number(line[key])) for line in lines if key in line))
         for key in ("loss", "eval_loss")
     )
-    finite = np.isfinite(each.values)
+    finite = np.isfinite(losses.values)
     if finite.sum() < 2:
         return None
-    mean = trailing_mean(each.values, SMOOTHED_STEPS)
+    mean = trailing_mean(losses.values, SMOOTHED_STEPS)
     # A few steps far from the others, as at the start, would press the rest into a line.
-    usual = np.percentile(each.values[finite], (2, 98))
+    usual = np.percentile(losses.values[finite], (2, 98))
     parts = np.concatenate([usual, mean[np.isfinite(mean)], evaluations.values[np.isfinite(evaluations.values)]])
     low, high = float(parts.min()), float(parts.max())
     margin = (high - low) * MARGIN or abs(high) * MARGIN or 1.0
     low, high = low - margin, high + margin
-    first, last = int(each.steps[0]), int(each.steps[-1])
+    first, last = int(losses.steps[0]), int(losses.steps[-1])
 
-    def place(steps: np.ndarray, values: np.ndarray) -> list[tuple[float, float]]:
+    def scale(steps: np.ndarray, values: np.ndarray) -> list[tuple[float, float]]:
         kept = np.isfinite(values)
         x = (steps[kept] - first) / max(last - first, 1) * WIDTH
         y = (high - np.clip(values[kept], low, high)) / (high - low) * HEIGHT
@@ -116,13 +116,13 @@ def draw_losses(lines: Sequence[Line]) -> LossCurve | None:
 
     def line(values: np.ndarray) -> str:
         shown = thin(values, MAX_POINTS)
-        return " ".join(f"{x:g},{y:g}" for x, y in place(each.steps[shown], values[shown]))
+        return " ".join(f"{x:g},{y:g}" for x, y in scale(losses.steps[shown], values[shown]))
 
     start, end = mean[finite][0], mean[finite][-1]
     return LossCurve(
-        each=line(each.values),
+        losses=line(losses.values),
         mean=line(mean),
-        evaluations=tuple(place(evaluations.steps, evaluations.values)),
+        evaluations=tuple(scale(evaluations.steps, evaluations.values)),
         low=f"{low:.3g}",
         high=f"{high:.3g}",
         first=first,

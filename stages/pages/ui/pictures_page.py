@@ -18,15 +18,15 @@ def show_all(request: Request) -> Response:
     site = site_of(request)
     config = site.config()
     files = list_files(config)
-    steps = sorted({step for own in files.values() for step in own})
+    steps = sorted({step for paths in files.values() for step in paths})
     pair = [step for step in (_asked(request, name, steps) for name in ("step", "beside")) if step is not None]
     chosen = sorted(set(pair)) or spread(steps, MOST_STEPS)
-    shown = {name: [step for step in chosen if step in own] for name, own in list(files.items())[:MOST_ROWS]}
+    shown = {name: [step for step in chosen if step in paths] for name, paths in list(files.items())[:MOST_ROWS]}
     return render(
         request,
         "pictures.html",
         title="Pictures",
-        rows=[make_row(site, config, name, files[name], own) for name, own in shown.items() if own],
+        rows=[make_row(site, config, name, files[name], kept) for name, kept in shown.items() if kept],
         total=len(files),
         steps=steps[::-1],
         left_out=0 if pair else len(steps) - len(chosen),
@@ -45,7 +45,7 @@ def show_one(request: Request) -> Response:
     if step is None:
         raise HTTPException(404, "there is no such picture")
     chosen = sorted({step, step if beside is None else beside})
-    names = [one for one, own in files.items() if step in own]
+    names = [other for other, paths in files.items() if step in paths]
     number, position = names.index(name), steps.index(step)
     around = {
         "earlier": make_cell(site, name, steps[position - 1], None, beside) if position else None,
@@ -57,7 +57,7 @@ def show_one(request: Request) -> Response:
         request,
         "picture.html",
         title=name,
-        cells=[(make_cell(site, name, one, files[name][one]), describe(config, name, one)) for one in chosen],
+        cells=[(make_cell(site, name, shown, files[name][shown]), describe(config, name, shown)) for shown in chosen],
         name=name,
         step=step,
         beside=beside,

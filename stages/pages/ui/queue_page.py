@@ -46,7 +46,7 @@ def show(request: Request) -> Response:
         "queue.html",
         title="Queue",
         problem=problem,
-        rows=[_row(entry, place, state) for place, entry in enumerate(state.entries)],
+        rows=[_row(entry, position, state) for position, entry in enumerate(state.entries)],
         is_on=state.is_on,
         worker=worker if worker is not None and _is_at_work(worker) else None,
         unfinished=len(state.unfinished),
@@ -60,9 +60,9 @@ def _is_at_work(worker: ProcessRecord) -> bool:
     return worker.is_running or worker.runs_elsewhere
 
 
-def _row(entry: QueueEntry, place: int, state: QueueState) -> Row:
-    verbs = ["up"] if place else []
-    verbs += ["down"] if place < len(state.entries) - 1 else []
+def _row(entry: QueueEntry, position: int, state: QueueState) -> Row:
+    verbs = ["up"] if position else []
+    verbs += ["down"] if position < len(state.entries) - 1 else []
     verbs += ["again"] if entry not in state.unfinished else []
     facts = ""
     if entry.state == "running":

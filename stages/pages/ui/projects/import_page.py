@@ -12,9 +12,9 @@ from stages.pages.ui.app import Form, Moved, Page, action, get, render
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.projects import proposal_page
 from stages.pages.ui.projects.browse_page import list_asked
+from stages.pages.ui.projects.places import Places
 from stages.pages.ui.projects.new_page import free_name, new_file
 from stages.pages.ui.projects.open_projects import Projects
-from stages.pages.ui.projects.places import Places
 from stages.pages.ui.projects.proposals import Proposals
 
 PATH = "/import"
@@ -27,7 +27,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
         listing, problem = list_asked(places, request)
         query = request.query_params
         given = {key: query.get(key, "") for key in ("name", "from", "overrides")}
-        given["name"] = given["name"] or free_name(projects.place, Path(listing.path).name or "imported")
+        given["name"] = given["name"] or free_name(projects.home, Path(listing.path).name or "imported")
         return render(
             request,
             "projects/import.html",
@@ -38,7 +38,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
             chosen=query.getlist("file"),
             trainers=TRAINERS,
             field=FILE_FIELD,
-            place=projects.place,
+            home=projects.home,
         )
 
     def propose(request: Request, form: Form) -> Moved:
@@ -48,7 +48,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
         if not files:
             raise Refused("no file was chosen", "choose the configuration's files")
         name = form.get("name", "").strip()
-        file = new_file(projects.place, name)
+        file = new_file(projects.home, name)
         trainer = form.get("from", "")
         overrides = [line.strip() for line in form.get("overrides", "").splitlines() if line.strip()]
         if len(overrides) > MOST_OVERRIDES:

@@ -17,8 +17,8 @@ from stages.pages.ui.app import Form, Moved, Page, action, get, render
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.projects import proposal_page
 from stages.pages.ui.projects.browse_page import list_asked
-from stages.pages.ui.projects.open_projects import Projects
 from stages.pages.ui.projects.places import Places
+from stages.pages.ui.projects.open_projects import Projects
 from stages.pages.ui.projects.proposals import Proposals
 
 PATH = "/new"
@@ -28,21 +28,21 @@ ANSWERS = (*FOLDERS, "task", "recipe", "card", "time", "caption")  # options of 
 MOST_CHARACTERS = 2000  # of an answer
 
 
-def new_file(place: Path, name: str) -> Path:
+def new_file(folder: Path, name: str) -> Path:
     """The configuration of a project of this name. Refused where it can't have it."""
     if not re.fullmatch(NAME_PATTERN, name) or len(name) > 60:
         raise Refused(f"{name!a} is no name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
-    file = place / name / FILE
+    file = folder / name / FILE
     if file.parent.is_symlink() or file.is_symlink() or (file.parent.exists() and not file.parent.is_dir()):
         raise Refused(f"{file.parent} is a link, or no folder", "choose another name")
     return file
 
 
-def free_name(place: Path, wanted: str) -> str:
+def free_name(folder: Path, wanted: str) -> str:
     """A name that no folder there has."""
     name = make_name(wanted)
     names = [name, *(f"{name}-{ending}" for ending in ("project", *range(2, 100)))]
-    return next((one for one in names if not (place / one).exists()), name)
+    return next((free for free in names if not (folder / free).exists()), name)
 
 
 def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
@@ -53,7 +53,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
         if given["media"]:
             try:
                 media = places.find_folder(given["media"])
-                given["name"] = given["name"] or free_name(projects.place, media.name)
+                given["name"] = given["name"] or free_name(projects.home, media.name)
                 return render(
                     request,
                     "projects/new_project.html",
@@ -62,7 +62,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
                     tasks=TASKS,
                     recipes=list_recipes(),
                     time=ASSUMED_TIME,
-                    place=projects.place,
+                    home=projects.home,
                 )
             except LatentpressError as error:
                 problem = error
@@ -74,7 +74,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
     def propose(request: Request, form: Form) -> Moved:
         given = _read_answers(form, places)
         name = form.get("name", "").strip()
-        file = new_file(projects.place, name)
+        file = new_file(projects.home, name)
         words = [f"--{option}={answer}" for option, answer in given.items()]
         again = f"{PATH}?{urlencode({'name': name, **given})}"
         return Moved(proposal_page.address(proposals.begin("configure", file, words, again)))

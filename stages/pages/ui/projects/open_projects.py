@@ -35,12 +35,12 @@ class Project:
 
 class Projects:
     """open_site: a configuration and the base of its pages -> its site; LatentpressError where it is not valid. folder:
-    whose configurations are shown, too. place: the folder in which new projects are made, each in one of its own."""
+    whose configurations are shown, too. home: the folder in which new projects are made, each in one of its own."""
 
     def __init__(
-        self, open_site: Callable[[Path, str], Site], pages: Sequence[Page], place: Path, folder: Path | None = None
+        self, open_site: Callable[[Path, str], Site], pages: Sequence[Page], home: Path, folder: Path | None = None
     ) -> None:
-        self.place, self.folder = place, folder
+        self.home, self.folder = home, folder
         self._invalid: dict[Path, tuple[str, LatentpressError]] = {}  # with the version of the file that was read
         self._open_site, self._pages = open_site, pages
         self._projects: dict[str, Project] = {}
@@ -66,7 +66,7 @@ class Projects:
     def _name(self, path: Path) -> str:
         name = make_name(path.parent.name if path.stem in PLAIN_STEMS else path.stem)
         names = (f"{name}-{number}" if number > 1 else name for number in range(1, len(self._projects) + 2))
-        return next(one for one in names if one not in self._projects)
+        return next(free for free in names if free not in self._projects)
 
     def opened(self) -> Sequence[Project]:
         return tuple(self._projects.values())
@@ -96,7 +96,7 @@ class Projects:
 
     @property
     def invalid(self) -> dict[Path, LatentpressError]:
-        """What `scan` can't open."""
+        """Configurations that `scan` can't open."""
         return {path: error for path, (_, error) in self._invalid.items()}
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,5 +1,5 @@
-"""What a program proposes: what it found and predicts, the file, or the difference to the one that is there, and the
-button that writes it."""
+"""The page of a proposal: what the program found and predicts, the file, or the difference to the one that is there,
+and the button that writes it."""
 
 from typing import Any
 

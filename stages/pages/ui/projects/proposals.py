@@ -84,7 +84,7 @@ def _read(file: Path) -> str | None:
 
 
 class Proposals:
-    """Those of one page. By their keys; a key can't be guessed, and is none after the page's end."""
+    """The proposals of one page, by their keys; a key can't be guessed, and is none after the page's end."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -94,7 +94,7 @@ class Proposals:
         return {proposal.key: proposal for proposal in self._list()}.get(key)
 
     def _list(self) -> list[Proposal]:
-        """Those whose folder was not removed by somebody else, as systems tidy up temporary files."""
+        """List those whose folder was not removed by somebody else, as systems tidy up temporary files."""
         return [proposal for proposal in self._proposals.values() if proposal.report_file.exists()]
 
     def begin(self, program: Program, file: Path, words: Sequence[str], again: str) -> Proposal:
@@ -110,7 +110,7 @@ class Proposals:
         proposal = Proposal(key, program, file, _read(file), again, programs, folder / "report.json")
         programs.start(program, *words, report=proposal.report_file)
         self._proposals[key] = proposal
-        for old in [one for one in self._list() if not one.start.is_running][:-MOST_KEPT]:
+        for old in [proposal for proposal in self._list() if not proposal.start.is_running][:-MOST_KEPT]:
             del self._proposals[old.key]
             shutil.rmtree(self._folder / old.key, ignore_errors=True)
         return proposal
