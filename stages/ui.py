@@ -25,8 +25,8 @@ from stages.encoding.stage import refuse_partition
 if TYPE_CHECKING:
     from stages.pages.ui.app import Site
     from stages.pages.ui.guard import Token
-    from stages.pages.ui.projects.places import Places
     from stages.pages.ui.projects.open_projects import Projects
+    from stages.pages.ui.projects.places import Places
 
 
 class NoFolder(LatentpressError):

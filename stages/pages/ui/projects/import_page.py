@@ -12,9 +12,9 @@ from stages.pages.ui.app import Form, Moved, Page, action, get, render
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.projects import proposal_page
 from stages.pages.ui.projects.browse_page import list_asked
-from stages.pages.ui.projects.places import Places
 from stages.pages.ui.projects.new_page import free_name, new_file
 from stages.pages.ui.projects.open_projects import Projects
+from stages.pages.ui.projects.places import Places
 from stages.pages.ui.projects.proposals import Proposals
 
 PATH = "/import"
