@@ -65,6 +65,22 @@ def count_floors(folder: str, trees: dict[str, ast.Module]) -> int:
     return max(map(floor, files), default=0)
 
 
+def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in VAGUE:
+            yield node.lineno, node.id
+
+
+def vague_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line of the module, class or function, and docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if BEGINNINGS.match(text):
+                yield getattr(node, "lineno", 1), text
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--ref", default="HEAD", help="the commit that is counted")
@@ -72,11 +88,6 @@ def main() -> None:
     source = {path: text for path, text in texts.items() if path.split("/")[0] in PACKAGES}
     trees = {path: ast.parse(text) for path, text in source.items()}
     lengths = [length for tree in trees.values() for length in function_lengths(tree)]
-    names = [node.id for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [
-        ast.get_docstring(node) for t in trees.values() for node in ast.walk(t) if isinstance(node, documented)
-    ]
     folders: dict[str, int] = defaultdict(int)
     for path in source:
         folders[str(PurePosixPath(path).parent)] += 1
@@ -94,8 +105,8 @@ def main() -> None:
         "longest function": max(lengths),
         "largest folders": sorted(((count, folder) for folder, count in folders.items()), reverse=True)[:4],
         "most floors": sorted(((count, folder) for folder, count in floors.items()), reverse=True)[:4],
-        "names that say nothing": sum(name in VAGUE for name in names),
-        "docstrings that begin with Of, What, ...": sum(bool(BEGINNINGS.match(text)) for text in docstrings if text),
+        "names that say nothing": sum(len([*vague_names(tree)]) for tree in trees.values()),
+        "docstrings that begin with Of, What, ...": sum(len([*vague_docstrings(tree)]) for tree in trees.values()),
         "files of tests": sum(path.startswith("tests/") for path in texts),
         "lines of tests": sum(text.count("\n") for path, text in texts.items() if path.startswith("tests/")),
     }

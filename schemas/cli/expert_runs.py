@@ -22,8 +22,8 @@ class BothExperts(LatentpressError):
 def for_each_expert(
     *, in_order: bool = False, of_one: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """A decorator of a program's `run`, which is then called for the run of each expert. in_order: not for the second
-    before the first has done its work. of_one: its arguments that are for one run only, and the options' names."""
+    """A decorator of a program's `run`, which is then called for the run of each expert. in_order: for the second
+    only once the first has done its work. of_one: its arguments that are for one run only, and the options' names."""
 
     def decorate(run: Callable[..., Report]) -> Callable[..., Report]:
         @wraps(run)

@@ -41,8 +41,8 @@ class KeptLog:
     @contextmanager
     def begin(self, run_folder: Path, warn: Callable[[str], object]) -> Iterator[None]:
         """Write to the run's folder from now on, unless another program has said where. In the body the end of the
-        terminal or connection ends nothing, and programs that are started add to the file. warn: told where it can't be
-        written."""
+        terminal or connection ends nothing, and programs that are started add to the file. warn: called where it
+        can't be written."""
         is_first = self.path is None
         if is_first:
             self._open(run_folder.absolute() / LOGS / f"{self._program}.log", warn)

@@ -1,4 +1,4 @@
-"""Limits of the system (`ulimit`) that are too low for a program: said in words, where libraries end in a traceback."""
+"""Limits of the system (`ulimit`) that are too low for a program: explained, where libraries end in a traceback."""
 
 import errno
 import re

@@ -43,7 +43,7 @@ def show_starting(program: str) -> None:
 
 
 def show_ending(program: str) -> None:
-    """Show that a program ends, which has said all."""
+    """Show that a program whose output is complete is ending."""
     if _is_shown():
         print(f"ending {program} ...", end="", file=sys.stderr, flush=True)
 
