@@ -8,16 +8,14 @@ do not depend on other segments.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.geometry import Floats, Ints, largest_valid_frames, to_python_scalar
 from schemas.randomness import mix_bits, to_unit_interval
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Frames = TypeVar("Frames", int, Ints)
 ClipSelection = Literal["head", "middle", "random", "uniform", "chunks", "slide"]
 
 TIME_TOLERANCE = 0.001  # seconds: containers round timestamps, Matroska to milliseconds
@@ -34,16 +32,6 @@ class Clips:
     segment: Ints
     start: Floats
     frames: Ints
-
-
-def largest_valid_frames(frames: Frames, *strides: int) -> Frames:
-    """The largest F <= frames with (F - 1) a multiple of each stride."""
-    count = np.asarray(frames)
-    if (count < 1).any() or min(strides) < 1:
-        listed = ", ".join(map(str, strides))
-        raise ValueError(f"{count.min(initial=1)} frames at a stride of {listed}: all must be 1 or more")
-    stride = math.lcm(*strides)
-    return to_python_scalar((count - 1) // stride * stride + 1)
 
 
 @overload
@@ -153,11 +141,6 @@ def select_clips(
     else:
         raise ValueError(f"clip {clip!r}: choose one of {', '.join(get_args(ClipSelection))}")
     return Clips(segment[row], start / rates[segment[row]], frames[row])
-
-
-def to_python_scalar(values: Any) -> Any:
-    """A Python number for an array without dimensions; a column (n,) as it is."""
-    return values.item() if np.ndim(values) == 0 else values
 
 
 def _random_starts(free: Ints, seeds: NDArray[np.uint64], clips: int) -> tuple[Ints, Ints]:

@@ -11,16 +11,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.clips import Floats, Ints, largest_valid_frames, to_python_scalar
-
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Lengths = int | Ints
 Numbers = float | Floats
 Pixels = TypeVar("Pixels", int, Ints)
+Frames = TypeVar("Frames", int, Ints)
 CropStyle = Literal["center", "random", "corner", "face"]
 ResolutionType = Literal["pixel", "area", "pixel_area"]
 
@@ -291,3 +292,18 @@ def _nearest_multiple(value: float, stride: int) -> int:
 
 def _rounded_division(numerator: Ints, denominator: Ints) -> Ints:
     return (2 * numerator + denominator) // (2 * denominator)
+
+
+def largest_valid_frames(frames: Frames, *strides: int) -> Frames:
+    """The largest F <= frames with (F - 1) a multiple of each stride."""
+    count = np.asarray(frames)
+    if (count < 1).any() or min(strides) < 1:
+        listed = ", ".join(map(str, strides))
+        raise ValueError(f"{count.min(initial=1)} frames at a stride of {listed}: all must be 1 or more")
+    stride = math.lcm(*strides)
+    return to_python_scalar((count - 1) // stride * stride + 1)
+
+
+def to_python_scalar(values: Any) -> Any:
+    """A Python number for an array without dimensions; a column (n,) as it is."""
+    return values.item() if np.ndim(values) == 0 else values

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from schemas.clips import Ints
-from schemas.geometry import Crop
+from schemas.geometry import Crop, Ints
 
 MOST_REFERENCES = 9  # of a sample, in any family
 #: Roles of the companions that are source images. Those after the first exist where a task has several references.

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from schemas.catalog import FAMILIES
-from schemas.clips import largest_valid_frames
 from schemas.config.captioning import Caption
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Features, Latents, Model, StageName, Stages, Text, Vision
@@ -25,7 +24,7 @@ from schemas.config.validation import (
     validation_samples,
 )
 from schemas.family import Expert, Family
-from schemas.geometry import workable_step
+from schemas.geometry import largest_valid_frames, workable_step
 from schemas.regular_files import find_obstacle
 
 VALIDATION = "validation"  # the dataset of the images of validation prompts

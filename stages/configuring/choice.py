@@ -4,10 +4,10 @@ from collections import Counter
 
 import numpy as np
 
-from schemas.clips import frames_available, largest_valid_frames
+from schemas.clips import frames_available
 from schemas.config.encoding import Model
 from schemas.family import Family
-from schemas.geometry import choose_buckets, resolution_buckets
+from schemas.geometry import choose_buckets, largest_valid_frames, resolution_buckets
 from stages.configuring.answers import Answers
 from stages.configuring.folder import Media
 from stages.configuring.recipes import DATASET, Candidate, Settings, default_at, is_written

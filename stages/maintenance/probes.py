@@ -117,7 +117,7 @@ def probe_decoders() -> dict[str, Any]:
 
 def probe_store(url: str) -> dict[str, Any]:
     """List the first level of a store."""
-    from stages.discovery.sources.object_store import open_filesystem
+    from stages.discovery.sources.urls import open_filesystem
 
     filesystem, path = open_filesystem(url)
     try:

@@ -9,11 +9,11 @@ from schemas.clips import (
     MAX_FRAMES,
     clip_times,
     frames_available,
-    largest_valid_frames,
     match_frame_rates,
     select_clips,
     takes_every_kth_frame,
 )
+from schemas.geometry import largest_valid_frames
 
 SELECTIONS = ("head", "middle", "random", "uniform", "chunks", "slide")
 rates = st.sampled_from([0.5, 8.0, 12.0, 23.976, 24.0, 25.0, 30000 / 1001, 50.0, 60.0, 240.0])

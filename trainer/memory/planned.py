@@ -14,11 +14,10 @@ from cache.models.weights import WeightsError, local_folder
 from cache.sets import plans
 from cache.sets.text_lengths import most_tokens, reference_tokens
 from cache.store.store import Store
-from schemas.clips import largest_valid_frames
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
-from schemas.geometry import Bucket, resolution_buckets
+from schemas.geometry import Bucket, largest_valid_frames, resolution_buckets
 from schemas.recipe import plan_key
 from schemas.references import SOURCE_ROLES
 

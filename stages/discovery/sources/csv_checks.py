@@ -18,8 +18,7 @@ from typing import BinaryIO
 from schemas.errors import LatentpressError
 from schemas.regular_files import open_regular
 from schemas.text_format import shorten
-from stages.discovery.sources.object_store import open_filesystem
-from stages.discovery.sources.urls import display_location, scrub_secrets
+from stages.discovery.sources.urls import display_location, open_filesystem, scrub_secrets
 
 MAX_CELL_BYTES = 1 << 24
 _DELIMITER_NAMES = {";": "';'", "\t": "tab", "|": "'|'"}

@@ -24,12 +24,10 @@ from stages.discovery.sources.columns import TextLookup, extra_columns, require_
 from stages.discovery.sources.companions import CommonSource, is_needed
 from stages.discovery.sources.object_store import (
     RemoteFile,
-    UnknownLocation,
     object_errors,
     object_version,
-    open_filesystem,
 )
-from stages.discovery.sources.urls import display_location
+from stages.discovery.sources.urls import UnknownLocation, display_location, open_filesystem
 from stages.discovery.sources.walk import caption_version, require_folder
 from stages.media.files import MediaError, MediaPath
 

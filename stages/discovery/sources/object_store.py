@@ -8,7 +8,6 @@ import hashlib
 import io
 import os
 import posixpath
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,19 +15,14 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple, cast
 
-import fsspec
-
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
 from stages.discovery.sources.store_checksum import StoreChecksum, best_checksum
-from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
+from stages.discovery.sources.urls import join_url, open_filesystem, scrub_secrets, strip_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath, SeekableReader
 
 #: What one request reads ahead: one request reads an image of this size, a second one the index at a video's end.
 READ_AHEAD_BYTES = 1 << 20
-#: A request to S3 or HTTP fails after these seconds without a connection, or without data. s3fs and botocore together
-#: try up to ten times before an item is set aside, which takes less than stages.item_timeout_s.
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 15.0
 _SPOOL_BYTES = 1 << 26
 _BLOCK_BYTES = 1 << 22
 
@@ -36,42 +30,6 @@ _ACCESS_ADVICE = (
     "give credentials in the environment (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), or the right to read"
 )
 _RETRY_ADVICE = "check the network and the place, then run again"
-
-
-class UnknownLocation(LatentpressError):
-    """A URL of a scheme that fsspec does not know, or can't open by the URL alone."""
-
-
-def open_filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path within it. fsspec caches it for each process: after a fork the
-    child gets one of its own, with its own event loop, so nothing here keeps one.
-
-    Raises UnknownLocation if fsspec can't open the URL, LatentpressError if the library for it is missing.
-    """
-    try:
-        options: dict[str, Any] = {}  # of each part of the URL: limits of time, so that no server makes a program hang
-        for scheme in re.findall(r"(?:^|::)([a-z0-9]+)(?=://)", url):  # other stores keep those of their libraries
-            if scheme in ("s3", "s3a"):
-                limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-                options[scheme] = {"config_kwargs": limits | {"retries": {"total_max_attempts": 2}}}
-            elif scheme in ("http", "https"):  # whose own limit is five minutes for a whole file, however fast it comes
-                from aiohttp import ClientTimeout
-
-                timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-                options[scheme] = {"client_kwargs": {"timeout": timeout}}
-        return fsspec.core.url_to_fs(url, **options)
-    except ImportError as error:
-        s3 = "s3" in url.partition("://")[0]
-        step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
-        problem = f"a library is missing ({scrub_secrets(str(error), url)})"
-    except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # it needs arguments
-        step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"
-        problem = f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})"
-        raise UnknownLocation(problem, step) from error
-    except OSError as error:  # a network, or a library of the system: not the URL's fault
-        step = "check the network and what the library of this URL needs, then run again"
-        problem = f"can't be opened ({scrub_secrets(str(error), url)})"
-    raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)
 
 
 def object_version(info: Mapping[str, Any]) -> str | None:

@@ -22,10 +22,9 @@ from stages.discovery.sources.object_store import (
     RemoteFile,
     listing_errors,
     object_version,
-    open_filesystem,
     walk_objects,
 )
-from stages.discovery.sources.urls import join_url, strip_secrets
+from stages.discovery.sources.urls import join_url, open_filesystem, strip_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, FileWindow, MediaError, MediaPath, media_size, open_media
 
 #: Blocks and types of members, from POSIX.1-2001 (ustar and pax) and GNU tar.

@@ -1,9 +1,14 @@
-"""Joining URLs, and showing them without secrets: user information, queries, and whatever libraries repeat of either in
-their messages."""
+"""URLs: opened by fsspec, joined, and shown without secrets: user information, queries, and whatever libraries repeat
+of either in their messages."""
 
 import os
 import re
+from typing import Any
 from urllib.parse import unquote
+
+import fsspec
+
+from schemas.errors import LatentpressError
 
 _HOST_AND_PORT = re.compile(r"[^:@]*(:\d*)?")
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
@@ -15,6 +20,9 @@ _SIGNATURE_PARAMETERS = {
     "sig": {"sig", "se", "st", "sp", "sr", "sv", "spr", "sip", "ske", "skt", "sks", "skv", "skoid", "sktid"},
 }
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|ACCESS_KEY|API_KEY|ACCOUNT_KEY|CREDENTIAL", re.IGNORECASE)
+#: A request to S3 or HTTP fails after these seconds without a connection, or without data. s3fs and botocore together
+#: try up to ten times before an item is set aside, which takes less than stages.item_timeout_s.
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 15.0
 
 
 def strip_secrets(url: str) -> str:
@@ -71,3 +79,39 @@ def join_url(url: str, name: str) -> str:
         head, mark, query = head.partition("?")
         query = mark + query
     return f"{head.rstrip('/')}/{name}{query}{separator}{rest}"
+
+
+class UnknownLocation(LatentpressError):
+    """A URL of a scheme that fsspec does not know, or can't open by the URL alone."""
+
+
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path within it. fsspec caches it for each process: after a fork the
+    child gets one of its own, with its own event loop, so nothing here keeps one.
+
+    Raises UnknownLocation if fsspec can't open the URL, LatentpressError if the library for it is missing.
+    """
+    try:
+        options: dict[str, Any] = {}  # of each part of the URL: limits of time, so that no server makes a program hang
+        for scheme in re.findall(r"(?:^|::)([a-z0-9]+)(?=://)", url):  # other stores keep those of their libraries
+            if scheme in ("s3", "s3a"):
+                limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+                options[scheme] = {"config_kwargs": limits | {"retries": {"total_max_attempts": 2}}}
+            elif scheme in ("http", "https"):  # whose own limit is five minutes for a whole file, however fast it comes
+                from aiohttp import ClientTimeout
+
+                timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+                options[scheme] = {"client_kwargs": {"timeout": timeout}}
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        s3 = "s3" in url.partition("://")[0]
+        step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
+        problem = f"a library is missing ({scrub_secrets(str(error), url)})"
+    except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # it needs arguments
+        step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"
+        problem = f"{strip_secrets(url)}: can't be opened ({scrub_secrets(str(error), url)})"
+        raise UnknownLocation(problem, step) from error
+    except OSError as error:  # a network, or a library of the system: not the URL's fault
+        step = "check the network and what the library of this URL needs, then run again"
+        problem = f"can't be opened ({scrub_secrets(str(error), url)})"
+    raise LatentpressError(f"{strip_secrets(url)}: {problem}", step)

@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 
 from schemas.catalog import FAMILIES
-from schemas.config.error_messages import type_at
+from schemas.config.error_messages import hints, type_at
 from schemas.config.loading import ConfigError, dump_yaml, load_config
-from schemas.config.migration_hints import hints
 from schemas.config.pipeline import Config
 from tests.schemas.config.test_example import every_key
 

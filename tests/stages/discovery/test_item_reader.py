@@ -15,7 +15,7 @@ from schemas.tables import MEDIA_SCHEMA
 from stages import discover
 from stages.discovery.item_reader import probe_companion, probe_media
 from stages.discovery.media_table import read_media_table
-from stages.discovery.sources import object_store
+from stages.discovery.sources import urls
 from stages.media.files import Blob, MediaError, hash_file
 from tests.background import answered
 from tests.stages.media_files import clip, video
@@ -61,7 +61,7 @@ def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, mo
     table.write_text("url,caption\n" + "".join(f"{url}/{name},of {name}\n" for name in names))
     home.settings["datasets"][0] |= {"instance_data_dir": str(table), "caption_strategy": "csv"}
     home.settings["stages"]["item_timeout_s"] = 4.0
-    monkeypatch.setattr(object_store, "READ_TIMEOUT_S", 2.0)  # while the listing asks for sizes and versions
+    monkeypatch.setattr(urls, "READ_TIMEOUT_S", 2.0)  # while the listing asks for sizes and versions
     report = home.run(discover.run, "stages.max_reject_fraction=1.0")
     table = read_media_table(Store(home.root), "photos")
     assert table["captions"].to_pylist() == [["of ok/1.png"], ["of ok/2.png"], ["of ok/3.png"]]

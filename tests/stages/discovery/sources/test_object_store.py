@@ -9,8 +9,9 @@ import fsspec
 import pytest
 
 from schemas.errors import LatentpressError
-from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, open_filesystem
+from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile
 from stages.discovery.sources.store_checksum import best_checksum
+from stages.discovery.sources.urls import open_filesystem
 from stages.media import files
 from stages.media.files import MediaError
 from tests.stages.discovery.tars import picture, read

@@ -179,7 +179,7 @@ def test_a_page_of_links(tmp_path: Path, serve) -> None:
 def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     s3fs = pytest.importorskip("s3fs")
     for name in ("CONNECT_TIMEOUT_S", "READ_TIMEOUT_S"):
-        monkeypatch.setattr(f"stages.discovery.sources.object_store.{name}", 0.2)
+        monkeypatch.setattr(f"stages.discovery.sources.urls.{name}", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
         environment = {"AWS_ENDPOINT_URL": f"http://{place}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
