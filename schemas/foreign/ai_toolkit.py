@@ -21,13 +21,17 @@ from schemas.foreign.draft import (
 )
 from schemas.foreign.optimizers import arguments, optimizer, schedule
 from schemas.foreign.values import (
-    DTYPES,
+    NOTHING,
     above_zero,
     boolean,
+    dtype,
+    flag,
     if_true,
     number,
     off,
     one_of,
+    only_with,
+    refuse,
     run_name,
     shown,
     text,
@@ -55,10 +59,7 @@ def _sampling(value: Any, draft: Draft) -> Several:
     raise Refused(f"{shown(name)}: train.timesteps.sampling takes logit_normal, uniform, mode, beta, list")
 
 
-def _bias(value: Any, draft: Draft) -> Any:
-    return one_of({"balanced": None}, "train.timesteps.mean moves training to more noise (content) or less (style)")(
-        value, draft
-    )
+_BIAS = one_of({"balanced": None}, "train.timesteps.mean moves training to more noise (content) or less (style)")
 
 
 def _ema(value: Any, draft: Draft) -> Several:
@@ -79,10 +80,6 @@ def _conv(value: Any, draft: Draft) -> Any:
     raise NotNeeded("the transformers here have linear modules; train.adapter.targets names others")
 
 
-def _alpha(value: Any, draft: Draft) -> float:
-    return number(value)
-
-
 PROCESS = {
     "type": Row(
         "train.adapter.type",
@@ -101,7 +98,7 @@ NETWORK = {
     "type": Row("train.adapter.type", one_of({"lora": "lora", "lokr": "lokr"},
               "train.adapter.type takes lora, lokr, full")),
     **dict.fromkeys(("linear", "rank"), Row("train.adapter.rank", whole)),
-    **dict.fromkeys(("linear_alpha", "alpha"), Row("train.adapter.alpha", _alpha, "without it 1 there, and rank here")),
+    **dict.fromkeys(("linear_alpha", "alpha"), Row("train.adapter.alpha", number, "without it 1 there, and rank here")),
     "dropout": Row("train.adapter.dropout", number),
     "lokr_factor": Row("train.adapter.decompose_factor", whole),
     "lokr_full_rank": Row("train.adapter.rank", lambda value, draft: 65_536 if boolean(value) and draft.given.get(
@@ -115,12 +112,9 @@ NETWORK = {
 SAVE = {
     "save_every": Row("train.checkpoint_every", above_zero),
     "max_step_saves_to_keep": Row("train.keep_checkpoints", above_zero),
-    "push_to_hub": Row("hub.repo", if_true({}, "it is off"), "to which `run` uploads at its end"),
-    "hf_repo_id": Row("hub.repo", lambda value, draft: text(value) if boolean(draft.given.get("push_to_hub", False))
-                      else off("push_to_hub is off"), "to which `run` uploads at its end"),
-    "hf_private": Row("hub.private", lambda value, draft: boolean(value) if boolean(draft.given.get("push_to_hub",
-              False))
-                      else off("push_to_hub is off")),
+    "push_to_hub": Row("hub.repo", if_true(NOTHING, "it is off"), "to which `run` uploads at its end"),
+    "hf_repo_id": Row("hub.repo", only_with("push_to_hub", text), "to which `run` uploads at its end"),
+    "hf_private": Row("hub.private", only_with("push_to_hub", boolean)),
     **dropped("an adapter is written in float32, in the formats of train.adapter.formats", "dtype", "save_format"),
 }  # fmt: skip
 TRAIN = {
@@ -133,19 +127,19 @@ TRAIN = {
     "optimizer_params": Row("train.optimizer.arguments", arguments),
     "lr_scheduler": Row("train.optimizer.schedule", schedule),
     "lr_scheduler_params": Row("train.optimizer.warmup", lambda value, draft: whole(value["num_warmup_steps"])
-        if set(value) == {"num_warmup_steps"} else (off() if not value else _refuse("of these train.optimizer.warmup "
+        if set(value) == {"num_warmup_steps"} else (off() if not value else refuse("of these train.optimizer.warmup "
         "is known"))),
     "gradient_checkpointing": Row("train.gradient_checkpointing", boolean),
     "max_grad_norm": Row("train.optimizer.max_grad_norm", number),
     "ema_config": Row("train.ema", _ema, "{decay: 0.9999}"),
-    "dtype": Row("model.precision", lambda value, draft: DTYPES[str(value)]),
+    "dtype": Row("model.precision", dtype),
     "timestep_type": Row("train.timesteps.sampling", _sampling, "with train.shift"),
-    "content_or_style": Row("train.timesteps.mean", _bias),
+    "content_or_style": Row("train.timesteps.mean", _BIAS),
     "loss_type": Row("train.loss.type", one_of({"mse": None, "pseudo_huber": "huber"}, "valid: mse, huber, smooth_l1"),
                      "mse, huber, smooth_l1"),
     "attention_backend": Row("train.attention_backend", one_of({"native": None, "flash": "flash",
         "_flash_3_hub": "_flash_3_hub", "_flash_3": "_flash_3_hub"}, "see train.attention_backend")),
-    "xformers": Row("train.attention_backend", if_true({"train.attention_backend": "xformers"}), "xformers"),
+    "xformers": flag("train.attention_backend", "xformers"),
     "switch_boundary_every": Row(drop="the experts are trained one after the other: train.experts: both"),
     "reg_weight": Row("train.methods.regularization.weight", lambda value, draft: number(value) if any(
         item.get("is_regularization_data") for item in draft.values.get("datasets",
@@ -161,12 +155,12 @@ TRAIN = {
     **dropped("the transformer is trained, and nothing else", "train_unet", "text_encoder_lr", "embedding_lr",
               "adapter_lr", "refiner_lr", "train_refiner"),
     **refused("no text encoder is trained", "train_text_encoder"),
-    "linear_timesteps": Row("train.loss.weighting", if_true({"train.loss.weighting": "bell"}), "bell"),
-    "linear_timesteps2": Row("train.loss.weighting", if_true({"train.loss.weighting": "half_bell"}), "half_bell"),
+    "linear_timesteps": flag("train.loss.weighting", "bell"),
+    "linear_timesteps2": flag("train.loss.weighting", "half_bell"),
     **dropped("every model here is trained with flow matching", "noise_scheduler", "num_train_timesteps"),
     **dropped("texts are encoded before training, and the text encoder is not there while it trains",
               "cache_text_embeddings", "unload_text_encoder"),
-    "disable_sampling": Row("validation.prompts", if_true({}, "samples are made"),
+    "disable_sampling": Row("validation.prompts", if_true(NOTHING, "samples are made"),
               "without prompts there are no samples"),
     **dropped("a run makes samples at its first step", "skip_first_sample", "force_first_sample"),
     **dropped("it changes no result", "sdp", "max_loss_debug", "max_negative_prompts", "negative_prompt", "start_step",
@@ -189,17 +183,9 @@ TRAIN = {
 }  # fmt: skip
 
 
-def _refuse(reason: str) -> Any:
-    raise Refused(reason)
-
-
 LOGGING = {
     "log_every": Row("train.log_every", above_zero),
-    "use_wandb": Row(
-        "train.trackers",
-        lambda value, draft: ["tensorboard", "wandb"] if boolean(value) else off(),
-        "tensorboard, wandb",
-    ),
+    "use_wandb": flag("train.trackers", ["tensorboard", "wandb"], "tensorboard, wandb"),
     "run_name": Row("train.run", run_name),
     **dropped("wandb's project is the environment variable WANDB_PROJECT", "project_name"),
     **dropped("it changes no result", "verbose", "use_ui_logger"),
@@ -240,8 +226,7 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     for key in config.keys() - {"name", "process"}:
         draft.say(f"config.{key}", "unknown", "no key of a job that is known here")
     if (name := config.get("name")) and (run := draft.attempt("config.name", run_name, name, "")):
-        draft.put(("train", "run"), run)
-        draft.say("config.name", "carried over", "", ("train", "run"))
+        draft.set("config.name", ("train", "run"), run)
     datasets = draft.sections(process.get("datasets"), "datasets")
     sections = {key: draft.section(process[key], key) for key in _SECTIONS if process.get(key) is not None}
     settings = {key: value for key, value in process.items() if key not in (*_SECTIONS, "datasets")}
@@ -249,8 +234,7 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     carry_datasets(draft, datasets, str(process.get("trigger_word") or ""))
     carry_samples(draft, sections.pop("sample", {}), not is_off(sections.get("train", {}).get("disable_sampling")))
     if "network" not in sections:
-        draft.put(("train", "adapter", "type"), "full")
-        draft.say("network", "carried over", "without it the model itself is trained", ("train", "adapter", "type"))
+        draft.set("network", ("train", "adapter", "type"), "full", "without it the model itself is trained")
     elif not sections["network"].keys() & {"alpha", "linear_alpha"}:
         sections["network"] = {**sections["network"], "linear_alpha": 1.0}  # as it is there
     for key, section in sections.items():

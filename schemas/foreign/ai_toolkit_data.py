@@ -4,18 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from schemas.foreign.datasets import new_dataset, share, use_masks
+from schemas.foreign.datasets import IN_BUCKETS, new_dataset, share, use_masks
 from schemas.foreign.draft import Draft, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
 from schemas.foreign.models import CHOOSE, checkpoint, chosen, flavour_of_repo
 from schemas.foreign.values import (
     above_zero,
     boolean,
     caption_ending,
-    compact,
-    if_true,
+    flag,
     number,
     off,
+    only_with,
+    refuse,
     repeats,
+    resolutions,
     shown,
     text,
     whole,
@@ -63,12 +65,6 @@ def _quantized(value: Any, draft: Draft) -> str:
     return choices[name.lower()]
 
 
-def _quantized_text(value: Any, draft: Draft) -> str:
-    if not boolean(value):
-        raise NotNeeded("it is off")
-    return "int8-quanto"
-
-
 def _experts(value: Any, draft: Draft) -> Several:
     high, low = (boolean(value.get(f"train_{name}_noise", True)) for name in ("high", "low"))
     rest = {key for key in value if key not in ("train_high_noise", "train_low_noise")}
@@ -82,13 +78,12 @@ MODEL = {
     "arch": Row("model.family", _architecture),
     "quantize": Row("train.base_precision", _quantized, "such as int8-quanto"),
     "qtype": Row(drop="a part of train.base_precision"),
-    "quantize_te": Row("text.quantization", _quantized_text, "int8-quanto, its 8 bits"),
+    "quantize_te": flag("text.quantization", "int8-quanto", "int8-quanto, its 8 bits"),
     "qtype_te": Row(drop="a part of text.quantization"),
-    **dict.fromkeys(("low_vram", "layer_offloading", "auto_memory"),
-                    Row("train.offload.blocks", if_true({"train.offload.blocks": True}))),
+    **dict.fromkeys(("low_vram", "layer_offloading", "auto_memory"), flag("train.offload.blocks")),
     "assistant_lora_path": Row("model.assistant", text, "samples are without it"),
     "model_kwargs": Row("train.experts", _experts, "high, low or both"),
-    **dict.fromkeys(("compile", "block_compile"), Row("train.compile", if_true({"train.compile": "blocks"}), "blocks")),
+    **dict.fromkeys(("compile", "block_compile"), flag("train.compile", "blocks")),
     **dropped("precisions are model.precision and latents.precision", "dtype", "vae_dtype", "te_dtype"),
     **dropped("it changes no result", "compile_mode", "compile_fullgraph", "compile_dynamic", "cache_size_limit",
               "vae_device", "te_device", "layer_offloading_transformer_percent",
@@ -104,11 +99,6 @@ MODEL = {
     **refused("models with a U-Net are not trained here", "is_xl", "is_v2", "is_v3", "is_flux", "is_lumina2",
               "is_pixart", "is_v_pred"),
 }  # fmt: skip
-
-
-def _resolution(value: Any, draft: Draft) -> Several:
-    edges = [compact(number(item)) for item in value] if isinstance(value, list) else [compact(number(value))]
-    return Several({"resolution": edges[0] if len(edges) == 1 else edges, "resolution_type": "pixel_area"})
 
 
 def _frames(value: Any, draft: Draft) -> Several:
@@ -138,41 +128,36 @@ def _numbered(value: Any, draft: Draft) -> list[str]:
     return [str(draft.given[key]) for key in (f"control_path_{n}" for n in (1, 2, 3)) if draft.given.get(key)]
 
 
-def _default_caption(value: Any, draft: Draft) -> Any:
-    raise Refused("an item without caption is set aside; give all of them one with caption_strategy: instanceprompt "
-                  "and instance_prompt")  # fmt: skip
-
-
 DATASET = {
     **dict.fromkeys(("folder_path", "dataset_path"), Row("instance_data_dir", text)),
     "caption_ext": Row("caption_strategy", caption_ending, "textfile"),
-    "default_caption": Row("instance_prompt", _default_caption, "with caption_strategy: instanceprompt"),
+    "default_caption": Row("instance_prompt", lambda value, draft: refuse(
+        "an item without caption is set aside; give all of them one with caption_strategy: instanceprompt and "
+        "instance_prompt"), "with caption_strategy: instanceprompt"),
     "trigger_word": Row("prepend", lambda value, draft: f"{value}, ", "words before every caption"),
-    "caption_dropout_rate": Row("train.caption_dropout", lambda value, draft: number(value), "of all datasets"),
+    "caption_dropout_rate": Row("train.caption_dropout", number, "of all datasets"),
     "shuffle_tokens": Row("tag_shuffle", _tags, "with its keep"),
     "keep_tokens": Row("tag_shuffle.keep", lambda value, draft: off("a part of tag_shuffle"), "with tag_shuffle"),
-    "resolution": Row("resolution", _resolution, "one or a list of them"),
-    "num_repeats": Row("repeats", lambda value, draft: repeats(value, draft), "extra passes, so that 0 is once"),
+    "resolution": Row("resolution", resolutions, "one or a list of them"),
+    "num_repeats": Row("repeats", repeats, "extra passes, so that 0 is once"),
     "num_frames": Row("video.num_frames", _frames, "with dataset_type: video"),
     "shrink_video_to_frames": Row("video.clip", lambda value, draft: off("it says where the frames of a clip are"),
                                   "head, middle, random, uniform, chunks or slide"),
     "fps": Row("video.frame_rate", lambda value, draft: number(value) if whole(draft.given.get("num_frames", 1)) > 1
                else off("images alone")),
-    "is_reg": Row("is_regularization_data", if_true({"is_regularization_data": True})),
-    "prior_reg": Row("is_regularization_data", if_true({"is_regularization_data": True})),
+    **dict.fromkeys(("is_reg", "prior_reg"), flag("is_regularization_data")),
     "control_path": Row("conditioning_data", _folders),
     **dict.fromkeys(("control_path_1", "control_path_2", "control_path_3"), Row("conditioning_data", _numbered)),
     "mask_path": Row("mask_data", _folders, "which train.methods.masked_loss trains on"),
-    "mask_min_value": Row("train.methods.masked_loss.unmasked_weight", lambda value, draft: number(value)
-                          if draft.given.get("mask_path") else off("there are no masks")),
-    "random_crop": Row("crop_style", if_true({"crop_style": "random"}), "random"),
-    "square_crop": Row("crop_aspect", if_true({"crop_aspect": "square"}), "square"),
-    "buckets": Row("crop_aspect", lambda value, draft: off("media always go into buckets by aspect") if boolean(value)
-                   else Several({"crop_aspect": "square"}), "media always go into buckets; square is one shape"),
+    "mask_min_value": Row("train.methods.masked_loss.unmasked_weight",
+                          only_with("mask_path", number, "there are no masks")),
+    "random_crop": flag("crop_style", "random"),
+    "square_crop": flag("crop_aspect", "square"),
+    "buckets": IN_BUCKETS,
     "bucket_tolerance": Row("bucket_step", whole),
-    "network_weight": Row("weight", lambda value, draft: off("1 is the default") if number(value) == 1 else _refuse(
+    "network_weight": Row("weight", lambda value, draft: off("1 is the default") if number(value) == 1 else refuse(
         "weight is a factor of the draws, and the adapter has one strength")),
-    "loss_multiplier": Row("weight", lambda value, draft: off("1 is the default") if number(value) == 1 else _refuse(
+    "loss_multiplier": Row("weight", lambda value, draft: off("1 is the default") if number(value) == 1 else refuse(
         "weight is a factor of the draws, not of the loss")),
     **dropped("latents and texts are always encoded before training, under root", "cache_latents",
               "cache_latents_to_disk", "cache_text_embeddings", "cache_tensors_to_disk", "cache_clip_vision_to_disk",
@@ -189,10 +174,6 @@ DATASET = {
               "control_from_same_folder"),
     **refused("no sound is trained", "do_audio"),
 }  # fmt: skip
-
-
-def _refuse(reason: str) -> Any:
-    raise Refused(reason)
 
 
 def _size(value: Any, draft: Draft) -> str:
@@ -256,8 +237,9 @@ def carry_samples(draft: Draft, section: Mapping[str, Any], disabled: bool) -> N
             "size": (_size, "width"),
             "steps": (whole, "sample_steps"),
             "guidance": (number, "guidance_scale"),
+            "seed": (whole, "seed"),
         }
-        for ours, (convert, key) in {**conversions, "seed": (whole, "seed")}.items():
+        for ours, (convert, key) in conversions.items():
             if item.get(key) is not None:
                 convert_here: Callable[[Any], Any] = partial(convert, draft=draft)
                 value = draft.attempt(f"sample.samples {index + 1}: {key}", convert_here, item[key], None)

@@ -4,8 +4,17 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from schemas.foreign.draft import Draft, Path
-from schemas.foreign.values import NAME_CHARACTERS, number
+from schemas.foreign.draft import Draft, NotNeeded, Path, Row
+from schemas.foreign.values import NAME_CHARACTERS, boolean, number
+
+
+def _square(value: Any, draft: Draft) -> str:
+    if boolean(value):
+        raise NotNeeded("media always go into buckets by aspect")
+    return "square"
+
+
+IN_BUCKETS = Row("crop_aspect", _square, "media always go into buckets; square is one shape")
 
 
 def new_dataset(draft: Draft, source: Any, ending: str = "") -> tuple[Path, str]:

@@ -15,7 +15,6 @@ from schemas.foreign.draft import (
     Section,
     Several,
     dropped,
-    is_off,
     refused,
     secret,
 )
@@ -23,17 +22,22 @@ from schemas.foreign.models import CHOOSE, checkpoint, chosen, flavour_of_repo
 from schemas.foreign.optimizers import optimizer as find_optimizer
 from schemas.foreign.values import (
     DTYPES,
+    NOTHING,
     above_zero,
+    adapter_rank,
     boolean,
+    dtype,
     epochs,
-    every_epochs,
+    flag,
     if_true,
     number,
     off,
     one_of,
+    refuse,
     run_name,
     shown,
     text,
+    unless,
     whole,
 )
 
@@ -44,16 +48,6 @@ FAMILIES = {
     "z_image": ("z-image", None),
     "flux2": ("flux2-klein", None),
 }
-
-
-def _max_steps(value: Any, draft: Draft) -> int:
-    return above_zero(value)
-
-
-def _epochs(value: Any, draft: Draft) -> int:
-    if not is_off(draft.given.get("max_steps")):
-        raise NotNeeded("max_steps says how long")
-    return epochs(value, draft)
 
 
 def _batch(value: Any, draft: Draft) -> int:
@@ -86,9 +80,7 @@ def _family(value: Any, draft: Draft) -> Several:
             expert = next(
                 (name for name in ("high", "low") if f"{name}_noise" in str(given.get("transformer_path"))), None
             )
-            return chosen(
-                *published, **({"train__experts": expert} if expert and published[0] == "wan2.2-a14b" else {})
-            )
+            return chosen(*published, expert if published[0] == "wan2.2-a14b" else None)
     if (family := FAMILIES.get(str(value))) is None:
         raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
     return chosen(*family)
@@ -137,14 +129,6 @@ def _range(value: Any, draft: Draft) -> Any:
     )
 
 
-def _rank(value: Any, draft: Draft) -> int:
-    return min(whole(value), 65_536)
-
-
-def _schedule(value: Any, draft: Draft) -> str:
-    return one_of({"constant": "constant", "linear": "linear", "cosine": "cosine"}, "")(value, draft)
-
-
 def _optimizer(value: Any, draft: Draft) -> Several:
     name = {"adamw8bitkahan": "adamw8bit"}.get(str(value).lower(), str(value))
     return find_optimizer(name, draft)
@@ -153,13 +137,15 @@ def _optimizer(value: Any, draft: Draft) -> Several:
 TOP = {
     "output_dir": Row("output", text),
     "dataset": Row(drop="the dataset's file is carried over as well"),
-    "epochs": Row("train.steps", _epochs, "counted in optimizer steps"),
-    "max_steps": Row("train.steps", _max_steps),
+    "epochs": Row("train.steps", unless("max_steps", epochs, "max_steps says how long"), "counted in optimizer steps"),
+    "max_steps": Row("train.steps", above_zero),
     "micro_batch_size_per_gpu": Row("train.batch_size", _batch),
     "gradient_accumulation_steps": Row("train.accumulate", whole),
     "gradient_clipping": Row("train.optimizer.max_grad_norm", number),
     "warmup_steps": Row("train.optimizer.warmup", whole),
-    "lr_scheduler": Row("train.optimizer.schedule", _schedule),
+    "lr_scheduler": Row(
+        "train.optimizer.schedule", one_of({name: name for name in ("constant", "linear", "cosine")}, "")
+    ),
     "force_constant_lr": Row("train.optimizer.lr", number, "with schedule: constant"),
     "blocks_to_swap": Row(
         "train.offload.blocks", lambda value, draft: above_zero(value) > 0, "of all blocks, not of a number of them"
@@ -170,13 +156,13 @@ TOP = {
         lambda value, draft: Several({"train.loss.type": "huber", "train.loss.huber_c": number(value)}),
         "with type: huber",
     ),
-    "compile": Row("train.compile", if_true({"train.compile": "blocks"}), "blocks"),
+    "compile": flag("train.compile", "blocks"),
     "uncond_fraction": Row("train.caption_dropout", number),
     **dict.fromkeys(("save_every_n_steps", "checkpoint_every_n_steps"), Row("train.checkpoint_every", above_zero)),
     **dict.fromkeys(("save_every_n_epochs", "checkpoint_every_n_epochs"),
-                    Row("train.checkpoint_every", every_epochs, "in optimizer steps")),
-    **dict.fromkeys(("eval_every_n_steps",), Row("validation.every", above_zero)),
-    "eval_every_n_epochs": Row("validation.every", every_epochs, "in optimizer steps"),
+                    Row("train.checkpoint_every", epochs, "in optimizer steps")),
+    "eval_every_n_steps": Row("validation.every", above_zero),
+    "eval_every_n_epochs": Row("validation.every", epochs, "in optimizer steps"),
     "steps_per_print": Row("train.log_every", above_zero),
     "video_clip_mode": Row("datasets.N.video.clip", _clip, "head, middle, random, uniform, chunks or slide"),
     "eval_datasets": Row(refuse="datasets with eval: true, or eval_fraction of one, are held out for the eval loss"),
@@ -201,24 +187,23 @@ MODEL = {
     "type": Row("model.family", _family),
     "diffusers_path": Row("model.path", _folder),
     "ckpt_path": Row("model.path", _original, "a folder or repository in diffusers' layout"),
-    "dtype": Row("model.precision", lambda value, draft: DTYPES[str(value)]),
+    "dtype": Row("model.precision", dtype),
     **dict.fromkeys(("transformer_dtype", "diffusion_model_dtype"),
                     Row("train.base_precision", _eight_bits, "fp8-torchao")),
     "timestep_sample_method": Row("train.timesteps.sampling", _sampling),
     "sigmoid_scale": Row(drop="it is train.timesteps.std, of logit_normal"),
     "shift": Row("train.shift", lambda value, draft: number(value) or off()),
-    **dict.fromkeys(("flux_shift", "lumina_shift"),
-                    Row("train.timesteps.auto_shift", if_true({"train.timesteps.auto_shift": True}))),
+    **dict.fromkeys(("flux_shift", "lumina_shift"), flag("train.timesteps.auto_shift")),
     **dict.fromkeys(("min_t", "max_t"), Row("train.experts", _range, "high or low; each has its own range")),
     **dropped("encoders are parts of the checkpoint in diffusers' layout", "vae_path", "llm_path", "clip_path",
               "text_encoder_path", "t5_path", "vae", "text_encoders", "byt5_path"),
     **dict.fromkeys(("transformer_path", "diffusion_model"),
                     Row("model.path", _original, "a folder or repository in diffusers' layout")),
-    "merge_adapters": Row("model.assistant", lambda value, draft: text(value[0]) if len(value) == 1 else _several(),
-                          "of a distilled checkpoint; samples are without it"),
-    "cache_text_embeddings": Row("text.storage", if_true({}, ""), "texts are always encoded before training"),
-    "text_encoder_fp8": Row("text.quantization", if_true({"text.quantization": "int8-quanto"}),
-              "int8-quanto, its 8 bits"),
+    "merge_adapters": Row("model.assistant", lambda value, draft: text(value[0]) if len(value) == 1 else refuse(
+        "model.assistant is one file: merge them with latentpress export-adapter --merge"),
+        "of a distilled checkpoint; samples are without it"),
+    "cache_text_embeddings": Row("text.storage", if_true(NOTHING, ""), "texts are always encoded before training"),
+    "text_encoder_fp8": flag("text.quantization", "int8-quanto", "int8-quanto, its 8 bits"),
     "guidance": Row(drop="no model here has an embedded guidance that is trained"),
     "single_file_path": Row(refuse="model.path takes a folder or repository in diffusers' layout"),
     **refused("train.optimizer.groups gives parameters rates of their own", "self_attn_lr", "cross_attn_lr", "mlp_lr",
@@ -227,13 +212,9 @@ MODEL = {
 }  # fmt: skip
 
 
-def _several() -> Any:
-    raise Refused("model.assistant is one file: merge them with latentpress export-adapter --merge")
-
-
 ADAPTER = {
     "type": Row("train.adapter.type", one_of({"lora": "lora", "lokr": "lokr"}, "valid: lora, lokr, full")),
-    "rank": Row("train.adapter.rank", _rank),
+    "rank": Row("train.adapter.rank", adapter_rank),
     "alpha": Row(drop="it is the rank, as here"),
     "dropout": Row("train.adapter.dropout", number),
     "decompose_factor": Row("train.adapter.decompose_factor", whole),
@@ -253,18 +234,16 @@ OPTIMIZER = {
     **dropped("of an optimizer that is not used here", "stabilize", "gradient_release"),
 }
 MONITORING = {
-    "enable_wandb": Row(
-        "train.trackers",
-        lambda value, draft: ["tensorboard", "wandb"] if boolean(value) else off(),
-        "tensorboard, wandb",
-    ),
+    "enable_wandb": flag("train.trackers", ["tensorboard", "wandb"], "tensorboard, wandb"),
     **secret(SECRET_ADVICE, "wandb_api_key"),
     **dropped("wandb's project is the environment variable WANDB_PROJECT", "wandb_tracker_name"),
     "wandb_run_name": Row("train.run", run_name),
 }
 DEFAULTS = {"warmup_steps": 0, "activation_checkpointing": False, "uncond_fraction": 0.0}
 SECTIONS: Mapping[str, Section] = {
-    "top": Section("the TOML file", TOP, DEFAULTS),
+    "top": Section(
+        "the TOML file", TOP, DEFAULTS, first=("micro_batch_size_per_gpu", "gradient_accumulation_steps", "max_steps")
+    ),
     "model": Section("[model]", MODEL),
     "adapter": Section("[adapter]", ADAPTER),
     "optimizer": Section("[optimizer]", OPTIMIZER),
@@ -292,17 +271,12 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     if "adapter" in given:
         draft.carry(SECTIONS["adapter"], draft.section(given["adapter"], "adapter"), "adapter.")
     else:
-        draft.put(("train", "adapter", "type"), "full")
-        draft.say("adapter", "carried over", "without it the model itself is trained", ("train", "adapter", "type"))
+        draft.set("adapter", ("train", "adapter", "type"), "full", "without it the model itself is trained")
     optimizer = draft.section(given.get("optimizer"), "optimizer")
     draft.carry(
         SECTIONS["optimizer"], {key: value for key, value in optimizer.items() if key in OPTIMIZER}, "optimizer."
     )
     for key in optimizer.keys() - OPTIMIZER.keys():
-        path = ("train", "optimizer", "arguments", key)
-        draft.put(path, optimizer[key])
-        draft.say(f"optimizer.{key}", "carried over", "", path)
+        draft.set(f"optimizer.{key}", ("train", "optimizer", "arguments", key), optimizer[key])
     draft.carry(SECTIONS["monitoring"], draft.section(given.get("monitoring"), "monitoring"), "monitoring.")
-    rest = {key: value for key, value in given.items() if not isinstance(value, dict)}
-    first = ("micro_batch_size_per_gpu", "gradient_accumulation_steps", "max_steps")
-    draft.carry(SECTIONS["top"], {key: rest[key] for key in (*first, *rest) if key in rest})
+    draft.carry(SECTIONS["top"], {key: value for key, value in given.items() if not isinstance(value, dict)})

@@ -4,20 +4,9 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from schemas.foreign.datasets import new_dataset, use_masks
+from schemas.foreign.datasets import IN_BUCKETS, new_dataset, use_masks
 from schemas.foreign.draft import Draft, NotNeeded, Row, Section, Several, dropped, is_off, refused
-from schemas.foreign.values import boolean, compact, if_true, number, off, repeats, text, whole
-
-
-def _resolutions(value: Any, draft: Draft) -> Several:
-    edges = [
-        compact(round((number(item[0]) * number(item[1])) ** 0.5, 3))
-        if isinstance(item, list)
-        else compact(number(item))
-        for item in value
-    ]
-    resolution = edges[0] if len(edges) == 1 else edges
-    return Several({"resolution": resolution, "resolution_type": "pixel_area"})
+from schemas.foreign.values import NOTHING, boolean, if_true, number, off, repeats, resolutions, text, whole
 
 
 def _aspect(value: Any, draft: Draft) -> float:
@@ -44,10 +33,9 @@ def _tags(value: Any, draft: Draft) -> dict[str, Any]:
 
 DIRECTORY = {
     "path": Row("instance_data_dir", text),
-    "num_repeats": Row("repeats", lambda value, draft: repeats(value, draft), "extra passes, so that 0 is once"),
-    "resolutions": Row("resolution", _resolutions, "one or a list of them"),
-    "enable_ar_bucket": Row("crop_aspect", lambda value, draft: off("media always go into buckets by aspect")
-        if boolean(value) else Several({"crop_aspect": "square"}), "media always go into buckets; square is one shape"),
+    "num_repeats": Row("repeats", repeats, "extra passes, so that 0 is once"),
+    "resolutions": Row("resolution", resolutions, "one or a list of them"),
+    "enable_ar_bucket": IN_BUCKETS,
     **dict.fromkeys(("min_ar", "max_ar"),
                     Row("max_aspect", _aspect, "longest side of a bucket over its shorter one")),
     "frame_buckets": Row("video.num_frames", _frames,
@@ -63,7 +51,7 @@ DIRECTORY = {
     **dropped("buckets are computed from resolution and strides (buckets: computed)", "num_ar_buckets"),
     **refused("buckets are computed, or the family's own (buckets: family); crop_aspect_buckets lists shapes of crops",
               "ar_buckets", "size_buckets"),
-    "skip_empty_caption": Row("caption_strategy", if_true({}, "an item without caption is set aside")),
+    "skip_empty_caption": Row("caption_strategy", if_true(NOTHING, "an item without caption is set aside")),
     **refused("one mask for all items: mask_data has a file for each", "default_mask_file"),
     **refused("weight is a factor of the draws in an epoch", "subsample_ratio"),
     **dropped("every caption is encoded before training", "online_captions", "shuffle_metadata"),

@@ -69,12 +69,14 @@ Table = Mapping[str, Row]
 @dataclass(frozen=True)
 class Section:
     """A section of a trainer's configuration. title: as in docs. in_dataset: its rows name keys of a dataset. defaults:
-    the trainer's own, where they differ from ours: a section without the key means this value."""
+    the trainer's own, where they differ from ours: a section without the key means this value. first: keys of which
+    others are computed."""
 
     title: str
     rows: Table
     defaults: Mapping[str, Any] = field(default_factory=dict)
     in_dataset: bool = False
+    first: Sequence[str] = ()
 
 
 def dropped(reason: str, *keys: str) -> dict[str, Row]:
@@ -147,6 +149,11 @@ class Draft:
             self.put(path, value)
             self.lines.append(Line(key, "carried over", "", [path], default=True))
 
+    def set(self, key: str, path: Path, value: Any, text: str = "") -> None:
+        """Carry over one key."""
+        self.put(path, value)
+        self.say(key, "carried over", text, path)
+
     def get(self, dotted: str, default: Any = None) -> Any:
         here: Any = self.values
         for step in dotted.split("."):
@@ -182,7 +189,7 @@ class Draft:
         """Carry over every key of a section. label: before its keys in the report. at: the dataset's path."""
         there = {key: value for key, value in given.items() if value is not None}
         self.given, self.at = {**section.defaults, **there}, at
-        for key, value in given.items():
+        for key, value in {**{key: given[key] for key in section.first if key in given}, **given}.items():
             if not key.startswith("("):  # which is not of the file, as a command's program
                 self._carry_key(section, key, value, label)
         for key, value in section.defaults.items():

@@ -4,17 +4,18 @@ this project, so the family is chosen; datasets and training are carried over.""
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.datasets import new_dataset, share
+from schemas.foreign.datasets import IN_BUCKETS, new_dataset, share
 from schemas.foreign.draft import Draft, Files, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
-from schemas.foreign.kohya_common import DEFAULTS, SHARED, carry_prompts, flatten
+from schemas.foreign.kohya_common import DEFAULTS, SHARED, carry_prompts, flatten, read_files
 from schemas.foreign.models import CHOOSE, chosen, flavour_of_repo
 from schemas.foreign.values import (
     boolean,
     caption_ending,
-    if_true,
+    flag,
     number,
     off,
     one_of,
+    refuse,
     repeats,
     resolution,
     shown,
@@ -31,17 +32,13 @@ def _model(value: Any, draft: Draft) -> Any:
     raise Refused(f"{shown(value)} is of no family that is trained here; {CHOOSE}")
 
 
-def _optimizer_flag(name: str) -> Row:
-    return Row("train.optimizer.name", if_true({"train.optimizer.name": name}), name)
-
-
 ARGUMENTS = {
     **SHARED,
     "pretrained_model_name_or_path": Row("model.family", _model),
     "train_batch_size": Row("train.batch_size", whole),
     "unet_lr": Row("train.optimizer.lr", number),
-    "use_8bit_adam": _optimizer_flag("bnb-adamw8bit"),
-    "use_lion_optimizer": _optimizer_flag("optimi-lion"),
+    "use_8bit_adam": flag("train.optimizer.name", "bnb-adamw8bit"),
+    "use_lion_optimizer": flag("train.optimizer.name", "optimi-lion"),
     "loss_type": Row("train.loss.type", one_of({"l2": None, "huber": "huber", "smooth_l1": "smooth_l1"},
                                                "valid: mse, huber, smooth_l1"), "its l2 is mse"),
     "huber_c": Row("train.loss.huber_c", number),
@@ -55,8 +52,8 @@ ARGUMENTS = {
         {f"datasets.{index}.eval_fraction": number(value) for index in range(len(draft.values.get("datasets", [])))})
         if number(value) else off(), "of each dataset"),
     "validate_every_n_steps": Row("validation.every", whole),
-    "torch_compile": Row("train.compile", if_true({"train.compile": "blocks"}), "blocks"),
-    "fp8_base_unet": Row("train.base_precision", if_true({"train.base_precision": "fp8-torchao"}), "fp8-torchao"),
+    "torch_compile": flag("train.compile", "blocks"),
+    "fp8_base_unet": flag("train.base_precision", "fp8-torchao"),
     **dict.fromkeys(("text_encoder_lr", "network_train_unet_only"),
                     Row(drop="the transformer is trained, and nothing else")),
     **refused("no text encoder is trained", "network_train_text_encoder_only"),
@@ -108,30 +105,29 @@ def _affix(value: Any, draft: Draft) -> str:
 
 SUBSET = {
     **dict.fromkeys(("image_dir", "train_data_dir", "reg_data_dir"), Row("instance_data_dir", text)),
-    "metadata_file": Row("caption_file", lambda value, draft: _refuse(
+    "metadata_file": Row("caption_file", lambda value, draft: refuse(
         "caption_file takes a table of captions, .csv, .jsonl or .parquet: write the JSON as JSON lines"), "a table"),
-    "in_json": Row("caption_file", lambda value, draft: _refuse("caption_file takes .csv, .jsonl or .parquet"),
+    "in_json": Row("caption_file", lambda value, draft: refuse("caption_file takes .csv, .jsonl or .parquet"),
               "a table"),
     "conditioning_data_dir": Row("conditioning_data", text),
     "class_tokens": Row("instance_prompt", text, "with caption_strategy: instanceprompt, where there are no captions"),
-    "is_reg": Row("is_regularization_data", if_true({"is_regularization_data": True})),
+    "is_reg": flag("is_regularization_data"),
     **dict.fromkeys(("num_repeats", "dataset_repeats"),
-                    Row("repeats", lambda value, draft: repeats(value, draft), "extra passes, so that 0 is once")),
+                    Row("repeats", repeats, "extra passes, so that 0 is once")),
     **dict.fromkeys(("caption_extension", "caption_extention"), Row("caption_strategy", caption_ending, "textfile")),
     "shuffle_caption": Row("tag_shuffle", _tags, "in datasets"),
     "keep_tokens": Row(drop="a part of tag_shuffle, keep"),
     "caption_separator": Row(drop="a part of tag_shuffle, delimiter"),
     "caption_prefix": Row("prepend", _affix),
     "caption_suffix": Row("append", _affix),
-    "random_crop": Row("crop_style", if_true({"crop_style": "random"}), "random"),
+    "random_crop": flag("crop_style", "random"),
     "resolution": Row("resolution", resolution, "the edge of the square of the area"),
     "bucket_no_upscale": Row("allow_upscale", lambda value, draft: not boolean(value), "the other way round"),
     "bucket_reso_steps": Row("bucket_step", whole, "in datasets"),
-    "enable_bucket": Row("crop_aspect", lambda value, draft: off("media always go into buckets by aspect")
-        if boolean(value) else Several({"crop_aspect": "square"}), "media always go into buckets; square is one shape"),
+    "enable_bucket": IN_BUCKETS,
     **dropped("buckets are computed from resolution and max_aspect; minimum_image_size and maximum_image_size, in "
               "datasets, leave items out", "min_bucket_reso", "max_bucket_reso"),
-    **dict.fromkeys(("caption_dropout_rate",), Row(drop="train.caption_dropout is of all datasets")),
+    "caption_dropout_rate": Row(drop="train.caption_dropout is of all datasets"),
     **refused("whole captions are dropped at random: train.caption_dropout", "caption_dropout_every_n_epochs",
               "caption_tag_dropout_rate"),
     **refused("pictures are never changed: put changed copies into a folder of their own", "flip_aug", "color_aug",
@@ -146,17 +142,18 @@ SUBSET = {
 }  # fmt: skip
 SUBSET_DEFAULTS = {"enable_bucket": False, "bucket_no_upscale": False}
 SECTIONS: Mapping[str, Section] = {
-    "arguments": Section("the arguments", ARGUMENTS, {**DEFAULTS, "learning_rate": 2e-6}),
+    "arguments": Section(
+        "the arguments",
+        ARGUMENTS,
+        {**DEFAULTS, "learning_rate": 2e-6},
+        first=("train_batch_size", "gradient_accumulation_steps", "max_train_steps", "lr_scheduler"),
+    ),
     "datasets": Section("a subset of the dataset's file", SUBSET, SUBSET_DEFAULTS, in_dataset=True),
 }
 #: Arguments that are options of the one dataset where there is no dataset's file, or of each.
 _OF_DATASETS = tuple(
     SUBSET.keys() - ARGUMENTS.keys() - {"image_dir", "is_reg", "metadata_file", "batch_size", "class_tokens"}
 )
-
-
-def _refuse(reason: str) -> Any:
-    raise Refused(reason)
 
 
 def claims(content: Any) -> str:
@@ -171,12 +168,9 @@ def claims(content: Any) -> str:
 
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
-    given = flatten(roles.get("arguments", {}))
-    if not is_off(name := given.get("config_file")) and isinstance(inside := files.read(str(name)), dict):
-        given = {**flatten(inside), **given}
-    content = roles.get("datasets") or (files.read(str(given["dataset_config"])) if "dataset_config" in given else None)
+    given, content = read_files(roles, files)
     common = {key: given.pop(key) for key in list(given) if key in _OF_DATASETS}
-    subsets = _subsets(draft, content) if isinstance(content, dict) else []
+    subsets = _subsets(draft, content)
     if not subsets:
         folders = [
             (common.pop(key, None), more) for key, more in (("train_data_dir", {}), ("reg_data_dir", {"is_reg": True}))
@@ -191,8 +185,7 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     rates = [{**common, **subset}.get("caption_dropout_rate") for subset in subsets]
     share(draft, "caption_dropout_rate", "train.caption_dropout", rates, 0.0)
     draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
-    first = ("train_batch_size", "gradient_accumulation_steps", "max_train_steps", "lr_scheduler")
-    draft.carry(SECTIONS["arguments"], {key: given[key] for key in (*first, *given) if key in given})
+    draft.carry(SECTIONS["arguments"], given)
     carry_prompts(draft, files, given.get("sample_prompts"))
 
 

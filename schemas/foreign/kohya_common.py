@@ -21,10 +21,11 @@ from schemas.foreign.draft import (
 )
 from schemas.foreign.optimizers import arguments, cycles, optimizer, power, schedule, warmup
 from schemas.foreign.values import (
+    NOTHING,
     above_zero,
     boolean,
     epochs,
-    every_epochs,
+    flag,
     if_true,
     number,
     one_of,
@@ -34,6 +35,7 @@ from schemas.foreign.values import (
     run_name,
     shown,
     text,
+    unless,
     whole,
 )
 
@@ -51,12 +53,6 @@ _OPTION = re.compile(r"\s--([a-z]+)\s+(.*?)(?=\s--[a-z]+\s|$)")
 _KNOWN = {"w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "l": "cfg_scale",
           "n": "negative_prompt", "i": "image_path", "ci": "control_image_path"}  # fmt: skip
 SHIFTED = ("flux_shift", "flux2_shift", "qwen_shift")
-
-
-def _steps(value: Any, draft: Draft) -> int:
-    if not is_off(draft.given.get("max_train_epochs")):
-        raise NotNeeded("max_train_epochs says how long")
-    return above_zero(value)
 
 
 def _alpha(value: Any, draft: Draft) -> Any:
@@ -121,30 +117,21 @@ def _weighting(value: Any, draft: Draft) -> str:
     return text(value)
 
 
-def _trackers(value: Any, draft: Draft) -> list[str]:
-    choices = {"tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]}
-    return one_of(choices, "train.trackers takes tensorboard, wandb")(value, draft)
-
-
-def _dtype_of_attention(name: str) -> Row:
-    return Row("train.attention_backend", if_true({"train.attention_backend": name}))
-
-
 _SAVED = "a checkpoint has everything to continue, and the adapter"
 SHARED = {
     "seed": Row("train.seed", whole),
-    "max_train_steps": Row("train.steps", _steps),
+    "max_train_steps": Row("train.steps", unless("max_train_epochs", above_zero, "max_train_epochs says how long")),
     "max_train_epochs": Row("train.steps", epochs, "counted in optimizer steps"),
     "gradient_accumulation_steps": Row("train.accumulate", whole),
     "mixed_precision": Row("model.precision", precision, "train.precision is of training alone"),
     "gradient_checkpointing": Row("train.gradient_checkpointing", boolean),
     **dict.fromkeys(("gradient_checkpointing_cpu_offload", "cpu_offload_checkpointing"),
-                    Row("train.offload.activations", if_true({"train.offload.activations": True}))),
+                    flag("train.offload.activations")),
     "blocks_to_swap": Row("train.offload.blocks", lambda value, draft: above_zero(value) > 0,
                           "of all blocks, not of a number of them"),
     "use_pinned_memory_for_block_swap": Row(
-        "train.offload.streams", only_with("blocks_to_swap", if_true({"train.offload.streams": True}))),
-    "fp8_base": Row("train.base_precision", if_true({"train.base_precision": "fp8-torchao"}), "fp8-torchao"),
+        "train.offload.streams", only_with("blocks_to_swap", if_true())),
+    "fp8_base": flag("train.base_precision", "fp8-torchao"),
     "learning_rate": Row("train.optimizer.lr", number),
     "optimizer_type": Row("train.optimizer.name", optimizer),
     "optimizer_args": Row("train.optimizer.arguments", arguments),
@@ -163,13 +150,14 @@ SHARED = {
     "output_dir": Row("output", text),
     "output_name": Row("train.run", run_name),
     "save_every_n_steps": Row("train.checkpoint_every", above_zero),
-    "save_every_n_epochs": Row("train.checkpoint_every", every_epochs, "in optimizer steps"),
+    "save_every_n_epochs": Row("train.checkpoint_every", epochs, "in optimizer steps"),
     **dict.fromkeys(("save_last_n_epochs", "save_last_n_epochs_state"), Row("train.keep_checkpoints", above_zero)),
     "sample_every_n_steps": Row("validation.every", above_zero),
-    "sample_every_n_epochs": Row("validation.every", every_epochs, "in optimizer steps"),
-    "log_with": Row("train.trackers", _trackers),
-    "sdpa": Row("train.attention_backend", if_true({}, "it is the default"), "native"),
-    "xformers": _dtype_of_attention("xformers"),
+    "sample_every_n_epochs": Row("validation.every", epochs, "in optimizer steps"),
+    "log_with": Row("train.trackers", one_of({"tensorboard": ["tensorboard"], "wandb": ["wandb"],
+        "all": ["tensorboard", "wandb"]}, "train.trackers takes tensorboard, wandb")),
+    "sdpa": Row("train.attention_backend", if_true(NOTHING, "it is the default"), "native"),
+    "xformers": flag("train.attention_backend", "xformers"),
     "timestep_sampling": Row("train.timesteps.sampling", sampling, "with train.shift, and train.loss.weighting"),
     "weighting_scheme": Row("train.loss.weighting", _weighting, "and train.timesteps.sampling"),
     **dict.fromkeys(("discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale"),
@@ -213,6 +201,17 @@ SHARED = {
 }  # fmt: skip
 
 
+def read_files(roles: Mapping[str, Any], files: Files) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments, with those of their `config_file`, and what the dataset's file has."""
+    given = flatten(roles.get("arguments", {}))
+    if not is_off(name := given.get("config_file")) and isinstance(inside := files.read(str(name)), dict):
+        given = {**flatten(inside), **given}
+    datasets = roles.get("datasets") or (
+        files.read(str(given["dataset_config"])) if "dataset_config" in given else None
+    )
+    return given, datasets if isinstance(datasets, dict) else {}
+
+
 def flatten(content: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments without the sections of their file, whose names mean nothing."""
     flat: dict[str, Any] = {}
@@ -231,8 +230,7 @@ def carry_prompts(draft: Draft, files: Files, name: Any) -> None:
         return
     prompts = [_prompt(item, number_) for number_, item in enumerate(_items(content), 1)]
     if prompts:
-        draft.put(("validation", "prompts"), prompts)
-        draft.say("sample_prompts (its file)", "carried over", "a prompt a line", ("validation", "prompts"))
+        draft.set("sample_prompts (its file)", ("validation", "prompts"), prompts, "a prompt a line")
 
 
 def _items(content: Any) -> list[dict[str, Any]]:

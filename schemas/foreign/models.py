@@ -26,9 +26,9 @@ def flavour_of_repo(name: str) -> tuple[str, str] | None:
     )
 
 
-def chosen(family: str, flavour: str | None = None, **more: Any) -> Several:
-    values = {"model.family": family, **({"model.flavour": flavour} if flavour else {})}
-    return Several({**values, **{key.replace("__", "."): value for key, value in more.items()}})
+def chosen(family: str, flavour: str | None = None, expert: str | None = None) -> Several:
+    values = {"model.family": family, "model.flavour": flavour, "train.experts": expert}
+    return Several({key: value for key, value in values.items() if value})
 
 
 def by_name(names: Mapping[str, tuple[str, str | None]]) -> Any:

@@ -4,16 +4,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.datasets import new_dataset, share
-from schemas.foreign.draft import Draft, Files, NotNeeded, Refused, Row, Section, Several, dropped, is_off, refused
-from schemas.foreign.kohya_common import DEFAULTS, SHARED, carry_prompts, flatten
+from schemas.foreign.datasets import IN_BUCKETS, new_dataset, share
+from schemas.foreign.draft import Draft, Files, NotNeeded, Refused, Row, Section, Several, dropped, refused
+from schemas.foreign.kohya_common import DEFAULTS, SHARED, carry_prompts, flatten, read_files
 from schemas.foreign.models import CHOOSE, chosen
 from schemas.foreign.values import (
     boolean,
     caption_ending,
-    if_true,
+    dtype,
+    flag,
     number,
     off,
+    refuse,
     repeats,
     resolution,
     shown,
@@ -87,10 +89,6 @@ def _weights(value: Any, draft: Draft) -> Any:
     )
 
 
-def _both_experts(value: Any, draft: Draft) -> Several:
-    return Several({"train.experts": "both"})
-
-
 def _fp8(value: Any, draft: Draft) -> Any:
     if not boolean(value) or boolean(draft.given.get("fp8_base", False)):
         raise NotNeeded("a part of fp8_base")
@@ -100,23 +98,22 @@ def _fp8(value: Any, draft: Draft) -> Any:
 ARGUMENTS = {
     **SHARED,
     **dict.fromkeys(("task", "model_version"), Row("model.flavour", _model)),
-    "edit": Row("model.family", if_true({"model.family": "qwen-image-edit"}), "qwen-image-edit"),
-    "edit_plus": Row("model.family", if_true({"model.family": "qwen-image-edit-plus"}), "qwen-image-edit-plus"),
+    "edit": flag("model.family", "qwen-image-edit"),
+    "edit_plus": flag("model.family", "qwen-image-edit-plus"),
     "dit": Row("model.path", _weights, "a folder or repository in diffusers' layout"),
-    "dit_high_noise": Row("train.experts", _both_experts, "both"),
+    "dit_high_noise": Row("train.experts", lambda value, draft: "both", "both"),
     "fp8_scaled": Row("train.base_precision", _fp8, "fp8-torchao"),
     **dict.fromkeys(
         ("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"),
-        Row("text.quantization", if_true({"text.quantization": "int8-quanto"}), "int8-quanto, its 8 bits"),
+        flag("text.quantization", "int8-quanto", "int8-quanto, its 8 bits"),
     ),
-    "flash_attn": Row("train.attention_backend", if_true({"train.attention_backend": "flash"}), "flash"),
-    "flash3": Row("train.attention_backend", if_true({"train.attention_backend": "_flash_3_hub"}), "_flash_3_hub"),
+    "flash_attn": flag("train.attention_backend", "flash"),
+    "flash3": flag("train.attention_backend", "_flash_3_hub"),
     **refused("its kernels have no backward pass; it is valid for validation.attention_backend", "sage_attn"),
-    "compile": Row("train.compile", if_true({"train.compile": "blocks"}), "blocks"),
+    "compile": flag("train.compile", "blocks"),
     "compile_backend": Row("train.compile_backend", text),
-    "vae_dtype": Row("latents.precision", lambda value, draft: {"bfloat16": "bfloat16", "bf16": "bfloat16",
-        "float16": "float16", "fp16": "float16", "float32": "float32", "fp32": "float32"}[str(value)]),
-    "vae_tiling": Row("latents.tiling", if_true({"latents.tiling": True}), "gives other latents"),
+    "vae_dtype": Row("latents.precision", dtype),
+    "vae_tiling": flag("latents.tiling", note="gives other latents"),
     "vae_chunk_size": Row("latents.chunk_frames", whole),
     "num_timestep_buckets": Row(
         "train.timesteps.low_discrepancy", lambda value, draft: True if number(value) >= 2 else off(),
@@ -140,15 +137,11 @@ ARGUMENTS = {
     **refused("the model is that of the checkpoint", "override_dit", "num_layers", "dit_in_channels",
               "force_v2_1_time_embedding", "remove_first_image_from_target", "hidden_layers"),
     "i2v_mode": Row("model.flavour", lambda value, draft: off("the first frame is given") if value == "first" else
-        _refuse("the first frame alone is given")),
+        refuse("the first frame alone is given")),
     "dynamo_backend": Row("train.compile_backend", lambda value, draft: off("nothing is compiled")
         if str(value).upper() == "NO" else Several({"train.compile": "blocks",
                   "train.compile_backend": str(value).lower()})),
 }  # fmt: skip
-
-
-def _refuse(reason: str) -> Any:
-    raise Refused(reason)
 
 
 # -- the dataset's TOML
@@ -194,8 +187,7 @@ DATASET = {
     "caption_extension": Row("caption_strategy", caption_ending, "textfile"),
     "num_repeats": Row("repeats", repeats, "extra passes, so that 0 is once"),
     "bucket_no_upscale": Row("allow_upscale", lambda value, draft: not boolean(value), "the other way round"),
-    "enable_bucket": Row("crop_aspect", lambda value, draft: off("media always go into buckets by aspect")
-        if boolean(value) else Several({"crop_aspect": "square"}), "media always go into buckets; square is one shape"),
+    "enable_bucket": IN_BUCKETS,
     "target_frames": Row("video.num_frames", _frames, "a dataset for each length; video.clip says which part"),
     "frame_extraction": Row("video.clip", _clip, "head, middle, random, uniform, chunks or slide"),
     "max_frames": Row("video.num_frames", _max_frames, "where all of a video is taken"),
@@ -213,8 +205,12 @@ DATASET = {
 }  # fmt: skip
 DATASET_DEFAULTS = {"bucket_no_upscale": False, "resolution": [960, 544], "enable_bucket": False}
 SECTIONS: Mapping[str, Section] = {
-    "arguments": Section("the training arguments", ARGUMENTS,
-                         {**DEFAULTS, "learning_rate": 2e-6, "timestep_sampling": "sigma", "discrete_flow_shift": 1.0}),
+    "arguments": Section(
+        "the training arguments", ARGUMENTS,
+        {**DEFAULTS, "learning_rate": 2e-6, "timestep_sampling": "sigma", "discrete_flow_shift": 1.0},
+        first=("max_train_steps", "lr_scheduler", "gradient_accumulation_steps", "task", "model_version",
+               "network_weights"),
+    ),
     "datasets": Section("a dataset of the TOML file", DATASET, DATASET_DEFAULTS, in_dataset=True),
 }  # fmt: skip
 _PLACES = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
@@ -232,27 +228,13 @@ def claims(content: Any) -> str:
 
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
-    given = flatten(roles.get("arguments", {}))
-    if not is_off(name := given.get("config_file")) and isinstance(inside := files.read(str(name)), dict):
-        given = {**flatten(inside), **given}
-    datasets = roles.get("datasets") or (
-        files.read(str(given["dataset_config"])) if "dataset_config" in given else None
-    )
-    if isinstance(datasets, dict):
-        _carry_datasets(draft, datasets)
+    given, datasets = read_files(roles, files)
+    _carry_datasets(draft, datasets)
     draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
     family, _ = SCRIPTS.get(_script(given), (None, {}))
     if family is not None:
         draft.put(("model", "family"), family)
-    first = (
-        "max_train_steps",
-        "lr_scheduler",
-        "gradient_accumulation_steps",
-        "task",
-        "model_version",
-        "network_weights",
-    )
-    draft.carry(SECTIONS["arguments"], {key: given[key] for key in (*first, *given) if key in given})
+    draft.carry(SECTIONS["arguments"], given)
     draft.assume("no captions are dropped", "train.caption_dropout", 0.0)
     carry_prompts(draft, files, given.get("sample_prompts"))
 

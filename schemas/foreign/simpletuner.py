@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.draft import Draft, Files, NotNeeded, Row, Section, Several, dropped, is_off, refused
+from schemas.foreign.draft import Draft, Files, NotNeeded, Row, Section, dropped, is_off, refused
 from schemas.foreign.simpletuner_arguments import ADAPTER, TRAINING
 from schemas.foreign.simpletuner_data import BACKEND_ARGUMENTS, carry_datasets
 from schemas.foreign.simpletuner_data import SECTIONS as DATA_SECTIONS
 from schemas.foreign.simpletuner_models import MODEL
 from schemas.foreign.simpletuner_more import ENCODING, METHODS, NOT_NEEDED, SHARED, VALIDATION
-from schemas.foreign.values import NAME_CHARACTERS, number, one_of, whole
+from schemas.foreign.values import NAME_CHARACTERS, adapter_rank, boolean, number, one_of, whole
 
 NAME = "SimpleTuner"
 WHOLE = 1000  # a LoKr's dimension above which its matrices are whole, in all models here
@@ -32,18 +32,13 @@ def _alpha(value: Any, draft: Draft) -> float:
     return number(value)
 
 
-def _dim(value: Any, draft: Draft) -> Several:
-    """A dimension above every matrix, as 10000, asks for whole matrices: as peft, which keeps those below the rank."""
-    return Several({"train.adapter.rank": min(whole(value), 65_536)})
-
-
 LYCORIS = {
     "algo": Row("train.adapter.type", one_of({"lokr": "lokr", "lora": "lora", "locon": "lora"},
                                              "train.adapter.type takes lora, lokr, full")),
-    "linear_dim": Row("train.adapter.rank", _dim),
+    "linear_dim": Row("train.adapter.rank", adapter_rank),
     "linear_alpha": Row("train.adapter.alpha", _alpha),
     "factor": Row("train.adapter.decompose_factor", whole),
-    "decompose_both": Row("train.adapter.decompose_both", lambda value, draft: bool(value)),
+    "decompose_both": Row("train.adapter.decompose_both", boolean),
     "multiplier": Row("train.adapter.alpha", one_of({"1": None, "1.0": None}, "the strength is alpha over rank")),
     **dropped("whole matrices: a rank above their sides", "full_matrix"),
     **dropped("it changes no result", "bypass_mode", "use_tucker", "rs_lora"),
@@ -52,7 +47,12 @@ LYCORIS = {
     **refused("a LoKr has no dropout; train.adapter.dropout is of a LoRA", "dropout", "rank_dropout", "module_dropout"),
 }  # fmt: skip
 SECTIONS: Mapping[str, Section] = {
-    "arguments": Section("config.json", ARGUMENTS, DEFAULTS),
+    "arguments": Section(
+        "config.json",
+        ARGUMENTS,
+        DEFAULTS,
+        first=("train_batch_size", "gradient_accumulation_steps", "max_train_steps", "lr_scheduler", "model_family"),
+    ),
     **DATA_SECTIONS,
     "lycoris": Section("lycoris_config.json", LYCORIS),
 }
@@ -99,17 +99,11 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
             made = NAME_CHARACTERS.sub("-", name).strip("-._")[:90] or f"prompt-{number_}"
             prompts[made if made not in prompts else f"{made}-{number_}"] = item
         draft.put(("validation", "prompts"), [_library_prompt(name, item, given) for name, item in prompts.items()])
-    draft.carry(SECTIONS["arguments"], _in_order(given))
+    draft.carry(SECTIONS["arguments"], given)
     if given.get("lora_type") == "lycoris" and (lycoris := _read(draft, given, files, "lycoris_config")):
         draft.carry(SECTIONS["lycoris"], draft.section(lycoris, "lycoris_config"), "lycoris_config: ")
     if not is_off(given.get("validation_disable")) and draft.get("validation.prompts"):
         draft.values["validation"].pop("prompts")
-
-
-def _in_order(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Batch and steps first, of which other keys are computed."""
-    first = ("train_batch_size", "gradient_accumulation_steps", "max_train_steps", "lr_scheduler", "model_family")
-    return {key: given[key] for key in (*first, *given) if key in given}
 
 
 def _library_prompt(name: str, item: Any, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,20 +3,21 @@
 import json
 from typing import Any
 
-from schemas.foreign.draft import Draft, NotNeeded, Refused, Row, Several, dropped, is_off, refused
+from schemas.foreign.draft import Draft, NotNeeded, Refused, Row, Several, dropped, refused
 from schemas.foreign.optimizers import arguments, beta, cycles, lr_end, optimizer, power, schedule, warmup
 from schemas.foreign.values import (
     ATTENTION,
     above_zero,
     boolean,
     epochs,
-    every_epochs,
+    flag,
     if_true,
     number,
     off,
     one_of,
     only_with,
     text,
+    unless,
     whole,
 )
 
@@ -25,18 +26,6 @@ def _lora_type(value: Any, draft: Draft) -> Any:
     if str(value) == "lycoris":
         raise NotNeeded("lycoris_config says which kind")
     return one_of({"standard": None}, "train.adapter.type is lora, lokr or full")(value, draft)
-
-
-def _epochs(value: Any, draft: Draft) -> int:
-    if not is_off(draft.given.get("max_train_steps")):
-        raise NotNeeded("max_train_steps says how long")
-    return epochs(value, draft)
-
-
-def _shift(value: Any, draft: Draft) -> float:
-    if not is_off(draft.given.get("flow_schedule_auto_shift")):
-        raise NotNeeded("flow_schedule_auto_shift computes it")
-    return number(value)
 
 
 def _timesteps(value: Any, draft: Draft) -> Several:
@@ -78,7 +67,7 @@ ADAPTER = {
     "lora_alpha": Row("train.adapter.alpha", number),
     "lora_dropout": Row("train.adapter.dropout", number),
     "lora_type": Row("train.adapter.type", _lora_type, "lora or lokr"),
-    "use_dora": Row("train.adapter.dora", if_true({"train.adapter.dora": True})),
+    "use_dora": flag("train.adapter.dora"),
     "init_lora": Row("train.adapter.init", text),
     "lora_init_type": Row(
         "train.adapter.init_weights",
@@ -96,7 +85,11 @@ ADAPTER = {
 TRAINING = {
     "output_dir": Row("output", text),
     "max_train_steps": Row("train.steps", above_zero),
-    "num_train_epochs": Row("train.steps", _epochs, "counted in optimizer steps"),
+    "num_train_epochs": Row(
+        "train.steps",
+        unless("max_train_steps", epochs, "max_train_steps says how long"),
+        "counted in optimizer steps",
+    ),
     "train_batch_size": Row("train.batch_size", whole),
     "gradient_accumulation_steps": Row("train.accumulate", whole),
     "seed": Row("train.seed", whole),
@@ -118,12 +111,12 @@ TRAINING = {
     "gradient_checkpointing_interval": Row(
         "train.gradient_checkpointing_interval", only_with("gradient_checkpointing", whole)
     ),
-    "enable_group_offload": Row("train.offload.blocks", if_true({"train.offload.blocks": True})),
+    "enable_group_offload": flag("train.offload.blocks"),
     "group_offload_blocks_per_group": Row(
         "train.offload.blocks_per_group", only_with("enable_group_offload", whole)
     ),
     "group_offload_use_stream": Row(
-        "train.offload.streams", only_with("enable_group_offload", if_true({"train.offload.streams": True}))
+        "train.offload.streams", only_with("enable_group_offload", if_true())
     ),
     "group_offload_type": Row("train.offload.blocks", one_of({"block_level": None}, "whole blocks are offloaded")),
     "musubi_blocks_to_swap": Row(
@@ -144,15 +137,15 @@ TRAINING = {
         only_with("use_ema", one_of({"none": None, "ema_only": True, "comparison": True}, "valid: true, false")),
     ),
     **refused("the average takes every step", "ema_update_interval", "ema_warmup_steps"),
-    "flow_schedule_shift": Row("train.shift", _shift),
-    "flow_schedule_auto_shift": Row("train.timesteps.auto_shift", if_true({"train.timesteps.auto_shift": True})),
+    "flow_schedule_shift": Row(
+        "train.shift", unless("flow_schedule_auto_shift", number, "flow_schedule_auto_shift computes it")
+    ),
+    "flow_schedule_auto_shift": flag("train.timesteps.auto_shift"),
     "flow_sigmoid_scale": Row(
         "train.timesteps.std", lambda value, draft: number(value) if number(value) != 1 else off()
     ),
-    "flow_use_uniform_schedule": Row(
-        "train.timesteps.sampling", if_true({"train.timesteps.sampling": "uniform"}), "uniform"
-    ),
-    "flow_use_beta_schedule": Row("train.timesteps.sampling", if_true({"train.timesteps.sampling": "beta"}), "beta"),
+    "flow_use_uniform_schedule": flag("train.timesteps.sampling", "uniform"),
+    "flow_use_beta_schedule": flag("train.timesteps.sampling", "beta"),
     "flow_beta_schedule_alpha": Row("train.timesteps.alpha", number),
     "flow_beta_schedule_beta": Row("train.timesteps.beta", number),
     "flow_custom_timesteps": Row("train.timesteps.values", _timesteps, "sigmas from 0 to 1, with sampling: list"),
@@ -181,7 +174,7 @@ TRAINING = {
     "dynamo_backend": Row("train.compile_backend", _compile, "with train.compile: blocks"),
     "checkpoint_step_interval": Row("train.checkpoint_every", above_zero),
     "checkpointing_steps": Row("train.checkpoint_every", above_zero),
-    "checkpoint_epoch_interval": Row("train.checkpoint_every", every_epochs, "in optimizer steps"),
+    "checkpoint_epoch_interval": Row("train.checkpoint_every", epochs, "in optimizer steps"),
     "checkpoints_total_limit": Row("train.keep_checkpoints", above_zero),
     "resume_from_checkpoint": Row("train.resume", _resume),
     **dropped("not in force there for models that predict a velocity; here train.loss.weighting: min_snr",

@@ -17,7 +17,7 @@ from schemas.foreign.draft import (
     refused,
     secret,
 )
-from schemas.foreign.values import boolean, compact, if_true, number, one_of, run_name, shown, text, whole
+from schemas.foreign.values import boolean, compact, flag, number, one_of, only_with, run_name, shown, text, whole
 
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
 #: Arguments that every dataset has where it does not say otherwise.
@@ -100,15 +100,6 @@ def _crop(value: Any, draft: Draft) -> Several:
     return Several({"crop": crop, **aspect, **style})
 
 
-def _only_cropped(convert: Any) -> Any:
-    def wrapped(value: Any, draft: Draft) -> Any:
-        if is_off(draft.given.get("crop")):
-            raise NotNeeded("crop is off")
-        return convert(value, draft)
-
-    return wrapped
-
-
 def _kind(value: Any, draft: Draft) -> Any:
     if value in ("local", "aws"):
         raise NotNeeded("by instance_data_dir")
@@ -122,8 +113,7 @@ DATASET = {
     "dataset_type": Row(
         "dataset_type", one_of({"image": None, "video": "video"}, "image and video datasets are trained on")
     ),
-    "disabled": Row("disabled", if_true({"disabled": True})),
-    "disable": Row("disabled", if_true({"disabled": True})),
+    **dict.fromkeys(("disabled", "disable"), flag("disabled")),
     "instance_data_dir": Row("instance_data_dir", _place),
     "aws_bucket_name": Row("instance_data_dir", _place, "s3://BUCKET/FOLDER; credentials come from the environment"),
     "dataset_name": Row("instance_data_dir", text, "of a dataset of the hub"),
@@ -135,9 +125,7 @@ DATASET = {
     "split": Row("split", text),
     "caption_strategy": Row("caption_strategy", _caption_strategy),
     "instance_prompt": Row("instance_prompt", _instance_prompt),
-    "only_instance_prompt": Row(
-        "caption_strategy", if_true({"caption_strategy": "instanceprompt"}), "instanceprompt, with instance_prompt"
-    ),
+    "only_instance_prompt": flag("caption_strategy", "instanceprompt", "instanceprompt, with instance_prompt"),
     "prepend_instance_prompt": Row("prepend", _prepend, "the words before every caption"),
     "caption_filter_list": Row("caption_filter", _filters),
     "caption_shuffle": Row("tag_shuffle", _shuffle),
@@ -146,10 +134,10 @@ DATASET = {
     "resolution": Row("resolution", _size),
     "resolution_type": Row("resolution_type", text),
     "crop": Row("crop", _crop),
-    "crop_aspect": Row("crop_aspect", _only_cropped(text)),
+    "crop_aspect": Row("crop_aspect", only_with("crop", text)),
     "crop_style": Row(
         "crop_style",
-        _only_cropped(one_of({"center": None, "random": "random", "corner": "corner", "face": "face"},
+        only_with("crop", one_of({"center": None, "random": "random", "corner": "corner", "face": "face"},
                   "valid: center, random, corner, face")),
     ),
     "crop_aspect_buckets": Row("crop_aspect_buckets", lambda value, draft: [number(item) for item in value]),
@@ -162,7 +150,7 @@ DATASET = {
     "repeats": Row("repeats", whole),
     "probability": Row("weight", number, "draws in an epoch, times this"),
     **dict.fromkeys(("is_regularisation_data", "is_regularization_data"),
-                    Row("is_regularization_data", if_true({"is_regularization_data": True}))),
+                    flag("is_regularization_data")),
     "conditioning_data": Row("conditioning_data", _columns),
     **dropped("caches are under root, where each stage finds its own: latents in root/latents, texts in root/text",
               "cache_dir_vae", "cache_dir", "text_embeds", "image_embeds", "conditioning_image_embeds",

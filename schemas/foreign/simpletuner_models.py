@@ -63,9 +63,7 @@ def flavour(value: Any, draft: Draft) -> Several:
         return Several({"model.flavour": word})
     if word not in FLAVOURS[name]:
         raise Refused(f"{name}'s flavour {shown(word)} is not trained here; known: {', '.join(FLAVOURS[name])}")
-    ours = dict(zip(("model.family", "model.flavour"), FLAVOURS[name][word], strict=True))
-    expert = {"train.experts": word.rpartition("-")[2]} if word.endswith(("-high", "-low")) else {}
-    return Several({**ours, **expert})
+    return chosen(*FLAVOURS[name][word], word.rpartition("-")[2] if word.endswith(("-high", "-low")) else None)
 
 
 QUANTIZED = one_of(

@@ -17,7 +17,8 @@ from schemas.foreign.draft import (
 from schemas.foreign.values import (
     above_zero,
     boolean,
-    every_epochs,
+    epochs,
+    flag,
     if_true,
     number,
     off,
@@ -60,7 +61,7 @@ METHODS = {
     "crepa_adjacent_distance": _crepa(f"{CREPA}.adjacent_distance", whole),
     "crepa_adjacent_tau": _crepa(f"{CREPA}.adjacent_tau", number),
     "crepa_cumulative_neighbors": _crepa(
-        f"{CREPA}.cumulative_neighbors", if_true({f"{CREPA}.cumulative_neighbors": True})
+        f"{CREPA}.cumulative_neighbors", if_true()
     ),
     "crepa_normalize_by_frames": _crepa(f"{CREPA}.normalize_by_frames", boolean),
     "crepa_model": _crepa(
@@ -160,16 +161,16 @@ VALIDATION = {
     "validation_num_inference_steps": Row("validation.steps", whole),
     "validation_seed": Row("validation.seed", whole, "a number or a list"),
     **dict.fromkeys(("validation_step_interval", "validation_steps"), Row("validation.every", above_zero)),
-    "validation_epoch_interval": Row("validation.every", every_epochs, "in optimizer steps"),
+    "validation_epoch_interval": Row("validation.every", epochs, "in optimizer steps"),
     "num_eval_images": Row("validation.eval_samples", whole),
     "evaluation_type": Row("validation.scores.clip", _scores),
     "pretrained_evaluation_model_name_or_path": Row(drop="it is validation.scores.clip, where samples are scored"),
     "num_validation_images": Row(
         "validation.seed", one_of({"1": None}, "validation.seed takes a list: a sample for each"), "a list of seeds"
     ),
-    "eval_loss_disable": Row("validation.eval_samples", if_true({"validation.eval_samples": 0}), "0"),
+    "eval_loss_disable": flag("validation.eval_samples", 0),
     "framerate": Row("validation.fps", number),
-    "validation_disable": Row("validation.every", if_true({"validation.every": 10**9}), "10^9 is never"),
+    "validation_disable": flag("validation.every", 10**9, "10^9 is never"),
     **dropped(_ONE_OF_THE_DATA, "validation_using_datasets", "eval_dataset_id"),
     **refused("an image of a prompt stands in validation.prompts", "validation_input"),
     **dropped("latentpress decode turns samples into pictures at every validation", "validation_image_format",
@@ -211,11 +212,9 @@ ENCODING = {
         "latents.precision",
         one_of({"default": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}, "valid: bf16, fp16, fp32"),
     ),
-    "vae_enable_tiling": Row("latents.tiling", if_true({"latents.tiling": True}), "gives other latents"),
-    "vae_enable_slicing": Row("latents.slicing", if_true({"latents.slicing": True})),
-    "vae_enable_patch_conv": Row(
-        "latents.chunk_frames", if_true({"latents.chunk_frames": 4}), "the same latents in less memory"
-    ),
+    "vae_enable_tiling": flag("latents.tiling", note="gives other latents"),
+    "vae_enable_slicing": flag("latents.slicing"),
+    "vae_enable_patch_conv": flag("latents.chunk_frames", 4, "the same latents in less memory"),
     "torch_num_threads": Row("train.threads", above_zero),
     **dropped("latents.batch_pixels is the size of a batch", "vae_batch_size"),
     **dropped("text.batch_tokens is the size of a batch", "text_encoder_batch_size"),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from schemas.foreign import ai_toolkit, diffusion_pipe, kohya, musubi, simpletuner
@@ -19,13 +18,9 @@ class Trainer:
     carry: Callable[[Draft, Mapping[str, Any], Files], None]
 
 
-def _trainer(module: ModuleType) -> Trainer:
-    return Trainer(module.NAME, module.SECTIONS, module.claims, module.carry)
-
-
 #: By the names of --from, in the order in which a file's content is looked at.
 TRAINERS = {
-    name: _trainer(module)
+    name: Trainer(module.NAME, module.SECTIONS, module.claims, module.carry)
     for name, module in {
         "simpletuner": simpletuner,
         "musubi-tuner": musubi,

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.draft import Convert, Draft, NotNeeded, Refused, Several, is_off
+from schemas.foreign.draft import Convert, Draft, NotNeeded, Refused, Row, Several, is_off
 
+NOTHING = Several({})  # the value of a key that asks for nothing, or for what is always so
 NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
@@ -57,6 +58,11 @@ def above_zero(value: Any, draft: Draft | None = None) -> int:
     return result
 
 
+def adapter_rank(value: Any, draft: Draft | None = None) -> int:
+    """A rank above every side of a matrix asks a LoKr for whole matrices, as in peft."""
+    return min(whole(value), 65_536)
+
+
 def text(value: Any, draft: Draft | None = None) -> str:
     if isinstance(value, dict | list | bool):
         raise ValueError
@@ -90,19 +96,30 @@ def off(reason: str = "it is off, or the default") -> Any:
     raise NotNeeded(reason)
 
 
+def refuse(reason: str) -> Any:
+    raise Refused(reason)
+
+
 def shown(value: Any) -> str:
     """A value for a message; long ones, and those that may be secrets, are cut."""
     word = str(value)
     return word if len(word) <= 24 else f"{word[:21]}..."
 
 
-def if_true(values: Mapping[str, Any], off: str = "it is off") -> Convert:
-    def convert(value: Any, draft: Draft) -> Several:
-        if not boolean(value):
+def if_true(value: Any = True, off: str = "it is off") -> Convert:
+    """A value of ours while a key is on."""
+
+    def convert(given: Any, draft: Draft) -> Any:
+        if not boolean(given):
             raise NotNeeded(off)
-        return Several(values)
+        return value
 
     return convert
+
+
+def flag(to: str, value: Any = True, note: str | None = None) -> Row:
+    """The row of a key that is on or off. note: the value, unless it is True."""
+    return Row(to, if_true(value), ("" if value is True else str(value)) if note is None else note)
 
 
 def only_with(key: str, convert: Convert, off: str = "") -> Convert:
@@ -114,6 +131,21 @@ def only_with(key: str, convert: Convert, off: str = "") -> Convert:
         return convert(value, draft)
 
     return wrapped
+
+
+def unless(key: str, convert: Convert, reason: str) -> Convert:
+    """A value that counts only while another key is off."""
+
+    def wrapped(value: Any, draft: Draft) -> Any:
+        if not is_off(draft.given.get(key)):
+            raise NotNeeded(reason)
+        return convert(value, draft)
+
+    return wrapped
+
+
+def dtype(value: Any, draft: Draft) -> str:
+    return DTYPES[str(value)]
 
 
 def precision(value: Any, draft: Draft) -> Several:
@@ -145,6 +177,15 @@ def resolution(value: Any, draft: Draft) -> Several:
     return Several({"resolution": area_edge(width, height), "resolution_type": "pixel_area"})
 
 
+def resolutions(value: Any, draft: Draft) -> Several:
+    """One edge of squares, or a list of edges, or of widths with heights."""
+    edges = [
+        area_edge(*map(number, item)) if isinstance(item, list) else compact(number(item))
+        for item in (value if isinstance(value, list) else [value])
+    ]
+    return Several({"resolution": edges[0] if len(edges) == 1 else edges, "resolution_type": "pixel_area"})
+
+
 def area_edge(width: float, height: float) -> float:
     return compact(round(math.sqrt(width * height), 3))
 
@@ -171,11 +212,6 @@ def epochs(value: Any, draft: Draft) -> int:
             "until then train.steps has its default"
         )
     return max(1, math.ceil(count * draft.samples / batch))
-
-
-def every_epochs(value: Any, draft: Draft) -> int:
-    """A number of epochs between two events, in steps."""
-    return epochs(value, draft)
 
 
 def pairs(value: Any) -> dict[str, Any]:
