@@ -1,6 +1,5 @@
 """Families and flavours here, by the names of other trainers and by the repositories of checkpoints."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from schemas.catalog import FAMILIES
@@ -29,17 +28,6 @@ def flavour_of_repo(name: str) -> tuple[str, str] | None:
 def chosen(family: str, flavour: str | None = None, expert: str | None = None) -> Several:
     values = {"model.family": family, "model.flavour": flavour, "train.experts": expert}
     return Several({key: value for key, value in values.items() if value})
-
-
-def by_name(names: Mapping[str, tuple[str, str | None]]) -> Any:
-    """Conversion of a model's name there by a table: name -> family and flavour."""
-
-    def convert(value: Any, draft: Draft) -> Several:
-        if (family_and_flavour := names.get(str(value).strip().lower())) is None:
-            raise Refused(f"{shown(value)} is not trained here; {CHOOSE}")
-        return chosen(*family_and_flavour)
-
-    return convert
 
 
 def checkpoint(value: Any, draft: Draft) -> Several:

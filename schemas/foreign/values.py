@@ -150,12 +150,12 @@ def dtype(value: Any, draft: Draft) -> str:
 
 def precision(value: Any, draft: Draft) -> Several:
     """The dtype of the whole model: the trainer's and the encoders'."""
-    dtype = DTYPES.get(str(value).lower())
-    if dtype is None:
+    name = DTYPES.get(str(value).lower())
+    if name is None:
         raise Refused(f"{shown(value)} is not possible here; valid: bf16, fp16, no")
-    if dtype == "float16":
+    if name == "float16":
         return Several({"model.precision": "float16", "train.precision": "float32"})
-    return Several({"model.precision": dtype})
+    return Several({"model.precision": name})
 
 
 def repeats(value: Any, draft: Draft) -> int:
@@ -171,10 +171,8 @@ def resolution(value: Any, draft: Draft) -> Several:
     """One edge, or width and height: the edge of the square of this area."""
     edges = list(value) if isinstance(value, list | tuple) else re.split(r"[x,]", str(value))
     sides = [number(edge) for edge in edges]
-    if len(sides) == 1:
-        return Several({"resolution": compact(sides[0]), "resolution_type": "pixel_area"})
-    width, height = sides
-    return Several({"resolution": area_edge(width, height), "resolution_type": "pixel_area"})
+    edge = compact(sides[0]) if len(sides) == 1 else area_edge(*sides)
+    return Several({"resolution": edge, "resolution_type": "pixel_area"})
 
 
 def resolutions(value: Any, draft: Draft) -> Several:

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Site:
         self, config: Config, options: Options, build_status: Callable[[Config], Report], base: str = ""
     ) -> None:
         self.base = base
-        self.options, self._config, self._stamp = options, run_at_work(config), _stamp(options.config)
+        self.options, self._config, self._version = options, run_at_work(config), version_of(options.config)
         self.output, self.root = Path(config.output), config.root
         argv = Options(options.config.absolute(), options.overrides, device=options.device, workers=options.workers)
         self.programs = ChildPrograms(self.output, argv.argv())
@@ -65,9 +66,9 @@ class Site:
     def config(self) -> Config:
         """Read the file as it is now; where it is not valid, it is as it last was, and `config_error` says why."""
         with self._lock:
-            stamp = _stamp(self.options.config)
-            if stamp != self._stamp:
-                self._stamp, self.config_error = stamp, None
+            version = version_of(self.options.config)
+            if version != self._version:
+                self._version, self.config_error = version, None
                 try:
                     config = load_config(self.options.config, self.options.overrides)
                     if (Path(config.output), config.root) == (self.output, self.root):
@@ -132,16 +133,11 @@ class Site:
 
 def version_of(path: Path | None) -> str:
     """Changes when a file is written again; "" where there is none."""
-    stamp = None if path is None else _stamp(path)
-    return "" if stamp is None else f"{stamp[0]:x}-{stamp[1]:x}"
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        about = path.stat()
-    except OSError:
-        return None
-    return about.st_mtime_ns, about.st_size, about.st_ino
+    with suppress(OSError):
+        if path is not None:
+            about = path.stat()
+            return f"{about.st_mtime_ns:x}-{about.st_size:x}-{about.st_ino:x}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -245,6 +241,17 @@ async def read_form(request: Request) -> Form:
     except ValueError as error:
         raise HTTPException(400, "this is no form") from error
     return {name: values[-1] for name, values in fields.items()}
+
+
+def first_item(asked: Mapping[str, str], count: int) -> int:
+    """The number of the first item that a page of a list of `count` shows: that of the address, if it has one."""
+    first = asked.get("first", "")
+    return min(int(first), count) if first.isdecimal() and len(first) < 10 else 0
+
+
+def lines_of(form: Form, name: str) -> list[str]:
+    """The lines of a field that have words."""
+    return [line.strip() for line in form.get(name, "").splitlines() if line.strip()]
 
 
 def _explain_http(request: Request, error: Exception) -> Response:

@@ -27,7 +27,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.discovery.media_table import read_media_table
 from stages.encoding.stage_registry import CAPTION
-from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
+from stages.pages.ui.app import Form, Page, Site, action, first_item, get, lines_of, render, site_of
 from stages.pages.ui.child_programs import STAGES, Refused
 from stages.pages.ui.job_cards import AT_WORK, build_job_card
 
@@ -92,8 +92,7 @@ def _find(site: Site, asked: Mapping[str, str]) -> Shown:
         shown.total, shown.edited = len(media), pc.sum(is_edited).as_py() or 0
         rows = np.flatnonzero(_matches(media, edits, words) & (np.asarray(is_edited) | (not only_edited)))
         shown.count = len(rows)
-        first = asked.get("first", "")
-        shown.start = min(int(first), shown.count) if first.isdecimal() and len(first) < 10 else 0
+        shown.start = first_item(asked, shown.count)
         shown.items = list(_items(media.take(pa.array(rows[shown.start : shown.start + MOST_SHOWN])), edits))
     except LatentpressError as error:
         shown.problem = error
@@ -103,7 +102,6 @@ def _find(site: Site, asked: Mapping[str, str]) -> Shown:
 def show(request: Request) -> Response:
     site = site_of(request)
     shown, known = _find(site, request.query_params), site.thumbnails.list_known()
-    last = site.programs.last_start(JOB)
     has_new = any(item.media_id not in known for item in shown.items)
     card = build_job_card(JOB, "thumbnails of these items", site.programs)
     return render(
@@ -118,7 +116,7 @@ def show(request: Request) -> Response:
         can_start=card.state not in AT_WORK,
         has_new=has_new,
         describing=build_job_card("caption", STAGES["caption"], site.programs) if site.config().caption else None,
-        is_due=has_new and (last is None or last.exit_code == 0),
+        is_due=has_new and site.programs.may_begin(JOB),
     )
 
 
@@ -205,7 +203,7 @@ def save(request: Request, form: Form) -> str:
     if verb == "restore":
         write_edit(_store(site.root), media_id, None, before)
         return "the caption of the file is used again"
-    captions = [line.strip() for line in form.get("text", "").splitlines() if line.strip()]
+    captions = lines_of(form, "text")
     if not captions:
         raise Refused("a caption has to have words", "to leave the item out, exclude it with `where`")
     if len("".join(captions)) > MOST_CHARACTERS:

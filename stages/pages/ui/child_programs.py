@@ -198,6 +198,11 @@ class ChildPrograms:
         start = read_record(Start, self._path(name))
         return None if start is None else self._reaped(start)
 
+    def may_begin(self, name: str) -> bool:
+        """Whether a page may start it without being asked: not where it was stopped or has failed."""
+        last = self.last_start(name)
+        return last is None or last.exit_code == 0
+
     def _reaped(self, start: Start) -> Start:
         """Add its exit code, if it has ended: a child of this page's tells it, any other by its note."""
         if start.exit_code is not None or start.is_running:

@@ -67,17 +67,20 @@ class Field:
 
 @dataclass
 class Group:
-    """A section: its own fields and the sections in it. is_set: the text sets something in it. is_item: it is one of a
-    list of NEW_ITEMS, and can be removed. adds: the lists in it."""
+    """A section: its own fields and the sections in it. is_item: it is one of a list of NEW_ITEMS, and can be removed.
+    adds: the lists in it."""
 
     path: str
     title: str
     fields: list[Field] = field(default_factory=list)
     groups: list["Group"] = field(default_factory=list)
-    is_set: bool = False
     is_item: bool = False
     hidden: bool = False
     adds: list[NewItem] = field(default_factory=list)
+
+    @property
+    def is_set(self) -> bool:
+        return any(field_.is_set for field_ in self.all_fields())
 
     def all_fields(self) -> Iterator[Field]:
         yield from self.fields
@@ -98,7 +101,6 @@ def build_form(text: str) -> Group:
         field_.value = "" if written is None else written
         if field_.path == FLAVOUR:
             _name_flavours(field_, value_at(value, ("model", "family")))
-    _mark_set(form)
     return form
 
 
@@ -201,7 +203,7 @@ def search(group: Group, words: str, only_set: bool) -> None:
     for field_ in group.fields:
         text = f"{field_.path} {field_.about}".casefold()
         field_.hidden = (only_set and not field_.is_set) or not all(word in text for word in wanted)
-    group.hidden = all([field_.hidden for field_ in group.fields] + [inner.hidden for inner in group.groups])
+    group.hidden = all(field_.hidden for field_ in group.all_fields())
 
 
 def with_item(text: str, path: str, given: str) -> str:
@@ -227,9 +229,3 @@ def without_item(text: str, typed: str, base: str, path: str) -> str:
     if value_at(parse_yaml(typed).value, keys[:-1]) != value_at(parse_yaml(base).value, keys[:-1]):
         raise CannotEdit("the list was changed meanwhile; press Check, then remove it")
     return remove_item(text, keys)
-
-
-def _mark_set(group: Group) -> None:
-    for inner in group.groups:
-        _mark_set(inner)
-    group.is_set = any(field_.is_set for field_ in group.fields) or any(inner.is_set for inner in group.groups)

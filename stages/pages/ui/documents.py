@@ -25,11 +25,11 @@ from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, ver
 from stages.pages.ui.job_cards import AT_WORK, build_cards, build_job_card
 
 MOST_LISTED = 50
-TITLES = {"preview-plan": "Plan", "preview": "Preview", "report": "Report"}  # by job
-WHAT = {
-    "report": "one page of the run: curves, samples, data, costs, settings",
-    "preview-plan": "what would be encoded, before it is",
-    "preview": "what was encoded, beside the originals",
+#: Job -> title of its page, and what it makes.
+KINDS = {
+    "preview-plan": ("Plan", "what would be encoded, before it is"),
+    "preview": ("Preview", "what was encoded, beside the originals"),
+    "report": ("Report", "one page of the run: curves, samples, data, costs, settings"),
 }
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -63,7 +63,7 @@ def list_documents(site: Site, job: str) -> dict[str, Path]:
 
 
 def _show(request: Request, job: str) -> Response:
-    site = site_of(request)
+    site, (title, what) = site_of(request), KINDS[job]
     documents = list_documents(site, job)
     wanted = request.query_params.get("page", "")
     chosen = wanted if wanted in documents else next(iter(documents), "")
@@ -71,8 +71,8 @@ def _show(request: Request, job: str) -> Response:
     return render(
         request,
         "document.html",
-        title=TITLES[job],
-        card=build_job_card(job, WHAT[job], site.programs),
+        title=title,
+        card=build_job_card(job, what, site.programs),
         names=list(documents),
         chosen=chosen,
         url=f"{DOCUMENTS}{site.document_key}/{quote(chosen)}",
@@ -84,9 +84,9 @@ def _show(request: Request, job: str) -> Response:
 
 def _is_due(site: Site, job: str) -> bool:
     """Tell whether what a page shows is there, so that it can be made now; not of clips or beside other programs where
-    an autoencoder has to decode it, and not again where it was stopped or has failed."""
-    start, config = site.programs.last_start(job), site.config()
-    if site.config_error is not None or (start is not None and start.exit_code != 0):
+    an autoencoder has to decode it."""
+    config = site.config()
+    if site.config_error is not None or not site.programs.may_begin(job):
         return False
     if job == "report":
         return (config.run_folder / METRICS_FILE).exists()
@@ -130,6 +130,6 @@ def route(list_sites: Callable[[], Iterable[Site]]) -> BaseRoute:
 
 
 PAGES = tuple(
-    Page(title, path, (get(path, partial(_show, job=job)),))
-    for job, title, path in ((job, title, f"/{title.lower()}") for job, title in TITLES.items())
+    Page(title, f"/{title.lower()}", (get(f"/{title.lower()}", partial(_show, job=job)),))
+    for job, (title, _) in KINDS.items()
 )

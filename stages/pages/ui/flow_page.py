@@ -84,8 +84,11 @@ def summarize_run(site: Site, config: Config, progress: RunProgress, counts: Seq
     steps = spread(sorted({step for steps in files.values() for step in steps}), MOST_STEPS)
     shown = {name: [step for step in steps if step in paths] or [max(paths)] for name, paths in files.items()}
     rows = [make_row(site, config, name, files[name], shown[name]) for name in list(shown)[:MOST_ROWS]]
-    without = "" if rows else _explain_none(config)
-    return RunSummary(*(progress.run, progress.state, facts, resources, curve, rows, len(files) - len(rows), without))
+    later = "Pictures are here after the first validation."
+    without = later if config.validation.prompts else "There are no pictures: validation.prompts has no prompt."
+    return RunSummary(
+        *(progress.run, progress.state, facts, resources, curve, rows, len(files) - len(rows), "" if rows else without)
+    )
 
 
 def find_first_steps(config: Config) -> FirstSteps:
@@ -93,12 +96,6 @@ def find_first_steps(config: Config) -> FirstSteps:
     folders = {dataset.id: dataset.root for dataset in used if dataset.resolved_source == "folder"}
     missing = {name: folder for name, folder in folders.items() if not Path(folder).is_dir()}
     return FirstSteps(folders, missing, bool(config.validation.prompts or config.validation.prompts_file))
-
-
-def _explain_none(config: Config) -> str:
-    if not config.validation.prompts:
-        return "There are no pictures: validation.prompts has no prompt."
-    return "Pictures are here after the first validation."
 
 
 def show(request: Request) -> Response:

@@ -100,11 +100,10 @@ def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequ
     site = headers.get("sec-fetch-site", "")
     if method == "POST":
         origin = urlsplit(headers.get("origin", ""))
-        if origin.scheme not in ("http", "https") or origin.netloc.lower() != hosts[0].lower():
-            return "only this page itself can change something: the request is of another site"
-        if site not in ("", "same-origin"):
-            return "only this page itself can change something: the request is of another site"
-        return ""
+        is_here = origin.scheme in ("http", "https") and origin.netloc.lower() == hosts[0].lower()
+        if is_here and site in ("", "same-origin"):
+            return ""
+        return "only this page itself can change something: the request is of another site"
     is_link = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
     if site in ("cross-site", "same-site") and not is_link and not path.startswith(DOCUMENTS):
         return "other sites can link to this page and nothing else"

@@ -14,7 +14,7 @@ from schemas.cli.process_record import ProcessRecord
 from schemas.config.loading import parse_config, read_text
 from schemas.errors import LatentpressError
 from schemas.text_format import format_duration
-from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
+from stages.pages.ui.app import Form, Page, Site, action, get, lines_of, render, site_of
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.config_page import why_not_read
 from stages.pages.ui.job_cards import build_job_card
@@ -78,7 +78,7 @@ def _row(entry: QueueEntry, position: int, state: QueueState) -> Row:
 def add(request: Request, form: Form) -> str:
     """Add the page's configuration as it is, with these overrides."""
     site = site_of(request)
-    overrides = [line.strip() for line in form.get("overrides", "").splitlines() if line.strip()]
+    overrides = lines_of(form, "overrides")
     if name := form.get("run", "").strip():
         overrides.append(f"train.run={name}")
     path, overrides = site.options.config.absolute(), [*site.options.overrides, *overrides]

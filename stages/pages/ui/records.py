@@ -15,7 +15,7 @@ from schemas.cli.kept_log import LOGS
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
 from stages.maintenance.set_aside import CSV_COLUMNS, SetAside, group_by_reason
-from stages.pages.ui.app import Page, Site, get, render, site_of
+from stages.pages.ui.app import Page, Site, first_item, get, render, site_of
 from stages.pages.ui.child_programs import JOBS
 from stages.pages.ui.job_cards import build_job_card
 from stages.pages.ui.thumbnail_files import MOST_MADE, can_have_thumbnail, thumbnail_id
@@ -134,10 +134,8 @@ def show_set_aside(request: Request) -> Response:
     site = site_of(request)
     known = site.thumbnails.list_known()
     card = build_job_card("thumbnails", "thumbnails of those that can be read", site.programs)
-    last = site.programs.last_start("thumbnails")
     has_new = any(can_have_thumbnail(item) and thumbnail_id(item) not in known for item in items[:MOST_MADE])
-    first = request.query_params.get("first", "")
-    start = min(int(first), len(chosen)) if first.isdecimal() and len(first) < 10 else 0
+    start = first_item(request.query_params, len(chosen))
     return render(
         request,
         "set_aside.html",
@@ -153,7 +151,7 @@ def show_set_aside(request: Request) -> Response:
         reasons=sorted({item.reason for item in items}),
         given=given,
         card=card,
-        is_due=has_new and (last is None or last.exit_code == 0),  # not where it was stopped or has failed
+        is_due=has_new and site.programs.may_begin("thumbnails"),
         thumbnails={item: known.get(thumbnail_id(item), False) for item in chosen[start : start + MOST_SHOWN]},
         stage_cards={stage: build_job_card(stage, "", site.programs) for stage in {item.stage for item in chosen}},
         thumbnail_id=thumbnail_id,

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from schemas.foreign.trainers import TRAINERS
-from stages.pages.ui.app import Form, Moved, Page, action, get, render
+from stages.pages.ui.app import Form, Moved, Page, action, get, lines_of, render
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.projects import proposal_page
 from stages.pages.ui.projects.browse_page import list_asked
@@ -50,7 +50,7 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
         name = form.get("name", "").strip()
         file = new_file(projects.home, name)
         trainer = form.get("from", "")
-        overrides = [line.strip() for line in form.get("overrides", "").splitlines() if line.strip()]
+        overrides = lines_of(form, "overrides")
         if len(overrides) > MOST_OVERRIDES:
             raise Refused(f"more than {MOST_OVERRIDES} settings", "write these into the file afterwards")
         words = [*files, *([f"--from={trainer}"] if trainer else []), *(f"--set={setting}" for setting in overrides)]

@@ -121,14 +121,7 @@ def _is_inside(path: Path, top: Path) -> bool:
 
 
 def _is_shown(name: str) -> bool:
-    return name[0] != "." and name.isprintable() and _has_encoding(name)
-
-
-def _has_encoding(name: str) -> bool:
-    try:
-        return bool(name.encode())
-    except UnicodeEncodeError:
-        return False
+    return name[0] != "." and name.isprintable()  # which a name that is no UTF-8 is not
 
 
 def _count_all(folder: Path, names: Sequence[str]) -> Iterator[Entry]:
