@@ -120,20 +120,20 @@ class Child:
     def alone(self) -> bool:
         """Whether every process that it started ended soon after it."""
         limit = time.monotonic() + PATIENCE_S
-        while any(session == self.pid for _, session in processes()) and time.monotonic() < limit:
+        while any(session == self.pid for _, _, session in processes()) and time.monotonic() < limit:
             time.sleep(0.01)
         return time.monotonic() < limit
 
 
-def processes() -> Iterator[tuple[int, int]]:
-    """Number and session of every process that has not ended."""
+def processes() -> Iterator[tuple[int, int, int]]:
+    """Number, parent and session of every process that has not ended."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, _, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
+            state, parent, _, session = (folder / "stat").read_text().rpartition(") ")[2].split()[:4]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if state not in "ZX":
-            yield int(folder.name), int(session)
+            yield int(folder.name), int(parent), int(session)
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -65,7 +65,7 @@ class Workers(ForkedWorkers):
 
     @property
     def alive(self) -> set[int]:
-        return self.numbers & {number for number, _ in processes()}
+        return self.numbers & {number for number, *_ in processes()}
 
     def kill_all(self) -> None:
         """In one of them: all others, the program, and this one."""
@@ -204,7 +204,7 @@ class Dying:
                 die()
             wait_for((self.folder / "deceased").exists)
             number = int((self.folder / "deceased").read_text())
-            wait_for(lambda number=number: number not in {each for each, _ in processes()})
+            wait_for(lambda number=number: number not in {each for each, *_ in processes()})
             yield UnitResult(unit.unit_id, unit.unit_id, encoded=1)
 
 
