@@ -51,6 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_page_has_the_lists_tables_and_code_of_its_file(site: Path) -> None:
     """Python-Markdown, which MkDocs uses, reads some lists otherwise than CommonMark, in which GitHub shows them."""

@@ -60,6 +60,7 @@ def made(home: Project) -> tuple[Any, Plan]:
     return report, CAPTION.find_plan(Store(home.root), home.config())
 
 
+@pytest.mark.long
 def test_an_instruction_is_of_the_source_image_and_then_the_target(project: Any, tiny: Any) -> None:
     home = describing(project, tiny, "kandinsky5-image-i2i")
     home.settings["datasets"][0]["conditioning_data"] = "source"

@@ -37,6 +37,7 @@ def planned(home: Project) -> dict[str, set[str]]:
     return {row["path"]: {texts[name] for name in row["texts"]} for row in plan.active.to_pylist()}
 
 
+@pytest.mark.long
 def test_drawn_captions_are_the_same_in_any_batch_and_others_by_another_seed(photos: Project) -> None:
     photos.run(caption.run)
     first, name = written(photos), CAPTION.fingerprint(photos.config())

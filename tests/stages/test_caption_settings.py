@@ -84,6 +84,7 @@ def test_offload_changes_no_caption_and_does_not_go_with_quantization(photos: Pr
         photos.run(caption.run, "caption.quantization=nf4-bnb", "caption.offload=blocks")
 
 
+@pytest.mark.long
 def test_under_a_root_on_an_object_store_they_are_the_same(photos: Project, s3: S3Server) -> None:
     photos.run(caption.run)
     expected, fingerprint = photos.shards("captions"), CAPTION.fingerprint(photos.config())

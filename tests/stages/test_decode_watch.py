@@ -199,6 +199,7 @@ def test_told_to_finish_it_leaves_the_rest(project, forked_programs, script, rou
     assert picture(home, "cat").exists() and not picture(home, "dog").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stopped_decode_keeps_what_it_decoded_and_no_part(project, monkeypatch) -> None:
     home, decode_with, count = project(), base.Autoencoder.decode, []

@@ -61,6 +61,7 @@ def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
     assert (report.exit_code, report.details["stages"][0]["done"]) == (0, 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(200, 300), long((300, 300))])
 def test_index_does_not_hide_what_a_stopped_stage_set_aside(project, forked_programs, shape: tuple[int, int]) -> None:

@@ -43,6 +43,7 @@ def home(project: Any, tiny: Any) -> Project:
     return made
 
 
+@pytest.mark.long
 def test_a_clip_without_its_begin_or_end_is_a_near_duplicate_of_the_whole(home: Project) -> None:
     home.run(features.run)
     of = {path: row["duplicate_of"] for path, row in items(home).items()}

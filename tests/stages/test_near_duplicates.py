@@ -128,6 +128,7 @@ def test_parts_make_the_same_table_and_the_last_of_them_makes_it(home: Project) 
     assert table_bytes(other) == table_bytes(home)
 
 
+@pytest.mark.long
 def test_clusters_and_distances_are_columns_that_a_filter_and_the_page_show(home: Project) -> None:
     report = home.run(features.run, "features.clusters=3")
     assert report.details["clusters"] == 3
@@ -184,6 +185,7 @@ def test_bucket_counts_them_and_leaves_them_out_where_the_filter_says_so(home: P
     assert set(planned(home)) == {"chelsea.png", "coffee.png", "astronaut.png", "rocket.png", "camera.png"}
 
 
+@pytest.mark.long
 def test_a_group_is_on_one_side_of_what_is_held_out_and_without_features_nothing_moves(home: Project) -> None:
     home.run(features.run)
     draws = {

@@ -65,6 +65,7 @@ def decibels(first: np.ndarray, second: np.ndarray) -> float:
     return 10 * math.log10(255**2 / np.mean((first.astype(float) - second.astype(float)) ** 2))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_image_is_compared_with_what_was_encoded(project) -> None:
     home = project(**settings(crop_aspect="square"))

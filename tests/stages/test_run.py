@@ -275,6 +275,7 @@ def test_what_is_edited_between_stages_is_planned(forked_programs, home: Project
     assert "yet another colour" in prompts and "another colour" not in prompts
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_new_prompts_alone(forked_programs: None, home: Project) -> None:
     """--prompts plans, encodes and indexes them, and leaves alone what came to the media since; nothing is trained."""

@@ -256,6 +256,7 @@ def test_beside_training_a_step_is_scored_when_its_validation_is_over(
     assert scored() == [0, 10, 20] and report.done == 2 + 3 + 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_trackers_get_scores_with_their_spread(home: Project) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

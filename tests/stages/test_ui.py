@@ -350,6 +350,7 @@ def test_another_root_in_the_configuration_is_not_followed(server: UiServer, hom
     assert server.site.config().train.run == "second" and "run second" in server.get("/").text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_root_in_a_store(home: Project, s3: S3Server) -> None:
     """What is there is shown, by few requests however often the page is asked."""

@@ -53,6 +53,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     assert (home.media / "a.txt").read_text() == "a <b>bold</b> caption" and MOST_SHOWN > 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_thumbnails_beside_captions_are_made_by_a_program(home: Project, server: UiServer) -> None:
     """Of the items that are shown and no others; by a button that a script presses."""

@@ -161,6 +161,7 @@ def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported)
     assert path.read_bytes() == whole and home.run(verify.run, there).exit_code == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_shard_that_an_export_lacks_is_missed(exported) -> None:
     home, there = exported

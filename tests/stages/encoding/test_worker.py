@@ -116,6 +116,7 @@ def test_out_of_memory_where_rows_are_taken_is_of_their_batch(planned, batches, 
     assert batches == [8, 1, 4, 4, 1] and recorded(planned) == [4 * PIXELS]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_where_one_sample_does_not_fit_the_message_names_the_options(planned, monkeypatch) -> None:
     def never(*_):

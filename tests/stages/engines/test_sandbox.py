@@ -219,6 +219,7 @@ def test_nothing_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> N
     assert len(known) >= 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_function_with_arguments_is_made_in_each_process(tmp_path: Path) -> None:
     with SandboxPool(partial(noting, tmp_path), workers=3, timeout_s=2, memory_mib=256) as pool:

@@ -22,6 +22,7 @@ print(report["program"], code)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_start_and_end_are_shown_on_a_terminal_alone(tmp_path) -> None:
     (tmp_path / "pipeline.yaml").write_text(YAML)

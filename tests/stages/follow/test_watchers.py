@@ -310,6 +310,7 @@ def test_a_watch_says_what_it_waits_for_and_how_long(project, capsys) -> None:
     assert said.splitlines() == expected and len(expected) == 5
 
 
+@pytest.mark.long
 def test_a_watch_without_a_trainer_says_so_and_nothing_while_there_is_work(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(watchers, "START_S", LIMIT_S)
     monkeypatch.setattr(progress, "DELAY_S", 0.0)

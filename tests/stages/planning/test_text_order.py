@@ -21,6 +21,7 @@ def most_at_a_time(needs: Sequence[set[int]]) -> int:
     return max(len(set.union(*needs[first : first + WINDOW])) for first in range(len(needs) - WINDOW))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_steps_in_a_row_read_few_shards_of_latents_and_of_texts(tmp_path: Path, tiny) -> None:
     """From media tables to training, with units of 2 MiB: 16 samples, or about 12 texts."""

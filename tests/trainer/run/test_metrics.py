@@ -83,6 +83,7 @@ def written_to_wandb(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_tells_what_it_does_and_its_trackers_have_the_figures(ready, make_config, program, wandb_offline) -> None:
     """Weights & Biases offline. A resumed run continues the same one."""

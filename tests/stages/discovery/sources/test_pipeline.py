@@ -307,6 +307,7 @@ def test_everything_in_s3_and_nothing_here(
     home.assert_no_secret()
 
 
+@pytest.mark.long
 def test_identities_given_by_a_store(home_of, place_of, photo, items: list[Item]) -> None:
     """identity: store reads nothing to name an item, and what changes behind its back is seen when it is encoded."""
     home, place = home_of("word", settings={"identity": "store"}), place_of("word")
