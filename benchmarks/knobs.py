@@ -112,7 +112,6 @@ def settings(
             "steps": scale.run,
             "batch_size": 4,
             "gradient_checkpointing": False,
-            "gradient_noise_every": 0,
             "threads": 1,
             "trackers": [],
             "checkpoint_every": scale.run,

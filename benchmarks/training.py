@@ -6,7 +6,7 @@ A LoRA of a random Sana transformer (`--width`, `--layers`), float32, gradient c
 bare loop is written here in 30 lines: diffusers' model, peft's LoRA, tensors in memory.
 
 steps: both in one process, a step of the one after a step of the other, of one micro-batch and of two. The trainer's
-include reading, metrics.jsonl, TensorBoard, the console, and of two the gradient noise scale in every tenth. memory:
+include reading, metrics.jsonl, TensorBoard and the console. memory:
 peak resident memory of a few steps, each side in processes of its own, and start: from the start of a process to the
 first step, beside importing the same libraries, loading the same model and adding the same LoRA. By turns; medians of
 the ratios of the pairs. The limits are 1.03, 1.03 and 1.2.

@@ -274,7 +274,6 @@ def pipeline_settings(name: str, out: Path) -> dict[str, Any]:
             "steps": flavour.steps,
             "batch_size": flavour.batch,
             "gradient_checkpointing": False,
-            "gradient_noise_every": 0,
             "caption_dropout": 0,
             "shift": 3.0,
             "adapter": {"type": "full"},

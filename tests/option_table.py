@@ -309,7 +309,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.compile_backend": (RUN, "train.compile=blocks train.compile_backend=eager"),
     **{
         f"train.{name}": (RUN, f"train.{name}=7")
-        for name in ("checkpoint_every", "gradient_noise_every", "keep_checkpoints", "keep_every", "log_every")
+        for name in ("checkpoint_every", "keep_checkpoints", "keep_every", "log_every")
     },
     **{f"train.{name}": (RUN, f"train.{name}=3") for name in ("threads", "max_bad_steps", "adapter.rank")},
     **{f"train.{name}": (RUN, f"train.{name}=0.5") for name in ("caption_dropout", "adapter.alpha", "adapter.dropout")},

@@ -131,7 +131,6 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
     run.denoiser.train()
     measured = StepLosses(data.buckets, config.batch_size, run.accelerator.device)
     share = config.batch_size * config.accumulate
-    run.gradient_noise.begin(step)
     for number, micro_batch in enumerate(data.micro_batches, 1):
         synchronized = number == len(data.micro_batches)
         # A sharded model's gradients are reduced in each micro-batch: see docs/machines-reference.md.
@@ -139,7 +138,7 @@ def train_step(run: TrainState, data: StepBatches, earlier: StepNumbers | None =
             sigma_B, loss_B, logged = backward(run, step, micro_batch, share)
         if micro_batch.counts:
             measured.add(micro_batch.batch.bucket, sigma_B, loss_B, logged)
-    sums = measured.reduce(run.accelerator, run.gradient_noise.take_squares(run.accelerator.device))
+    sums = measured.reduce(run.accelerator)
     norm = gather(torch.nn.utils.clip_grad_norm_(run.trainable.values(), config.optimizer.max_grad_norm))
     known = {"lr": rate, "epoch": data.epoch, "buckets": data.buckets}
     numbers = StepNumbers(step, measured, sums, norm, known)
@@ -163,11 +162,9 @@ def finish_step(run: TrainState, numbers: StepNumbers) -> dict[str, Any]:
     after too many steps that were not finite."""
     if numbers.metrics is not None:
         return numbers.metrics
-    measured, squares, norm = numbers.read()
+    measured, norm = numbers.read()
     taken = run.bad_steps.check(numbers.step, measured["loss"], norm)
-    if taken:
-        measured |= run.gradient_noise.update(norm, squares)
-    elif run.reads_late and run.average is not None:
+    if not taken and run.reads_late and run.average is not None:
         run.average.updates -= 1
     for method in run.methods.values():
         method.finish_step(measured)
@@ -283,8 +280,8 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
     epoch = (done - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
     extra = recorded_changes(run.data_changes, run.loader.data) | {"random": {"seed": schedule.seed, "step": done}}
-    extra |= {"epoch": epoch, "gradient noise": [run.gradient_noise.noise, run.gradient_noise.signal]}
-    extra |= {"bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total, "validation due": validation_due}
+    extra |= {"epoch": epoch, "bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
+    extra["validation due"] = validation_due
     averages = None
     if run.average is not None:
         averages, extra["ema updates"] = run.average.averages, run.average.updates

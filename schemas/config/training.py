@@ -236,9 +236,6 @@ class Train(Section):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",), strict=False, description="trackers beside metrics.jsonl: tensorboard, wandb"
     )
-    gradient_noise_every: int = Field(
-        10, ge=0, le=MOST_STEPS, description="steps between measurements of the gradient noise scale; 0: never"
-    )
     device: Device = "auto"
     threads: Processes | None = Field(None, description="CPU threads; default: torch's own")
     max_bad_steps: int = Field(5, ge=0, le=MOST_STEPS, description="non-finite losses or gradients before it stops")

@@ -18,7 +18,7 @@ from trainer.train import TrainState
 
 DEVICES = ("cpu", NAME)
 #: How names of metrics end that depend on the clock or the machine, or are a difference of nearly equal numbers.
-UNEQUAL = ("_s", "_share", "_left", "_gib", "_noise_scale")
+UNEQUAL = ("_s", "_share", "_left", "_gib")
 
 
 def forget_device() -> None:

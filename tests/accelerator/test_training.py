@@ -31,7 +31,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 AVERAGE = {"decay": 0.5, "warmup": "none", "validate": True}
 PLAIN = {"gradient_checkpointing": False}
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {**PLAIN, "gradient_noise_every": 1},
+    "plain": PLAIN,
     "activations": {**PLAIN, "offload": {"activations": True}},
     "checkpointed": {"gradient_checkpointing_interval": 2},
     "blocks": {"offload": {"blocks": True}},
@@ -47,7 +47,7 @@ def make(make_config, make_set) -> Callable[..., Config]:
 
     def get(kind: str, device: str, name: str | None = None, every: int = 2, **options: Any) -> Config:
         look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": every}
-        settings = {"steps": 2, "batch_size": 2, "accumulate": 2, "gradient_noise_every": 0}
+        settings = {"steps": 2, "batch_size": 2, "accumulate": 2}
         settings |= {"experts": "low"} if kind.startswith("wan-a14b") else {}  # in whose range the sigmas are
         config = make_config(kind, name=name or device, validation=look, **settings | {"device": device} | options)
         make_set(config)

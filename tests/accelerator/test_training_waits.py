@@ -26,7 +26,6 @@ BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
     "full rank": ({"adapter": {"type": "full"}, "gradient_checkpointing": False}, 1),
     "moving average": ({**LORA, "ema": {"decay": 0.5}}, 1),
     "gradient checkpointing": ({**LORA, "gradient_checkpointing": True}, 1),
-    "gradient noise": ({**LORA, "gradient_noise_every": 1}, 1),
     "activations on the host": ({**LORA, "offload": {"activations": True}}, 1),
     "another optimizer": ({**LORA, "optimizer": {"name": "adamw-foreach"}}, 1),
 }
@@ -36,7 +35,7 @@ BUDGETS: dict[str, tuple[dict[str, Any], int]] = {
 def make(make_config, make_set) -> Callable[..., Config]:
     def get(kind: str, **options: Any) -> Config:
         look = {"eval_samples": 2, "eval_sigmas": [0.3, 0.7], "every": 9}
-        settings = {"steps": 9, "batch_size": 2, "accumulate": 2, "gradient_noise_every": 0}
+        settings = {"steps": 9, "batch_size": 2, "accumulate": 2}
         settings |= {"experts": "low"} if kind.startswith("wan-a14b") else {}  # in whose range the sigmas are
         config = make_config(kind, device=NAME, validation=look, **settings | options)
         make_set(config)

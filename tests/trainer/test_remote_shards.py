@@ -44,7 +44,7 @@ class Remote:
 
     def config(self, name: str, far: bool = True, **train: Any) -> Config:
         """A run of its own, with the remote root or the local one."""
-        settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "gradient_noise_every": 0, "trackers": ()}
+        settings = {"steps": 8, "batch_size": 2, "caption_dropout": 0.3, "trackers": ()}
         made = self._make("t2i", name=name, validation=VALIDATION, **(settings | train))
         return made.model_copy(update={"root": f"s3://{BUCKET}/work" if far else self._root})
 

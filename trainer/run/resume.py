@@ -171,9 +171,6 @@ def _check_state(state: Mapping[str, Any], step: int) -> None:
     averaged = check_object(state.get("terms"), "terms").get("ema") is not None
     for key in ("bad total", "epoch", "ema updates"):
         check_count(state.get(key, None if averaged and key == "ema updates" else 0), key)
-    noise = check_list(state.get("gradient noise", []), "gradient noise")
-    if len(noise) not in (0, 2) or not all(isinstance(number, float) for number in noise):
-        raise ValueError("gradient noise is no pair of numbers")
     for change in check_list(state.get("data changes", []), "data changes"):
         check_text(check_object(change, "a change of data").get("set"), "the set before a change of data")
         if check_count(change.get("step"), "the step of a change of data") > step:

@@ -51,7 +51,6 @@ from trainer.setup.optimizers import BadStepCounter, check_optimizer, make_optim
 from trainer.setup.quantize import count_numbers, quantize_base
 from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, connect_ranks, make_accelerator, wrap_for_ranks
-from trainer.step_metrics import GradientNoise
 
 
 @dataclass
@@ -74,7 +73,6 @@ class TrainState:
     trainable: dict[str, torch.nn.Parameter] = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     average: MovingAverage | None = field(init=False)
-    gradient_noise: GradientNoise = field(init=False)
     reads_late: bool = field(init=False)  # see `can_read_late`
     stop: StopRequest | None = None
     updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
@@ -207,8 +205,6 @@ def prepare_run(
         run.denoiser = denoiser if sharded else wrap_for_ranks(denoiser, accelerator, settings)
     run.optimizer = make_optimizer(run.trainable, settings.optimizer)
     run.average = None if settings.ema is None else MovingAverage(run.trainable, settings.ema)
-    micro_batches = settings.batch_size, settings.accumulate, ranks
-    run.gradient_noise = GradientNoise(denoiser, *micro_batches, settings.gradient_noise_every)
     run.reads_late = can_read_late(run)
     return run
 
@@ -310,7 +306,6 @@ def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
     checkpoint.restore(continued, run.trainable, run.optimizer, averages, run.methods)
     if average is not None:
         average.updates = continued.state["ema updates"]
-    run.gradient_noise.noise, run.gradient_noise.signal = (*continued.state.get("gradient noise", []), 0.0, 0.0)[:2]
     run.bad_steps.steps, run.bad_steps.total = continued.state.get("bad steps", []), continued.state.get("bad total", 0)
     run.log(f"going on from {shown_path(continued.path)}, {continued.step} steps done")
     if run.new_set is not None:

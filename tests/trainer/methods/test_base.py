@@ -99,6 +99,4 @@ def test_a_method_spans_both_passes_and_its_weights_are_trained_and_kept(
         tapping.head.weight.zero_()
     resumed = loop.resume_run(again)
     assert resumed is not None and resumed.step == 2
-    noise = [again.gradient_noise.noise, again.gradient_noise.signal]
-    assert noise == resumed.state["gradient noise"] and all(noise), "what a measurement is averaged with is kept"
     assert torch.equal(kept["methods.tapping.weight"], tapping.head.weight)

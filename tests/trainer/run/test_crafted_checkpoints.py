@@ -147,7 +147,6 @@ def remove_state(key: str):
 CRAFTED_STATES = {
     "no steps of the average": (remove_state("ema updates"), "ema updates is no count"),
     "no terms": (remove_state("terms"), "terms is no object"),
-    "half a pair": (lambda state: state.update({"gradient noise": [0.5]}), "no pair"),
     "a later change": (lambda state: state.update({"data changes": [{"step": 9, "set": "a"}]}), "of a later step"),
     "a negative number": (lambda state: state.update({"bad total": -1}), "bad total is no count"),
     "a number as text": (lambda state: state.update({"epoch": "1"}), "epoch is no count"),
