@@ -14,9 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cache.sets.plans import list_plans
 from cache.sets.set_lookup import current_plan
 from cache.shards import shard
-from cache.store.damage import SHARD_PROGRAMS, DamageError, rebuild_program
+from cache.store.damage import STAGE_PROGRAMS, DamageError
 from cache.store.files import StoreError
 from cache.store.store import STALE, Store
 from cache.supply.encoded_folder import EncodedFolder
@@ -51,7 +52,7 @@ def run(
 ) -> Report:
     refuse_partition(options, "verify")
     store = UnmappedStore(config.root)
-    present = checks.list_shards(store, tuple(SHARD_PROGRAMS))
+    present = checks.list_shards(store, tuple(STAGE_PROGRAMS))
     report = Report(program="verify", dry_run=options.dry_run)
     report.details = {"shards": len(present), "mib": round(sum(present.values()) / MIB, 2)}
     if options.dry_run:
@@ -84,7 +85,7 @@ def run(
     commands = checks.rebuild_commands(damaged_tables)
     if damaged_shards and not repair:
         commands = [line for line in commands if line != "latentpress index"]
-        commands += _repair_commands(store, damaged_shards, ["latentpress verify --repair", "latentpress index"])
+        commands += _repair_commands(store, ["latentpress verify --repair", "latentpress index"])
     report.next_steps += [line for line in commands if line not in report.next_steps]
     return report
 
@@ -102,14 +103,17 @@ def _find_missing(store: Store, present: dict[str, int]) -> DamageByPath:
     }
 
 
-def _repair_commands(store: Store, damaged: Iterable[str], commands: list[str]) -> list[str]:
-    """`commands` for shards of the stages, and another command for those of an export, which no stage makes."""
-    exported = {rebuild_program(rel) == "export" for rel in damaged}
-    again = (
-        f"latentpress export --to {shlex.quote(store.url)}   # from the root of the set, with the same options: it "
-        "replaces damaged shards; or copy the export again"
-    )
-    return (commands if False in exported else []) + ([again] if True in exported else [])
+def _is_copy(store: Store) -> bool:
+    """Whether the root is a copy that `export` made: it has a set and no plan, so no stage makes its shards again."""
+    return not list_plans(store) and bool(store.list_names("sets"))
+
+
+def _repair_commands(store: Store, commands: list[str]) -> list[str]:
+    """`commands` for damaged shards, or the command for a copied set."""
+    if not _is_copy(store):
+        return commands
+    again = f"latentpress export --to {shlex.quote(store.url)}"
+    return [f"{again}   # from the root of the set: it replaces damaged shards; or copy the set again"]
 
 
 def check_shards(
@@ -153,15 +157,16 @@ def check_shards(
 def _repair_shards(
     store: Store, config: Config, options: Options, console: Console, damaged: DamageByPath, report: Report
 ) -> DamageByPath:
-    """Move the damaged shards away and encode their units again; returns what is still damaged. Shards of an export
-    stay in place: their other rows can still be read, and `export` replaces them."""
+    """Move the damaged shards away and encode their units again; returns the damage that remains. Shards of a copied
+    set stay in place: their other rows can still be read, and `export` replaces them."""
+    if _is_copy(store):
+        report.next_steps += _repair_commands(store, [])
+        return damaged
     stages = dict[str, str]()  # damaged shard -> its unit's stage
-    repairable = [rel for rel in sorted(damaged) if rebuild_program(rel) != "export"]
     states: list[tuple[EncodingStage, StageState]] = []
     try:
-        if repairable:
-            states = stage_registry.item_states(store, config)  # which have no plan of `bucket`
-            states = stage_registry.all_states(store, config, current_plan(store, config))
+        states = stage_registry.item_states(store, config)  # which have no plan of `bucket`
+        states = stage_registry.all_states(store, config, current_plan(store, config))
     except LatentpressError as error:  # there is no plan, or weights are missing
         console.warn(f"nothing can be encoded again: {error.message}")
     for stage, state in states:
@@ -169,14 +174,14 @@ def _repair_shards(
         folder = f"{stage.kind}/{state.fingerprint}/"
         stages |= {rel: stage.name for rel in damaged if rel.startswith(folder) and _unit_of_shard(rel) in units}
     if config.cache.limit is not None:
-        return _remove_damaged(store, config, damaged, repairable, report)
+        return _remove_damaged(store, config, damaged, report)
     report.details["damaged_shards"] = [
         {
             "shard": rel,
             "moved_to": checks.move_to_damaged(store, rel) if store.exists(rel) else "",
             "then": stages.get(rel, "not encoded again: no unit of this configuration"),
         }
-        for rel in repairable
+        for rel in sorted(damaged)
     ]
     made = list[str]()
     for stage, state in states:
@@ -193,25 +198,22 @@ def _repair_shards(
     other = {
         rel: damages for rel, damages in damaged.items() if rel not in stages or _unit_of_shard(rel) not in repaired
     }
-    report.next_steps += _repair_commands(store, other | still_damaged, []) + (
-        ["latentpress index"] if repairable else []
-    )
+    report.next_steps.append("latentpress index")
     return other | still_damaged
 
 
-def _remove_damaged(
-    store: Store, config: Config, damaged: DamageByPath, repairable: list[str], report: Report
-) -> DamageByPath:
+def _remove_damaged(store: Store, config: Config, damaged: DamageByPath, report: Report) -> DamageByPath:
     """Remove damaged shards of a limited cache, where they would take a part of its room: they are encoded again when
     training needs them."""
     with EncodedFolder(store).locked():
-        for rel in repairable:
+        for rel in damaged:
             store.remove(rel)
     report.details["damaged_shards"] = [
-        {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"} for rel in repairable
+        {"shard": rel, "moved_to": "", "then": "removed: encoded again when training needs it"}
+        for rel in sorted(damaged)
     ]
-    report.next_steps += ["latentpress run"] if repairable else []
-    return {rel: damages for rel, damages in damaged.items() if rel not in repairable}
+    report.next_steps.append("latentpress run")
+    return {}
 
 
 def _repair_tables(config: Config, options: Options, console: Console, damaged: Iterable[str], top: str) -> None:

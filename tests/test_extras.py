@@ -85,11 +85,8 @@ def test_programs_without_an_extra_need_none(python_of: Callable[[str], Path], p
     """Of those that start others or need a file only what they say of themselves."""
     python = python_of("")
     start(python, project, name, "--help")
-    if name == "import":
-        start(python, project, "export", "--to", "exported")
-        shutil.rmtree(project / "work")
-    options = {"export": ["--to", "exported"], "import": ["--from", "exported"]}.get(name, [])
-    if name in ("index", "status", "doctor", "gc", "export", "import"):
+    options = {"export": ["--to", "exported"]}.get(name, [])
+    if name in ("index", "status", "doctor", "gc", "export"):
         start(python, project, name, *options, code=3 if name == "doctor" else 0)  # it compares with the configuration
 
 

@@ -17,7 +17,7 @@ from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket, Crop
-from stages import bucket, discover, encode_latents, encode_text, export, import_, index, preview
+from stages import bucket, discover, encode_latents, encode_text, export, index, preview
 from stages.discovery.media_table import read_media_table
 from stages.media.image import load_image
 from stages.media.sample_reader import normalize_pixels, resize_and_crop
@@ -164,19 +164,12 @@ def test_references_are_encoded_once_and_are_read_in_their_order(referenced, for
     page = Path(home.run(preview.run, plan=True).details["page"]).read_text()
     assert "reference 2: " in page and page.count("reference 1: ") == 3
     home.run(export.run, to=str(tmp_path / "out"))
-    home.run(import_.run, f"root={tmp_path / 'in'}", source=str(tmp_path / "out"))
-    for copy in (str(tmp_path / "out"), str(tmp_path / "in")):
-        copied = opened(home, f"root={copy}")
-        assert copied.id == data.id
-        for name, batch in batches(copied).items():
-            pairs = zip(batch.references, read[name].references, strict=True)
-            assert torch.equal(batch.latents_BCTHW, read[name].latents_BCTHW) and all(
-                torch.equal(*pair) for pair in pairs
-            )
-        for prompt, known in zip(copied.validation, data.validation, strict=True):
-            assert [array.numpy().tolist() for array in prompt.references] == [
-                array.numpy().tolist() for array in known.references
-            ]
+    copied = opened(home, f"root={tmp_path / 'out'}")
+    assert copied.id == data.id
+    for name, batch in batches(copied).items():
+        pairs = zip(batch.references, read[name].references, strict=True)
+        assert torch.equal(batch.latents_BCTHW, read[name].latents_BCTHW) and all(torch.equal(*pair) for pair in pairs)
+    assert copied.validation == data.validation
 
 
 def listed(home: Project) -> dict[str, tuple[str | None, ...]]:

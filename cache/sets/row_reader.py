@@ -5,7 +5,7 @@ expected, are read by `TrainSet.read_row`, which names what is damaged.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -14,8 +14,8 @@ from cache.order.schedule import Ints
 from cache.order.set_columns import BoolColumn, IntColumn, TextColumn
 from cache.sets.draws import NO_TEXT
 from cache.sets.samples import Location
-from cache.sets.trainset import TrainSet, check_distinct_names, missing_null_prompt, packed_row_id
-from cache.shards.row_layouts import RowLayout, part_layout, view_layout
+from cache.sets.trainset import TrainSet, check_distinct_names, missing_null_prompt
+from cache.shards.row_layouts import RowLayout, view_layout
 from cache.shards.shard import ShardRow
 from cache.shards.shard_supply import MappedShard, MappedShards
 from cache.shards.tensor_checks import SAMPLE, find_shape_problems, own_name
@@ -61,9 +61,9 @@ class RowReader:
         self.shards = MappedShards(data.supply, limit)
         index, texts = data.tables["index"], data.tables["texts"]
         self._ids, self._regularization = TextColumn(index["sample_id"]), BoolColumn(index["regularisation"])
-        prefixes = {SAMPLE: "", **{kind: f"{kind}_" for kind in data.kinds if not data.packed}}
+        prefixes = {SAMPLE: "", **{kind: f"{kind}_" for kind in data.kinds}}
         tables = {part: (index, prefix, self._ids) for part, prefix in prefixes.items()}
-        for part in data.references if not data.packed else ():
+        for part in data.references:
             tables[part] = index, f"{part}_", TextColumn(index[f"{part}_id"])
         tables[TEXT] = texts, "", TextColumn(texts["text_id"])
         self._columns = {
@@ -92,40 +92,15 @@ class RowReader:
         id = self._ids.get(row).decode()
         if text == NO_TEXT:
             raise missing_null_prompt(self.data.id, id)
-        if self.data.packed:
-            parts = self._unpack(row, id, self.data.row_texts.part(row, text), bucket)
-        else:
-            parts = []
-            for part in (*self.data.sample_parts(bucket), TEXT):
-                shards, numbers, ids = self._columns[part]
-                entry = text if part == TEXT else row
-                stored = StoredRow(part, shards.get(entry), numbers.get(entry), ids.get(entry).decode())
-                parts.append(self._locate(stored, bucket))
+        parts = []
+        for part in (*self.data.sample_parts(bucket), TEXT):
+            shards, numbers, ids = self._columns[part]
+            entry = text if part == TEXT else row
+            stored = StoredRow(part, shards.get(entry), numbers.get(entry), ids.get(entry).decode())
+            parts.append(self._locate(stored, bucket))
         if len(parts) > 2:
             names = {row.part: [own_name(row.part, span.name) for span in row.layout.tensors] for row in parts[:-1]}
             check_distinct_names(names, id)
-        return parts
-
-    def _unpack(self, row: int, sample_id: str, text: str, bucket: str) -> list[StoredRow]:
-        """The parts of an export's row, in which they are all, verified in its place."""
-        shards, numbers, _ = self._columns[SAMPLE]
-        whole = StoredRow(SAMPLE, shards.get(row), numbers.get(row), packed_row_id(row, sample_id))
-        names = {**{part: part for part in self.data.sample_parts(bucket)}, TEXT: text}
-        if not self.data.supply.local:  # its files can't be mapped
-            rows = self.data.part_rows(row, names.values())
-            return [self._take(replace(whole, part=part), rows[name], bucket) for part, name in names.items()]
-        self._locate(whole, bucket)
-        if whole.codes is None or not whole.codes[whole.stored_row]:
-            self.data.part_rows(row)  # a row's first reading: whether its parts are those of the set, too
-        if whole.hash is not None and whole.shard is not None:
-            start, view = whole.base - whole.shard.address, whole.shard.view
-            spans = [view[start + span.start : start + span.start + span.size] for span in whole.layout.tensors]
-            self.verify(whole, spans)
-        parts = []
-        for part, name in names.items():
-            stored = replace(whole, part=part, layout=part_layout(whole.layout, name), hash=None)
-            self._check_shapes(stored, bucket)
-            parts.append(stored)
         return parts
 
     def _locate(self, stored: StoredRow, bucket: str) -> StoredRow:

@@ -19,7 +19,6 @@ import pyarrow as pa
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, fingerprint_weights, local_folder
 from cache.sets import plans
-from cache.sets.exported_set import ExportedSet
 from cache.sets.planned_set import PlannedSet
 from cache.sets.table_checks import PLANNED
 from cache.sets.trainset import SetError, SetNotFound, TrainSet
@@ -104,10 +103,9 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
         step = "Correct train.set or model.flavour."
         raise SetError(f"{what}; the configuration trains {family} {task}", step)
     if meta.get("id") != set_id:
-        step = "Run `latentpress index`, which writes it again; copy an export again."
+        step = "Run `latentpress index`, which writes it again; copy a copied set again."
         raise SetError(f"{store.path(rel)} belongs to set {printable(repr(meta.get('id')))}", step)
-    made_of = ExportedSet if "export" in meta else PlannedSet if PLANNED in meta else TrainSet
-    return made_of(store, set_id, meta)
+    return (PlannedSet if PLANNED in meta else TrainSet)(store, set_id, meta)
 
 
 def parse_set_path(name: str) -> tuple[str, str]:

@@ -314,8 +314,6 @@ def check_set_json(meta: Mapping[str, Any], texts: int, shards: int) -> None:
         for value in check_list(prompt.get("references", []), "references"):
             image = check_object(value, "a reference")
             check_name(image["id"], "the id of a reference")
-            if "export" in meta:  # in the row of its prompt
-                continue
             check_count(image["row"], "the row of a reference")
             if check_count(image["shard"], "the shard of a reference") >= shards:
                 raise ValueError(f"a reference in shard {image['shard']} of {shards}")

@@ -61,8 +61,6 @@ class TrainSet:
     it. Threads that read the same shard wait for each other.
     """
 
-    packed = False  # whether one row of a shard has all parts of a sample, as an export's has
-
     def __init__(self, store: Store, set_id: str, meta: dict[str, Any]):
         self.store, self.id, self.meta = store, set_id, meta
         self.recipe_differences: list[str] = []  # from what the configuration that names the set would make
@@ -145,6 +143,12 @@ class TrainSet:
     def bucket(self, row: int) -> str:
         """The bucket, "WxH@F", of row `row`."""
         return self._index.column("bucket")[row].as_py()
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Kind of shard -> fingerprint of the cache that the set's rows come from."""
+        paths, kinds = (self._shards.column(name).to_pylist() for name in ("path", "kind"))
+        return {kind: path.split("/")[-2] for path, kind in zip(paths, kinds, strict=True)}
 
     @cached_property
     def kinds(self) -> list[str]:
@@ -305,12 +309,6 @@ class TrainSet:
     def damage(self, location: Location, reason: str) -> DamageError:
         """The error about the row at a location."""
         return DamageError(self.store.path(self.shard_path(location.shard)), reason, location.row, location.id)
-
-
-def packed_row_id(number: int, sample_id: str) -> str:
-    """The id of an export's row for row `number` of the index: two files with the same bytes are two rows of one
-    sample."""
-    return f"{number:08d}-{sample_id}"
 
 
 def missing_null_prompt(set_id: str, sample_id: str) -> SetError:

@@ -145,18 +145,6 @@ def describe_row(
     return sorted(set(fixed)), RowLayout(tuple(tensors), heads, id, info, checksum, end)
 
 
-def part_layout(layout: RowLayout, part: str) -> RowLayout:
-    """The tensors of one part of an export's row, under their own names (`cache.sets.exported_set`)."""
-    spans = (span._replace(name=name) for span in layout.tensors if (name := part_name(span.name, part)))
-    return RowLayout(tuple(sorted(spans)), end=layout.end)
-
-
-def part_name(full: str, part: str) -> str:
-    """The name of a tensor in its part; "" where it is another's."""
-    prefix, _, name = full.rpartition(".")
-    return name if (prefix or "sample") == part else ""
-
-
 def view_layout(tensors: Mapping[str, Any], address: int) -> RowLayout:
     """The layout of tensors (`cache.shards.tensors.Array`) that are views into memory, counted from `address`."""
     spans = []

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache.shards.tensors import Array
-from cache.store.damage import SHARD_PROGRAMS, DamageError, as_damage, until_sound
+from cache.store.damage import STAGE_PROGRAMS, DamageError, as_damage, until_sound
 from cache.store.files import explained
 from cache.store.json_checks import (
     check_count,
@@ -140,7 +140,7 @@ class BaseShardReader(ABC):
             self._size = self.file.size()
             self._open()
             parts, described = rel.split("/"), (self.meta.kind, self.meta.fingerprint, self.meta.unit)
-            if len(parts) == 3 and parts[0] in SHARD_PROGRAMS and (*parts[:2], unit_name(parts[2])) != described:
+            if len(parts) == 3 and parts[0] in STAGE_PROGRAMS and (*parts[:2], unit_name(parts[2])) != described:
                 raise DamageError(self.path, f"it is shard {'/'.join(described)} under another name")
         except BaseException:
             self.file.close()

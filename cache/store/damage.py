@@ -29,7 +29,6 @@ ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision":
 #: Of the stages before there is a plan of samples, whose units are of items.
 ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
 STAGE_PROGRAMS = ITEM_PROGRAMS | ENCODE_PROGRAMS
-SHARD_PROGRAMS = STAGE_PROGRAMS | {"samples": "export", "prompts": "export"}
 
 #: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
 _TABLE_PROGRAMS = (
@@ -37,7 +36,7 @@ _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)captions/edits/[^/]+$"), "verify --repair", "goes back to the edits before the last one"),
     (re.compile(r"(?:^|/)items/[0-9a-f]{24}\.arrow$"), "features", "compares the items again"),
     (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
-    (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy an export again"),
+    (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy a copied set again"),
     (re.compile(r"(?:^|/)rejects/([a-z-]+)/(?:[^/]+/)?[^/]+\.arrow$"), "", "writes the list again"),
 )
 
@@ -89,8 +88,8 @@ def rebuild_program(path: str) -> str:
     """The program that makes the file at `path` again."""
     if table := _find_table_program(path):
         return table[0]
-    kinds = [name for name in path.split("/")[:-1] if name in SHARD_PROGRAMS]
-    return SHARD_PROGRAMS[kinds[-1]] if kinds else "encode-text and encode-latents"
+    kinds = [name for name in path.split("/")[:-1] if name in STAGE_PROGRAMS]
+    return STAGE_PROGRAMS[kinds[-1]] if kinds else "encode-text and encode-latents"
 
 
 def rebuild_advice(path: str) -> str:
@@ -98,8 +97,6 @@ def rebuild_advice(path: str) -> str:
     program = rebuild_program(path)
     if table := _find_table_program(path):
         return f"latentpress {program}   # it {table[1]}"
-    if program == "export":
-        return "latentpress export   # with the same options: it checks what is there and writes this shard again"
     return f"latentpress verify --repair   # sets it aside and runs {program} for its unit"
 
 

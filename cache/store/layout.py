@@ -6,13 +6,13 @@ media/ or text/ in it may be theirs.
 
 import re
 
-from cache.store.damage import ENCODE_PROGRAMS, SHARD_PROGRAMS, STAGE_PROGRAMS
+from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
 from schemas.config.section import NAME_PATTERN
 
 UNIT_PATTERN = "[A-Za-z0-9][A-Za-z0-9@_-]*"
 _FINGERPRINT, _SET, _DATASET = "[0-9a-f]{24}", "[0-9a-f]{16}", NAME_PATTERN.strip("^$")
 _PLAN, _PLAN_FILES = "[0-9]{6,9}-[0-9a-f]{12}", r"(?:(?:samples|texts|units|active)\.arrow|plan\.json)"
-_SHARD = rf"(?:{'|'.join(SHARD_PROGRAMS)})/{_FINGERPRINT}/{UNIT_PATTERN}"
+_SHARD = rf"(?:{'|'.join(STAGE_PROGRAMS)})/{_FINGERPRINT}/{UNIT_PATTERN}"
 _STAGE_OF_CACHE = rf"(?:{'|'.join(STAGE_PROGRAMS.values())})/{_FINGERPRINT}"
 _PATTERNS = (
     rf"{_SHARD}\.(?:arrow|tar|tar\.json)",

@@ -3,8 +3,7 @@ whether that suits a run."""
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from cache.supply.fetched_shards import FetchedShards
 from cache.supply.limited_folder import LimitedFolder
 from cache.supply.remote_shards import ShardCopies
 from cache.supply.step_needs import (
-    CHECKED_DRAWS,
     FittingOrder,
     checked_steps,
     explain_order,
@@ -105,33 +103,8 @@ def supply_from_copies(
         warn(explain_order(data.id, limit, sum(sizes), ranks.local * step, fitting, least))
 
 
-def supply_whole_set(
-    settings: LocalCache, data: TrainSet, needs: Callable[[], Iterator[set[int]]], reserve: int = 0
-) -> None:
-    """Let a remote set that is read once, row by row, read its shards through copies, whatever its size: nothing is
-    requested for a row. `data.close` ends it.
-
-    needs: gives the shards of each row, in order. reserve: bytes of the copies' disk that are left free.
-    SupplyError where one of the first CHECKED_DRAWS rows needs more than the copies may have.
-    """
-    if data.store.root is not None:
-        return
-    copies = open_copies(settings, data, reserve)
-    sizes, limit = [shard.bytes for shard in copies.shards], copies.folder.limit
-    if (most := largest_window([*islice(needs(), CHECKED_DRAWS)], sizes, 1)) > limit:
-        raise SupplyError(
-            f"the shards of a row and one more have up to {most / 1e9:.3g} GB, and the copies in "
-            f"{copies.folder.base} may have {limit / 1e9:.3g} (train.local_cache.max_gb, and what the disk has left "
-            "beside the result)",
-            f"Raise train.local_cache.max_gb to {round_up_gb(most)} or more, free space on that disk, or set "
-            "train.local_cache.folder to a folder on another one.",
-        )
-    data.use_supply(FetchedShards(copies, settings.downloads))
-    data.supply.follow(0, needs())
-
-
-def open_copies(settings: LocalCache, data: TrainSet, reserve: int = 0) -> ShardCopies:
-    """The shards of a remote set, as listed, and the folder for their copies. reserve: bytes that its disk keeps."""
+def open_copies(settings: LocalCache, data: TrainSet) -> ShardCopies:
+    """The shards of a remote set, as listed, and the folder for their copies."""
     folder = cache_folder(settings)
-    limit = min(cache_limit(settings, folder), max(0, free_bytes(folder) - reserve))
-    return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), LimitedFolder(folder, limit))
+    limited = LimitedFolder(folder, cache_limit(settings, folder))
+    return ShardCopies(data.store, data.tables["shards"].column("path").to_pylist(), limited)

@@ -40,7 +40,7 @@ def needed_shards(
     sample.
     """
     index, texts = data.tables["index"], data.tables["texts"]
-    prefixes = [""] + ([] if data.packed else [f"{part}_" for part in (*data.kinds, *data.references)])
+    prefixes = ["", *(f"{part}_" for part in (*data.kinds, *data.references))]
     parts = [IntColumn(index[f"{prefix}shard"]) for prefix in prefixes]
     text_shards = IntColumn(texts["shard"])
     together = max(1, min(PLANNED_DRAWS // schedule.global_batch, int(schedule.steps_per_epoch)))
@@ -50,10 +50,9 @@ def needed_shards(
         _, _, positions, rows, passes = schedule.plan(first, stop, rank, world)
         steps = np.arange(first, stop).repeat(micro_batches)
         shards = [part.take(rows.ravel()) for part in parts]
-        if not data.packed:
-            drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
-            shards.append(np.full(len(drawn), -1))  # a missing null prompt is for the reader to report
-            shards[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
+        drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
+        shards.append(np.full(len(drawn), -1))  # a missing null prompt is for the reader to report
+        shards[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
         steps = (steps - first).repeat(schedule.batch_size)
         yield from _distinct(np.tile(steps, len(shards)), np.concatenate(shards), stop - first)
         first = stop

@@ -184,7 +184,7 @@ class Train(Section):
     set: str = Field(
         "current",
         min_length=1,
-        description="current, the id of a training set below root/sets, or the path or URL of an export",
+        description="current, the id of a training set below root/sets, or the path or URL of another root or set",
     )
     experts: Literal["high", "low", "both"] | None = Field(
         None,

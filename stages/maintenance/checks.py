@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from cache.sets import plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
-from cache.sets.exported_set import ExportedSet
 from cache.sets.item_rows import PNG, check_caption_row, check_features_row, check_mask_row
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
@@ -321,7 +320,7 @@ def _check_file(store: Store, rel: str) -> None:
             except DamageError:
                 return
         shards_of_set(store, name)
-        (ExportedSet if "export" in meta else TrainSet)(store, name, meta).close()
+        TrainSet(store, name, meta).close()
 
 
 def rebuild_commands(paths: DamageByPath) -> list[str]:

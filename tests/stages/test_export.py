@@ -1,4 +1,4 @@
-"""`latentpress export` and `import`: what they say, do, refuse, and leave for the trainer."""
+"""`latentpress export`: reports, refusals, and a copy that training takes."""
 
 import json
 from pathlib import Path
@@ -6,24 +6,23 @@ from typing import Any
 
 import pytest
 
-from cache.sets.samples import Location
 from cache.sets.set_lookup import find_set
 from cache.store.store import Store
 from schemas.cli.console import INCOMPLETE, USAGE, Options, run_program
-from stages import bucket, discover, encode_latents, encode_text, export, import_, index, verify
+from stages import bucket, discover, encode_latents, encode_text, export, index, verify
 from stages.encoding.stage_options import UsageError
 
 
-def command(home: Any, capsys: pytest.CaptureFixture, program: Any, *overrides: str, **own: Any) -> tuple[int, dict]:
-    """A program as the command line calls it with --json: its exit code and its report."""
+def command(home: Any, capsys: pytest.CaptureFixture, *overrides: str, **own: Any) -> tuple[int, dict]:
+    """`export` as the command line calls it with --json: its exit code and its report."""
     dry = own.pop("dry_run", False)
     options = Options(home.folder / "pipeline.yaml", overrides, dry_run=dry, json=True)
-    code = run_program(program.__name__.rpartition(".")[2].strip("_"), program.run, options, own)
+    code = run_program("export", export.run, options, own)
     return code, json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_from_media_to_an_export_and_back(project, capsys) -> None:
+def test_from_media_to_a_copy_that_can_be_trained_on(project, capsys) -> None:
     prompts = {"prompts": [{"name": "cat", "prompt": "a cat"}], "size": "64x64"}
     home = project(validation=prompts, cache={"unit_mib": 0.02, "format": "webdataset"})
     for number in range(5):
@@ -32,63 +31,40 @@ def test_from_media_to_an_export_and_back(project, capsys) -> None:
         assert home.run(program.run).exit_code == 0
     model = (home.config().model.family, home.config().model.task)
     home_set = find_set(str(home.root), "current", *model)
-    place = str(home.folder / "there")
+    shards, place = home_set.tables["shards"].num_rows, str(home.folder / "there")
 
-    code, dry = command(home, capsys, export, dry_run=True, to=place, shard_mib=0.02)
-    assert code == 0 and dry["remaining"] == 5 and not Path(place).exists()
-    assert dry["details"]["estimated_mib"] > dry["details"]["estimated_texts_mib"] > 0
-    code, done = command(home, capsys, export, to=place, shard_mib=0.02, with_captions=True, form="arrow")
-    assert (code, done["done"], done["skipped"]) == (0, 5, 0)
-    assert done["details"]["written_mib"] == pytest.approx(done["details"]["estimated_mib"], rel=0.05, abs=0.011)
-    code, again = command(home, capsys, export, to=place, shard_mib=0.02, with_captions=True, form="arrow")
-    assert (code, again["done"], again["skipped"]) == (0, 0, 5)
-    code, other = command(home, capsys, export, to=place, shard_mib=7)
+    code, dry = command(home, capsys, dry_run=True, to=place)
+    assert (code, dry["remaining"]) == (0, shards) and not Path(place).exists()
+    code, done = command(home, capsys, to=place)
+    assert (code, done["done"], done["skipped"]) == (0, shards, 0) and place in done["next_steps"][0]
+    code, again = command(home, capsys, to=place)
+    assert (code, again["done"], again["skipped"]) == (0, 0, shards)
+    data = find_set("/nowhere", place, *model)
+    assert data.id == home_set.id
+    assert [data.sample(i) for i in range(5)] == [home_set.sample(i) for i in range(5)]
+    assert data.validation == home_set.validation and data.spans == home_set.spans
+    assert {name.split("/")[0] for name in Store(place).list_names()} == {"latents", "text", "sets"}
+    report = home.run(verify.run, f"root={place}")
+    assert report.exit_code == 0 and report.done > 0 and not report.damage
+
+    code, itself = command(home, capsys, to=str(home.root))
+    assert code == USAGE and "--to" in itself["error"]["next_step"]
+    code, tars = command(home, capsys, to=place, webdataset=True, with_captions=True, shard_mib=0.02)
+    assert code == 0 and tars["done"] == len(list(Path(place).glob("webdataset/*/*.tar"))) > 1
+    code, tars = command(home, capsys, to=place, webdataset=True, with_captions=True, shard_mib=0.02)
+    assert (code, tars["done"]) == (0, 0)
+    code, other = command(home, capsys, to=place, webdataset=True)
     assert code == USAGE and "--to" in other["error"]["next_step"]
 
-    data = find_set("/nowhere", place, *model)
-    assert data.id == home_set.id and data.meta["export"]["settings"]["captions"]
-    row = data.read_row(Location(0, 0, None))
-    assert row.info["captions"][0] in ("a cat", "a dog") and row.info["dataset"] == "photos"
 
-    code, dry = command(home, capsys, import_, "root=other", source=place, dry_run=True)
-    assert code == 0 and dry["remaining"] == 5 and not (home.folder / "other").exists()
-    code, done = command(home, capsys, import_, "root=other", source=place)
-    assert (code, done["done"]) == (0, 5)
-    code, again = command(home, capsys, import_, "root=other", source=place)
-    assert (code, again["done"], again["skipped"]) == (0, 0, 5)
-    code, there = command(home, capsys, import_, source=place)
-    assert (code, there["done"], there["skipped"]) == (0, 0, 5)
-    back = find_set(str(home.folder / "other"), "current", *model)
-    for one in (data, back):
-        assert [one.sample(i) for i in range(5)] == [home_set.sample(i) for i in range(5)]
-        assert one.validation == home_set.validation and one.spans == home_set.spans
-    assert {name.split("/")[0] for name in Store(home.folder / "other").list_names()} == {"latents", "text", "sets"}
-    assert list(Path(home.folder / "other").glob("latents/*/*.tar"))
-
-    code, sound = command(home, capsys, verify, "root=other")
-    assert code == 0 and sound["done"] > 0 and not sound["damage"]
-
-    code, wrong = command(home, capsys, import_, source=str(home.root))
-    assert code == USAGE and "root" in wrong["error"]["message"]
-
-
-def test_without_a_set_it_says_what_makes_one(project, capsys) -> None:
+def test_without_a_set_it_names_the_program_that_makes_one(project, capsys) -> None:
     home = project()
     home.config()
-    code, report = command(home, capsys, export)
-    assert code == INCOMPLETE and "no training set" in report["error"]["message"]
-    assert "latentpress index" in report["error"]["next_step"]
+    code, report = command(home, capsys)
+    assert code == INCOMPLETE and "latentpress index" in report["error"]["next_step"]
 
 
-def test_import_asks_from_where(project, capsys) -> None:
-    home = project()
-    home.config()
-    code, report = command(home, capsys, import_)
-    assert code == USAGE and "--from" in report["error"]["next_step"]
-
-
-@pytest.mark.parametrize("program", [export, import_])
-def test_neither_is_divided(project, program) -> None:
+def test_it_is_not_divided(project) -> None:
     home = project()
     with pytest.raises(UsageError, match="--shard"):
-        home.run(program.run, shard="0/2")
+        home.run(export.run, shard="0/2")

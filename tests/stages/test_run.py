@@ -143,9 +143,9 @@ def a_dry_run_of_what_is_done_does_nothing(home: Project) -> None:
         report = home.run(program, dry_run=True)
         assert report.done == report.remaining == 0 < report.skipped, name
     place = str(home.folder / "export")
-    assert home.run(export.run, to=place, dry_run=True).remaining == home.run(export.run, to=place).done == 4
+    assert home.run(export.run, to=place, dry_run=True).remaining == home.run(export.run, to=place).done == 2
     report = home.run(export.run, to=place, dry_run=True)
-    assert (report.done, report.remaining, report.skipped) == (0, 0, 4)
+    assert (report.done, report.remaining, report.skipped) == (0, 0, 2)
     report = home.run(run.run, "datasets.photos.prepend=new", dry_run=True)
     assert (report.done, report.skipped, report.remaining) == (0, 1, 1)  # what follows bucket depends on its result
 
@@ -232,7 +232,7 @@ def test_every_program_reports_in_snake_case(
     """At every level of nesting, of a dry run and of a true one: one after the other, they are the whole pipeline."""
     monkeypatch.chdir(home.folder)
     path, out = home.folder / "pipeline.yaml", str(home.folder / "exported")
-    own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}, "import": {"source": out}}
+    own: dict[str, dict] = {"preview": {"plan": True}, "export": {"to": out}}
     own["push"] = {"repo": "me/first"}
     for program in (name for name in PROGRAMS if name not in ("configure", "import-config")):  # which write the file
         called = train if program == "train" else importlib.import_module(program_module(program)).run

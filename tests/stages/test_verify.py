@@ -140,13 +140,13 @@ def test_a_whole_export_passes(exported) -> None:
     home, there = exported
     report = home.run(verify.run, there)
     assert (report.exit_code, report.damage, report.next_steps) == (0, [], [])
-    assert report.done == report.details["shards"] == 1
+    assert report.done == report.details["shards"] == 6
 
 
 def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported) -> None:
     home, there = exported
     root = home.folder / "an export"
-    (path,) = root.glob("samples/*/*.arrow")
+    path = next(root.glob("latents/*/*.arrow"))
     rel, whole = path.relative_to(root).as_posix(), path.read_bytes()
     spoil(root, rel)
     damaged = path.read_bytes()
@@ -155,7 +155,7 @@ def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported)
         assert report.exit_code == 4 and [damage["path"] for damage in report.damage] == [rel]
         (step,) = report.next_steps
         command = shlex.split(step, comments=True)
-        assert command == ["latentpress", "export", "--to", str(root)] and "copy the export again" in step
+        assert command == ["latentpress", "export", "--to", str(root)] and "copy the set again" in step
         assert path.read_bytes() == damaged and not (root / "damaged").exists()
     home.run(export.run, to=command[-1])
     assert path.read_bytes() == whole and home.run(verify.run, there).exit_code == 0
@@ -165,7 +165,7 @@ def test_a_flipped_byte_in_an_export_is_found_and_mended_by_the_advice(exported)
 @pytest.mark.slow
 def test_a_shard_that_an_export_lacks_is_missed(exported) -> None:
     home, there = exported
-    (path,) = (home.folder / "an export").glob("samples/*/*.arrow")
+    path = next((home.folder / "an export").glob("latents/*/*.arrow"))
     path.unlink()
     report = home.run(verify.run, there)
     assert report.exit_code == 4 and "missing" in report.damage[0]["message"]

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets import plans
-from cache.sets.exported_set import source_fingerprints
 from cache.sets.trainset import TrainSet
 from cache.store.damage import DamageError
 from schemas.identity import hash_bytes
@@ -63,7 +62,7 @@ def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Cha
                 "was made by the same encoders and holds out other samples is not known",
                 f"Bring {data.store.path('sets')}/{change['set']} back. {NEW_RUN_HINT}",
             )
-        made, now = source_fingerprints(before), source_fingerprints(data)
+        made, now = before.fingerprints, data.fingerprints
         if different := sorted(kind for kind in made.keys() & now.keys() if made[kind] != now[kind]):
             raise ResumeError(
                 f"{checkpoint.path} can't be continued on set {data.id}: its shards of {' and '.join(different)} were "

@@ -14,7 +14,6 @@ import xxhash
 from cache.models import weights
 from cache.order.schedule import BatchSchedule
 from cache.runs.training_run import RESULT_NOTE, read_result_step
-from cache.sets.exported_set import source_fingerprints
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
 from cache.store.files import replacing
@@ -122,7 +121,7 @@ def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any
     no part in it."""
     index, texts = data.tables["index"].slice(0, len(data)), data.tables["texts"].column("text_id")
     null, captions = data.meta["null_text"], 0
-    fingerprints = source_fingerprints(data)
+    fingerprints = data.fingerprints
     kinds = {"latents", "text", *(fingerprints.keys() & set(needs))}
     digest = xxhash.xxh3_128(canonical_json({kind: fingerprints.get(kind) for kind in kinds}))
     for start in range(0, len(data), HASH_ROWS):

@@ -18,8 +18,6 @@ from cache.sets.trainset import SetError, TrainSet
 from cache.shards.shard_supply import TAR_WEIGHT, map_limit
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from tests.cache.sets.exports import export, make_source
-from tests.cache.sets.exports import opened as exported
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
 
 FORMS = pytest.mark.parametrize("form", ["arrow", "webdataset"])
@@ -79,28 +77,6 @@ def test_rows_are_those_of_the_careful_way(tmp_path: Path, form, verify, place) 
     with pytest.raises(SetError, match="no null prompt for s2"):
         read(reader, [2], None, [True])
     reader.close()
-
-
-@FORMS
-@pytest.mark.parametrize("verify", ["always", "first"])
-def test_an_export_is_read_like_the_set_it_was_made_of(tmp_path: Path, form, verify) -> None:
-    source = make_source(Store(tmp_path / "root"), "arrow")
-    export(source, target := Store(tmp_path / "export"), form=form)
-    data = exported(target)
-    reader, rows = RowReader(data, verify), list(range(len(data)))
-    counts = [len(data.row_texts.parts(row).keys() - {"null"}) for row in rows]
-    for _ in range(2):
-        assert read(reader, rows) == [carefully(data, row) for row in rows]
-        last = [count - 1 for count in counts]
-        assert read(reader, rows, last) == [carefully(data, *each) for each in zip(rows, last, strict=True)]
-        assert read(reader, rows, None, [True] * len(rows)) == [carefully(data, row, 0, True) for row in rows]
-    (path,) = [p for p in tmp_path.glob("export/samples/*/000000.*") if p.suffix in (".arrow", ".tar")]
-    raw = bytearray(path.read_bytes())
-    raw[raw.index(carefully(data, 0)[1]["latent"]) + 3] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(DamageError, match="latentpress export") as caught:
-        read(reader, rows)
-    assert caught.value.row == 0
 
 
 def flip(store: Store, name: str, value: float) -> tuple[Path, os.stat_result]:

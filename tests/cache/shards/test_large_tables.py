@@ -2,14 +2,13 @@
 
 from itertools import groupby, pairwise
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.order.set_columns import find_runs
-from cache.sets import exported_set, table_checks
+from cache.sets import table_checks
 from schemas.tables import INDEX_SCHEMA
 
 ROWS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0.5, 1.0]), st.integers(0, 1)), max_size=40)
@@ -32,33 +31,6 @@ def test_runs_of_equal_values(rows: list[tuple], cuts: list[int]) -> None:
         expected.append((values, first, first + count))
         first += count
     assert find_runs(in_chunks(table, cuts), tuple(schema.names)) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 20), st.integers(-2, 2), st.integers(1, 9))
-def test_the_order_of_an_exports_rows(counts: list[int], at: int, by: int, slice_rows: int) -> None:
-    """Rows of an export follow each other: one number that is another, in either column, is found in any slices."""
-    places = [(shard, row) for shard, count in enumerate(counts) for row in range(count)]
-    columns = np.array(places, np.int32).T
-    shards = pa.table(
-        [[f"samples/a/{n:06d}.arrow" for n in range(len(counts))], ["samples"] * len(counts)], ["path", "kind"]
-    )
-    texts = pa.table({"text_id": pa.array(["t"])})
-
-    def check(shard: np.ndarray, row: np.ndarray) -> None:
-        index = pa.table({"sample_id": ["s"] * len(places), "shard": shard, "row": row})
-        exported_set.check_export_tables(index, texts, shards)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exported_set, "CHECKED_ROWS", slice_rows)
-        check(*columns)
-        for column in range(2):
-            changed = columns.copy()
-            changed[column, at % len(places)] += by
-            if not by:
-                continue
-            with pytest.raises(ValueError):
-                check(*changed)
 
 
 def test_a_column_is_checked_in_every_chunk() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.store.damage import ENCODE_PROGRAMS, SHARD_PROGRAMS
+from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
 from cache.store.layout import is_project_file, is_shard
 from schemas.geometry import Bucket
 from schemas.identity import compute_fingerprint, hash_json, unit_id
@@ -28,7 +28,7 @@ def test_shards_as_they_are_named(kind, bucket, anything) -> None:
         assert is_project_file(other) and not is_shard(other)
 
 
-@given(st.sampled_from(["media", *SHARD_PROGRAMS]), st.text(max_size=12), st.text(max_size=12))
+@given(st.sampled_from(["media", *STAGE_PROGRAMS]), st.text(max_size=12), st.text(max_size=12))
 def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
     """But for media/<dataset>/media.arrow, whose dataset is called as its person likes."""
     name = f"{kind}/{folder}/{file}"
@@ -47,9 +47,8 @@ def test_folders_of_other_names_are_a_persons(kind, folder, file) -> None:
             "sets/current-sana-t2i.json",
         ),
         *(f"sets/{hash_json(1)[:16]}/{file}" for file in ("set.json", "index.arrow", "texts.arrow", "shards.arrow")),
-        *(f"samples/{'0' * 24}/000000.tar", f"prompts/{'0' * 24}/000000.arrow", f"weights/{'0' * 32}.json"),
+        f"weights/{'0' * 32}.json",
         *("rolling/position.json", "rolling/train.json", "rolling/encode-vision.json", "rolling/lock"),
-        *(f"text/{'0' * 24}/import-{'0' * 16}-{end}.arrow" for end in ("000003", "prompts", "prompts1")),
     ],
 )
 def test_ours(name) -> None:

@@ -15,7 +15,7 @@ from cache.shards.shard_supply import StoredShards
 from cache.store.store import Store
 from cache.supply.step_needs import needed_shards
 from schemas.config.training import Train
-from tests.cache.sets.exports import add_vision, export, make_source, opened
+from tests.cache.sets.small_set import add_vision, make_source, opened
 
 DROPOUT = 0.4
 
@@ -41,14 +41,10 @@ def opened_by_reading(data: TrainSet, schedule: BatchSchedule, step: int, rank: 
 
 
 @pytest.mark.parametrize("form", ["arrow", "webdataset"])
-@pytest.mark.parametrize("exported", [False, True])
-def test_needs_are_what_reading_opens(tmp_path: Path, form: str, exported: bool) -> None:
+def test_needs_are_what_reading_opens(tmp_path: Path, form: str) -> None:
     """Latents, vision features, captions that take turns, null prompts of the set and of a sample; on any rank."""
     store = make_source(Store(tmp_path / "root"), form)
     add_vision(store, form)
-    if exported:
-        export(store, target := Store(tmp_path / "export"), form=form)
-        store = target
     data = opened(store)
     column = IntColumn(data.tables["index"]["shard"])
     for order in (None, order_by_shards(column, 2)):

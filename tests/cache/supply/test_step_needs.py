@@ -27,7 +27,7 @@ from cache.supply.step_needs import (
     round_up_gb,
 )
 from schemas.config.training import Train
-from tests.cache.sets.exports import opened
+from tests.cache.sets.small_set import opened
 from tests.cache.sets.test_trainset import entry, publish
 from tests.forms import long
 

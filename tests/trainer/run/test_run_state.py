@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from cache.sets.exported_set import source_fingerprints
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
 from cache.store.store import Store
-from tests.cache.sets.exports import make_source, opened
+from tests.cache.sets.small_set import make_source, opened
 from trainer.run import run_state
 
 
@@ -18,7 +17,7 @@ def reference_digest(data: TrainSet, block: int) -> str:
     """Of `run_state.data_signature`, `block` rows at a time."""
     rows = data.tables["index"].to_pylist()[: len(data)]
     names = data.tables["texts"].column("text_id").to_pylist()
-    found = xxhash.xxh3_128(canonical_json({kind: source_fingerprints(data)[kind] for kind in ("latents", "text")}))
+    found = xxhash.xxh3_128(canonical_json({kind: data.fingerprints[kind] for kind in ("latents", "text")}))
     for first in range(0, len(rows), block):
         part = rows[first : first + block]
         columns = [[row[key] for row in part] for key in ("sample_id", "bucket", "dataset")]

@@ -1,4 +1,4 @@
-"""A small training set, its export and its import, for the tests of these."""
+"""A small training set, and everything that can be read of it."""
 
 import json
 from typing import Any
@@ -6,9 +6,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cache.sets.exported_set import ExportedSet
-from cache.sets.exporter import Exporter
-from cache.sets.importer import Importer
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import ShardMeta, ShardRow, canonical_json, row_checksum
@@ -129,28 +126,6 @@ def opened(store: Store) -> TrainSet:
     return open_set(store, "current", FAMILY, TASK)
 
 
-def export(source: Store, target: Store, form: str = "arrow", mib: float = 0.001, captions: bool = False) -> Exporter:
-    exporter = Exporter(opened(source), target, form, mib, captions)
-    exporter.check_target()
-    for piece in exporter.shards:
-        if not exporter.is_complete(piece):
-            exporter.write(piece)
-    exporter.write_prompts()
-    exporter.publish()
-    return exporter
-
-
-def import_(source: Store, target: Store, form: str = "arrow") -> Importer:
-    data = opened(source)
-    assert isinstance(data, ExportedSet)
-    importer = Importer(data, target, form)
-    for part in importer.shards:
-        if not importer.is_complete(part):
-            importer.write(part)
-    importer.publish(importer.write_prompts())
-    return importer
-
-
 def content(store: Store) -> list[Any]:
     """Everything that a trainer gets out of a set, and every row that it is made of."""
     data = opened(store)
@@ -169,7 +144,3 @@ def content(store: Store) -> list[Any]:
     ]
     eval_rows, choice = list(data.eval_rows), data.choose_eval_rows(2)
     return [data.id, index, data.spans, samples, parts, sums, data.validation, eval_rows, choice, data.regularisation]
-
-
-def files(store: Store) -> dict[str, bytes]:
-    return {name: store.read_bytes(name) for name in store.list_names()}
