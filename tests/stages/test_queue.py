@@ -19,7 +19,7 @@ from schemas.errors import INCOMPLETE, LatentpressError
 from stages import queue
 from stages.engines.card_lock import CardLock
 from stages.pages.ui.child_programs import Start
-from tests.background import until
+from tests.background import LIMIT_S, until
 from tests.project import Project
 
 #: Notes its arguments. A run named "bad" fails, one named "long" waits for the file "go" or a signal.
@@ -72,7 +72,7 @@ def work(home: Project) -> Callable[[], Report]:
     thread.start()
 
     def end() -> Report:
-        thread.join(60)
+        thread.join(LIMIT_S)
         return reports[0]
 
     return end

@@ -25,6 +25,7 @@ from stages.cli import PROGRAMS, program_module
 from stages.engines.stage_processes import StageProcesses
 from tests.forms import long
 from tests.model_hub import ModelHub
+from tests.processes import PATIENCE_S
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
@@ -161,6 +162,7 @@ def a_run_that_is_stopped_makes_its_page(home: Project) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.StageProcesses, "run", stop_at_decode)
+        patch.setattr(run, "STOPPED_S", PATIENCE_S)
         report = home.run(run.run)
     assert report.details["report"] == str(page) and page.exists()
     assert "SIGTERM" in report.details["stopped"] and report.next_steps == ["latentpress run"]

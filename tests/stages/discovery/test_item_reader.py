@@ -60,8 +60,8 @@ def test_a_server_that_never_answers_costs_its_items_alone(project, stalling, mo
     table = home.folder / "table.csv"
     table.write_text("url,caption\n" + "".join(f"{url}/{name},of {name}\n" for name in names))
     home.settings["datasets"][0] |= {"instance_data_dir": str(table), "caption_strategy": "csv"}
-    home.settings["stages"]["item_timeout_s"] = 4.0
-    monkeypatch.setattr(urls, "READ_TIMEOUT_S", 2.0)  # while the listing asks for sizes and versions
+    home.settings["stages"]["item_timeout_s"] = 12.0
+    monkeypatch.setattr(urls, "READ_TIMEOUT_S", 6.0)  # while the listing asks for sizes and versions
     report = home.run(discover.run, "stages.max_reject_fraction=1.0")
     table = read_media_table(Store(home.root), "photos")
     assert table["captions"].to_pylist() == [["of ok/1.png"], ["of ok/2.png"], ["of ok/3.png"]]

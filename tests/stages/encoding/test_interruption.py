@@ -22,8 +22,9 @@ from schemas.errors import INCOMPLETE, INTERRUPTED
 from stages import bucket, discover, encode_latents, run
 from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker
-from tests.background import until
+from tests.background import LIMIT_S, until
 from tests.forms import long
+from tests.processes import ForkedProgram
 
 
 @pytest.fixture
@@ -155,15 +156,24 @@ def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
     assert report.exit_code == INCOMPLETE and report.details["stages"] == []
 
 
+def hold_the_third_unit() -> None:
+    encode, begun = LatentsWorker.encode, list[None]()
+
+    def held(self, names, batch, limit):
+        begun.append(None)
+        if len(begun) == 3:
+            time.sleep(LIMIT_S)
+        yield from encode(self, names, batch, limit)
+
+    LatentsWorker.encode = held  # type: ignore[method-assign]
+
+
 @pytest.mark.long
-def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs) -> None:
+def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs, monkeypatch) -> None:
     """The signal reaches the program alone, as with Docker and timeout; a terminal's Ctrl-C reaches the stage too."""
-    for number in range(8, 120):
-        planned.image(f"{number}.png", (192, 192), "much", number)
-    planned.settings["datasets"][0]["resolution"] = 192
+    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(hold_the_third_unit))
     planned.settings["stages"]["order"] = ["encode-latents"]
-    planned.run(discover.run)
-    planned.run(bucket.run)
+    planned.config()
     command = [sys.executable, "-m", "stages.cli", "run", "--config", str(planned.folder / "pipeline.yaml"), "--json"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

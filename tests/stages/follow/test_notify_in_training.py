@@ -13,7 +13,7 @@ from cache.runs.training_run import KILLED, begin_record, clear_failure, noting_
 from schemas.errors import LatentpressError
 from stages import notify
 from stages.follow import run_events
-from tests.background import until
+from tests.background import LIMIT_S, until
 from tests.project import Project
 from tests.stages.follow.notified_run import SCHEMA, finish, training
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -47,7 +47,7 @@ def test_watching_sends_what_happens_and_waits_for_the_pictures(
         assert hook.events()[2:] == [("validation", 0)] and len(hook.received[2].document["pictures"]) == 2
         run.metrics(*(step_line(step) for step in range(3, 41)))
         finish(run)
-    watching.join(60)
+    watching.join(LIMIT_S)
     assert not watching.is_alive()
     assert hook.events()[3:] == [("checkpoint", 40), ("finished", 40)]
 

@@ -155,15 +155,21 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
 
 def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    monkeypatch.setattr(watchers, "FINISH_S", 4 * progress.TICK_S)
-    home = project()
+    home, said = project(), [""]
     pretend(hang)
     show_activities(Console())
+
+    def end_once_said() -> None:
+        until(lambda: said.append(said.pop() + capsys.readouterr().err) or "to finish" in said[0], "the message")
+        started._running[watchers.WATCHERS[0]].kill()
+
     with beside(home) as started:
         started.start("train")
         until(lambda: "deaf" in log(home, "hang"))
-    assert "waiting for what runs beside training to finish, at most 1 s: hang\n" in capsys.readouterr().err
+        threading.Thread(target=end_once_said).start()
     show_activities(None)
+    limit = f"at most {watchers.FINISH_S:g} s"
+    assert f"waiting for what runs beside training to finish, {limit}: hang\n" in said[0]
 
 
 def test_one_that_is_told_before_it_listens_has_its_last_look(project, pretend) -> None:

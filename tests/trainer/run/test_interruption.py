@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from schemas.cli.console import INCOMPLETE, OK
 from schemas.errors import INTERRUPTED
-from tests.background import until
+from tests.background import LIMIT_S, until
 from tests.forms import long
 from tests.processes import ForkedProgram
 from tests.trainer.runs import lines, on_two_ranks, result, write
@@ -156,12 +158,19 @@ def test_a_validation_is_broken_off_and_done_when_the_run_goes_on(ready, program
     assert found == {"step-000000", "step-000002", "step-000004"}
 
 
+def time_is_up() -> None:
+    """As the timer of --max-time does, which otherwise might end before the model is loaded."""
+    (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+    timer.function()
+
+
 @pytest.mark.long
-def test_max_time_is_a_limit_of_training_too(ready, make_config, program) -> None:
+def test_max_time_is_a_limit_of_training_too(ready, make_config, program, monkeypatch) -> None:
     config = ready("t2i", **ENDLESS)
-    began = time.monotonic()
-    code, report, said = program(config, {"max_time": 3.0})
-    assert code == INCOMPLETE and time.monotonic() - began >= 3.0
+    with monkeypatch.context() as during:
+        at_step(during, 3, time_is_up)
+        code, report, said = program(config, {"max_time": 3600.0})
+    assert code == INCOMPLETE
     assert report["details"]["stopped"].startswith("by --max-time; nothing is lost")
     assert checkpoints(config) == [report["done"]] and report["done"] == max(lines(config))
     assert "--max-time: finishing the step" in said
@@ -195,10 +204,16 @@ def start_run(path: Path) -> subprocess.Popen:
     return subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def interrupt_twice_at_step_3() -> None:
-    """Let this program and `run`, which started it, get one Ctrl-C, and this one a second."""
+def interrupt_at_step_3(interrupted: Path) -> None:
+    """Let this program and `run`, which started it, get one Ctrl-C; then wait for a second."""
     interruption.REPEATED_S = 0.0
-    act = lambda: (tell(signal.SIGINT), os.kill(os.getppid(), signal.SIGINT), time.sleep(60))  # noqa: E731
+
+    def act() -> None:
+        tell(signal.SIGINT)
+        os.kill(os.getppid(), signal.SIGINT)
+        interrupted.touch()
+        time.sleep(LIMIT_S)
+
     at_step(pytest.MonkeyPatch(), 3, act)
 
 
@@ -227,7 +242,7 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forke
     (row,) = report["details"]["stages"]
     assert (row["stage"], row["done"], row["remaining"]) == ("train", step, 100_000 - step)
     with pytest.raises(ProcessLookupError):
-        for _ in range(1000):
+        while True:
             os.killpg(started.pid, 0)
             time.sleep(0.01)
 
@@ -235,12 +250,12 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forke
 @pytest.mark.long
 def test_under_run_a_second_ctrl_c_is_told_truly(ready, tmp_path, forked_programs, monkeypatch) -> None:
     """What train says is lost stands in the report of `run`, which promises nothing else."""
-    monkeypatch.setattr(ForkedProgram, "prepare", staticmethod(interrupt_twice_at_step_3))
+    interrupted = tmp_path / "interrupted"
+    monkeypatch.setattr(ForkedProgram, "prepare", partial(interrupt_at_step_3, interrupted))
     config = ready("t2i", **ENDLESS)
     started = start_run(write(config, tmp_path))
     try:
-        wait_for_step(config, 2)
-        time.sleep(1.0)
+        until(interrupted.exists, "the first Ctrl-C")
         os.killpg(started.pid, signal.SIGINT)
         report = json.loads(started.communicate()[0])
     finally:

@@ -14,7 +14,9 @@ from safetensors import safe_open
 
 from schemas.cli.console import OK
 from tests.forms import long
+from tests.processes import Child
 from tests.trainer.runs import lines, moved, train, trained_weights
+from trainer import train as loop
 from trainer import validation
 from trainer.run import metrics
 from trainer.run.resume import ResumeError, write_manifest
@@ -30,18 +32,20 @@ def killable(ready, name: str, kind: str = "t2i", **settings):
 
 
 def kill_at(config, step: int) -> None:
-    """Train in a forked child and SIGKILL it as soon as it has recorded `step`."""
-    child = os.fork()
-    if child == 0:
-        try:
-            train(config)
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 60
-    while max(lines(config), default=0) < step and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it ended before it was killed"
+    """Train in a forked child and SIGKILL it once it has recorded `step`, and before it begins the last step."""
+    real = loop.train_step
+
+    def held(run, batches, *earlier):
+        if batches.step + 1 == config.train.steps:
+            signal.pause()
+        return real(run, batches, *earlier)
+
+    def work() -> None:
+        loop.train_step = held
+        train(config)
+
+    child = Child(work)
+    assert child.until(lambda: max(lines(config), default=0) >= step) and child.kill()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
