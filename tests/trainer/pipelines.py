@@ -9,7 +9,9 @@ import diffusers
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from safetensors.torch import load_file
 
 from schemas.catalog import FAMILIES
@@ -103,28 +105,65 @@ def exact_output(kind: str, model: torch.nn.Module) -> torch.Tensor:
     return output(kind, model)
 
 
-def apply_as_comfyui(model: torch.nn.Module, path: Path) -> None:
-    """Add a file to a model's weights by ComfyUI's rule (comfy/lora.py, comfy/weight_adapter/lora.py).
+def comfyui_names(model: torch.nn.Module, name: str) -> list[str]:
+    """What ComfyUI's keys of a module begin with (comfy/lora.py, model_lora_keys_unet). Its models of Wan and FLUX.2
+    have the original names (comfy/ldm), and of Wan it maps no others. It maps diffusers' names of FLUX.2, too, behind
+    other prefixes (comfy/utils.py), and those of q, k and v to parts of its own weight."""
+    flat = f"lycoris_{name.replace('.', '_')}"
+    if isinstance(model, WanTransformer3DModel):
+        name = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", name)
+        name = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", name)
+        name = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", name)
+        return [f"diffusion_model.{name}"]
+    if isinstance(model, Flux2Transformer2DModel):
+        return [f"transformer.{name}", flat]
+    mapped = isinstance(model, QwenImageTransformer2DModel | ZImageTransformer2DModel)
+    return [f"diffusion_model.{name}", f"transformer.{name}", *([flat] if mapped else [])]
 
-    Of each weight "<module>.weight" it looks for "diffusion_model.<module>" followed by .lora_B.weight, .lora_A.weight
-    and .alpha; without the latter the strength is 1. Keys that no weight asked for are left out with a warning. Its
-    models of Wan and FLUX.2 have the original names (comfy/ldm). Of the latter's it maps diffusers' names, too, behind
-    "transformer." (comfy/utils.py).
+
+def lycoris_names(_: torch.nn.Module, name: str) -> list[str]:
+    """Likewise of the LyCORIS library."""
+    return [f"lycoris_{name.replace('.', '_')}"]
+
+
+LORA = ("lora_B.weight", "lora_A.weight")
+LOKR = tuple(f"lokr_w{number}{end}" for number in "12" for end in ("", "_a", "_b"))
+
+
+def apply_as_comfyui(model: torch.nn.Module, path: Path, names=comfyui_names) -> dict[str, torch.Tensor]:
+    """Add a file to a model's weights by ComfyUI's rule (comfy/weight_adapter/lora.py, lokr.py); returns the change of
+    each module's weight.
+
+    Alpha is divided by the rank; without alpha, and for two whole matrices of a LoKr, the strength is 1. Keys that no
+    weight asks for are left out with a warning.
     """
-    held, used, weights = load_file(path), set[str](), dict(model.named_parameters())
-    for name in [name for name in weights if name.endswith(".weight")]:
-        key = f"diffusion_model.{name.removesuffix('.weight')}"
-        if isinstance(model, WanTransformer3DModel):
-            key = re.sub(r"\.attn1\.to_(?:out\.0|(.))$", lambda found: f".self_attn.{found[1] or 'o'}", key)
-            key = re.sub(r"\.attn2\.to_(?:out\.0|(.))$", lambda found: f".cross_attn.{found[1] or 'o'}", key)
-            key = re.sub(r"\.ffn\.net\.(\d)(?:\.proj)?$", r".ffn.\1", key)
-        if isinstance(model, Flux2Transformer2DModel):
-            key = key.replace("diffusion_model.", "transformer.")
-        if f"{key}.lora_B.weight" not in held:
-            continue
-        up, down = (held[f"{key}.lora_{part}.weight"].to(weights[name].dtype) for part in "BA")
-        strength = held[f"{key}.alpha"].item() / down.shape[0] if f"{key}.alpha" in held else 1.0
-        change = torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1)).reshape(weights[name].shape)
-        weights[name].data += strength * change
-        used |= {f"{key}.lora_B.weight", f"{key}.lora_A.weight", f"{key}.alpha"}
-    assert used == held.keys(), "keys that ComfyUI would not load"
+    held, changes = load_file(path), dict[str, torch.Tensor]()
+    for name, module in model.named_modules():
+        for start in names(model, name) if isinstance(getattr(module, "weight", None), torch.nn.Parameter) else ():
+            found = {end: held.pop(key) for end in (*LORA, *LOKR, "alpha") if (key := f"{start}.{end}") in held}
+            if found:
+                changes[name] = _comfyui_change(found, module.weight).to(module.weight.dtype)
+                module.weight.data += changes[name]
+    assert not held, f"keys that ComfyUI would not load: {[*held][:3]}"
+    return changes
+
+
+def _comfyui_change(found: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    alpha, rank = found.pop("alpha", None), None
+    if set(LORA) == found.keys():
+        up, down = (found[end].to(weight.dtype) for end in LORA)
+        rank, product = down.shape[0], torch.mm(up.flatten(start_dim=1), down.flatten(start_dim=1))
+    else:
+        factors = []
+        for side in ("lokr_w1", "lokr_w2"):
+            if side in found:
+                factors.append(found.pop(side))
+            else:
+                first, second = found.pop(f"{side}_a"), found.pop(f"{side}_b")
+                rank = second.shape[0]
+                factors.append(torch.mm(first, second))
+        assert not found
+        left, right = factors
+        product = torch.kron(left[:, :, None, None] if right.ndim == 4 else left, right)
+    strength = 1.0 if alpha is None or rank is None else alpha.item() / rank
+    return strength * product.reshape(weight.shape)
