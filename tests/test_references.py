@@ -221,6 +221,11 @@ def test_what_a_family_does_not_take_is_refused_by_name(referenced) -> None:
     report = referenced.run(bucket.run)
     assert referenced.rejects(report) == {"a.png": "reference-size"}
     assert "its source image 2 is 40x200; the model takes sides of 64 pixels or more" in report.set_aside[0]["message"]
+    for name in "abc":
+        referenced.image(f"../one/{name}.png", (40, 200))
+    referenced.run(discover.run)
+    with pytest.raises(LatentpressError, match=r"nothing to train on: of 3 items none is left: 3 reference-size"):
+        referenced.run(bucket.run)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def active_rows(samples: pa.Table) -> pa.Table:
         "repeats": pa.repeat(pa.scalar(0, pa.int32()), count),
         "weight": pa.repeat(1.0, count),
         "regularisation": pa.repeat(False, count),
-        "texts": pa.repeat(pa.scalar([], ACTIVE_SCHEMA.field("texts").type), count),
+        "texts": pa.array([[]] * count, ACTIVE_SCHEMA.field("texts").type),
     }
     schema = active_schema(references=True)
     return pa.table(

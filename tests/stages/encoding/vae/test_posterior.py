@@ -13,7 +13,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages import encode_latents
 from stages.encoding import model_loading
-from stages.encoding.vae import base, dc_ae, flux, flux2, hunyuan_video, qwen_image
+from stages.encoding.vae import base, dc_ae, flux, flux2, hunyuan_video, qwen_image, wan
 from tests.project import SETTINGS
 
 CPU = torch.device("cpu")
@@ -23,9 +23,17 @@ KINDS = {
     "sana": (dc_ae, 1),
     "qwen-image": (qwen_image, 1),
     "flux2-klein": (flux2, 1),
+    "z-image": (flux, 1),
+    "wan2.1-t2v": (wan, 5),
+    "wan2.2-5b-i2v": (wan, 5),
 }
 WITH_POSTERIOR = [kind for kind in KINDS if kind != "sana"]
-WITH_TIME = ("kandinsky5-video-t2v", "qwen-image")  # an autoencoder of other kinds knows images only
+WITH_TIME = (
+    "kandinsky5-video-t2v",
+    "qwen-image",
+    "wan2.1-t2v",
+    "wan2.2-5b-i2v",
+)  # an autoencoder of other kinds knows images only
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +46,43 @@ def encoders(tiny):
         pixels = torch.nn.functional.interpolate(coarse, (frames, 64, 64), mode="trilinear")
         normalization = FAMILIES[SETTINGS[kind]["family"]].normalization
         ours = module.Autoencoder(str(tiny(kind)), None, torch.float32, CPU, normalization=normalization)
+        if kind == "flux2-klein":  # the tiny one's variances are equal
+            ours._vae.bn.running_var.mul_(torch.linspace(0.5, 2, 128))
+            ours._normalizer = ours._make_normalizer(normalization)
         found[kind] = ours, pixels
     return found
 
 
 def noise(seed: int, shape) -> torch.Tensor:
     return torch.randn((1, *shape), generator=torch.Generator().manual_seed(seed))[0]
+
+
+def normalized(kind: str, vae, values: torch.Tensor, deviation: bool = False) -> torch.Tensor:
+    """A posterior's mean, or its deviation, as the family's pipelines normalize latents; (B, C, T, h, w)."""
+    if kind == "flux2-klein":
+        values = Flux2KleinPipeline._patchify_latents(values)
+        shift, scale = vae.bn.running_mean, 1 / torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+    elif kind.startswith(("wan", "qwen")):
+        shift, scale = torch.tensor(vae.config.latents_mean), 1 / torch.tensor(vae.config.latents_std)
+    else:
+        shift = torch.tensor([vae.config.shift_factor if kind == "z-image" else 0.0])
+        scale = torch.tensor([vae.config.scaling_factor])
+    shift, scale = (each.view(1, -1, *[1] * (values.ndim - 2)) for each in (shift, scale))
+    made = (values - (0 if deviation else shift)) * scale
+    return made if kind in WITH_TIME else made.unsqueeze(2)
+
+
+@pytest.mark.parametrize("kind", WITH_POSTERIOR)
+def test_moments_are_the_pipelines_mean_and_deviation(encoders, kind, record_property) -> None:
+    encoder, pixels = encoders[kind]
+    with torch.no_grad():
+        posterior = encoder._vae.encode(pixels if kind in WITH_TIME else pixels[:, :, 0]).latent_dist
+    mean, logvar = encoder.encode(pixels, [3, 4], "moments").chunk(2, dim=1)
+    wanted = normalized(kind, encoder._vae, posterior.mode())
+    relative = (logvar / 2).exp() / normalized(kind, encoder._vae, posterior.std, deviation=True) - 1
+    largest = max((mean - wanted).abs().max().item(), relative.abs().max().item())
+    record_property("largest difference", largest)
+    assert mean.shape == wanted.shape and largest <= 5e-6
 
 
 @pytest.mark.parametrize("kind", WITH_POSTERIOR)
