@@ -90,9 +90,9 @@ def run(
         state = find_resume_state(config, data, schedule) if main else None
         schedule.first_step = first_step(state["data changes"]) if state else 0
         log_warnings(config, data, schedule, state, console)
-        if not is_finished(config, state):
-            ranks = Ranks(read_launch_variable("RANK", 0), world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
+        if main and (world == 1 or options.dry_run) and not is_finished(config, state):  # else when the ranks have met
             steps = range(state["step"] if state else 0, config.train.steps)
+            ranks = Ranks(0, world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
             supply_from_copies(config.train, data, schedule, steps, ranks, console.warn)
         if options.dry_run:
             report_dry_run(report, config, options, console, schedule, state, world)

@@ -35,8 +35,9 @@ class MicroBatch:
 
     batch: with latents as they are stored, perhaps as moments, where there is no noise yet. identities: (B,) text that
     is unique to a position of a step's global batch, and determines random numbers. uniform_B: in 0..1, float32, on the
-    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32. counts: False where all of its samples were
-    set aside and another's stand in, as ranks have to compute equally often: its loss is multiplied by 0.
+    CPU, by which sigma is chosen. noise_BCTHW: standard normal, float32. counts: False if all of its samples were
+    rejected. Since ranks have to compute equally often, it then has the shapes of other samples, zeros for their
+    numbers, and no part in the loss.
     """
 
     batch: Batch
@@ -105,6 +106,7 @@ class BatchLoader:
     def _read(self, step: int, drawn: MicroBatchRows) -> MicroBatch:
         chosen, texts, counts = self._choose(step, drawn)
         seed, batch = self.schedule.seed, self.reader.read(chosen.rows, texts, chosen.bucket)
+        batch = batch if counts else batch.zeros()
         identities = [f"{seed}/{step}/{position}" for position in chosen.positions.tolist()]
         uniform_B = seeded_uniform(identities, "sigma")
         if self.low_discrepancy:
@@ -143,8 +145,9 @@ class BatchLoader:
         """DamageError where a number of the step is NaN or infinite, which its checksum does not show. The training
         step asks here which row has one, where `MicroBatch.finite` says that some has."""
         for drawn in self.schedule.step(number, self.rank, self.world):
-            chosen, texts, _ = self._choose(number, drawn)
-            self.reader.explain(chosen.rows, texts)
+            chosen, texts, counts = self._choose(number, drawn)
+            if counts:
+                self.reader.explain(chosen.rows, texts)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
         """Steps first..last-1, read ahead by threads. Their shards' supply knows which ones come."""

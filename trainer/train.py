@@ -196,7 +196,10 @@ def backward(
         loss_B = flow.loss_per_sample(step.prediction_BCTHW, step.target_BCTHW, *weigh)
         loss_B = loss_B * flow.loss_weight(settings, step.sigma_B)
         loss_B = sum((added for method in methods if (added := method.loss(step)) is not None), loss_B)
-        (loss_B.sum() * micro_batch.counts / share).backward()
+        loss = loss_B.sum() / share
+        if not micro_batch.counts:  # times 0, a loss that is not finite would be NaN
+            loss = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        loss.backward()
     return step.sigma_B, loss_B.detach(), step.logged
 
 

@@ -35,6 +35,7 @@ from trainer import flow, validation
 from trainer import train as loop
 from trainer.reading import BatchReader
 from trainer.run import metrics
+from trainer.setup import prepare
 from trainer.setup.optimizers import DivergedError
 
 KINDS = [
@@ -337,6 +338,49 @@ def test_steps_that_are_not_finite_are_skipped_then_end_the_run(ready, make_conf
     bad |= set(range(100))
     with pytest.raises(DivergedError, match=r"max_bad_steps is 2"):
         train(other)
+
+
+@pytest.mark.slow
+def test_a_stand_in_has_no_part_in_a_step(ready, monkeypatch) -> None:
+    """Neither its data nor its loss, although both are NaN."""
+    found = []
+    for stands_in in (False, True):
+        run = prepared(ready("t2i", name=f"stands-in-{stands_in}", steps=1, accumulate=2))
+        choose, read, loss = run.loader._choose, run.loader.reader.read, flow.loss_per_sample
+        chosen = [choose(0, drawn) for drawn in run.loader.schedule.step(0, 0, 1)]
+        choices = iter([(*chosen[0][:2], True), (*chosen[1][:2], False)])
+        monkeypatch.setattr(run.loader, "_choose", lambda *_, choices=choices: next(choices))
+        batches = iter([False, True])
+        monkeypatch.setattr(run.loader.reader, "read", lambda *parts, **_: spoil(read(*parts), next(batches)))  # noqa: B023
+        step = run.loader.step(0)
+        assert [part.finite for part in step.micro_batches] == [True, True]
+        losses = iter([0.0, torch.nan])
+        monkeypatch.setattr(flow, "loss_per_sample", lambda *parts: loss(*parts) + next(losses))  # noqa: B023
+        for part in step.micro_batches[: 1 + stands_in]:
+            loop.backward(run, 0, part, 2)
+        monkeypatch.undo()
+        found.append({name: weight.grad for name, weight in run.trainable.items()})
+    assert any(gradient.any() for gradient in found[0].values())
+    assert all(torch.equal(gradient, found[0][name]) for name, gradient in found[1].items())
+
+
+def spoil(batch, wrong: bool):
+    return replace(batch, latents_BCTHW=batch.latents_BCTHW * torch.nan) if wrong else batch
+
+
+@pytest.mark.slow
+def test_every_rank_checks_its_local_cache_for_the_steps_that_remain(ready, make_config, tmp_path, monkeypatch) -> None:
+    seen = tmp_path / "seen"
+
+    def note(settings, data, schedule, steps, ranks, warn) -> None:
+        with seen.open("a") as file:
+            file.write(f"{ranks.rank} of {ranks.world}: {steps}\n")
+
+    monkeypatch.setattr(prepare, "supply_from_copies", note)
+    on_two_ranks(write(ready("t2i", steps=1), tmp_path))
+    on_two_ranks(write(make_config("t2i", steps=2), tmp_path))
+    expected = [f"{rank} of 2: {steps}" for rank in (0, 1) for steps in (range(1), range(1, 2))]
+    assert sorted(seen.read_text().splitlines()) == sorted(expected)
 
 
 def test_dry_run_says_what_would_be_trained(ready, program) -> None:

@@ -39,17 +39,31 @@ from trainer.adapters.names import DIFFUSERS_NAMES, flat_name, rename
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
     """By "<component>.<module path>", with tensors, and the strength multiplied by `scale`. AdapterError for numbers
-    that are not finite."""
+    that are not finite in float32, the dtype in which adapters are computed."""
     try:
         with safe_open(adapter.path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{adapter.path} can't be read: {error}", WHOLE_COPY) from error
     layers = with_tensors(adapter.layers, tensors, scale)
-    for name, layer in layers.items():
-        if not all(tensor.isfinite().all() for tensor in layer.tensors.values()):
-            raise AdapterError(f"{adapter.path} is damaged: {name} has numbers that are not finite", WHOLE_COPY)
+    for layer in layers.values():
+        for name, tensor in layer.tensors.items():
+            check_finite(tensor, torch.float32, f"{adapter.path}: {layer.keys[name]}")
     return layers
+
+
+def check_finite(tensor: torch.Tensor, dtype: torch.dtype, key: str) -> None:
+    """AdapterError for numbers that are NaN, infinite, or beyond `dtype`. key: the tensor's file and key."""
+    wrong = tensor[~tensor.to(dtype).isfinite()]
+    if not len(wrong):
+        return
+    if not wrong.isfinite().all():
+        raise AdapterError(f"{key} is damaged: it has numbers that are not finite", WHOLE_COPY)
+    raise AdapterError(
+        f"{key} has {wrong[0].item():g}, which {str(dtype)[6:]} can't hold: its largest number is "
+        f"{torch.finfo(dtype).max:.3g}",
+        "Name the adapter of a run that did not diverge, or give a lower --scale.",
+    )
 
 
 def with_tensors(layers: Mapping[str, Layer], tensors: Tensors, scale: float = 1.0) -> dict[str, Layer]:
@@ -130,7 +144,12 @@ def _name_tensors(layers: Mapping[str, Tensors]) -> Tensors:
 
 def _name_with_alpha(layers: Mapping[str, Layer]) -> Tensors:
     parts = {start: layer.tensors_and_alpha() for start, layer in layers.items()}
-    return _name_tensors({start: {**tensors, ALPHA: torch.tensor(alpha)} for start, (tensors, alpha) in parts.items()})
+    named = _name_tensors({start: {**tensors, ALPHA: torch.tensor(alpha)} for start, (tensors, alpha) in parts.items()})
+    for key, tensor in named.items():
+        if not tensor.isfinite().all():
+            what = f"{key}: multiplied by the adapter's strength, it is beyond {str(tensor.dtype)[6:]}"
+            raise AdapterError(what, "Give a lower --scale.")
+    return named
 
 
 def _by_component(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
@@ -206,7 +225,7 @@ def _unlike_peft(name: str, layer: Lokr) -> AdapterError:
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file with the permissions of the umask; the library's own are for the owner only. Equal
-    tensors and metadata give equal bytes: the library writes metadata in an order that is drawn anew each time."""
+    tensors and metadata give equal bytes, as metadata is sorted here: the library's order is random."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
@@ -217,9 +236,9 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
             header = json.loads(file.read(size))
             header["__metadata__"] = dict(sorted(metadata.items()))
             sorted_header = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-            assert len(sorted_header) == size, "the library escapes other characters than json"
-            file.seek(8)
-            file.write(sorted_header)
+            if len(sorted_header) == size:  # else the library escapes other characters than json, and its order stays
+                file.seek(8)
+                file.write(sorted_header)
 
 
 def read_weight_shapes(checkpoint: Path, part: str) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.adapters.files import load_layers
+from trainer.adapters.files import check_finite, load_layers
 from trainer.adapters.header import AdapterFile, check_fits
 from trainer.adapters.layers import DOWN, UP
 from trainer.adapters.names import resolve_names
@@ -41,7 +41,9 @@ def add_assistant(model: Any, file: AdapterFile, dtype: torch.dtype) -> None:
     assistant = Assistant()
     for name, layer in load_layers(file).items():
         part = modules[name]
-        for buffer, matrix in zip(BUFFERS, (layer.tensors[DOWN], layer.scale * layer.tensors[UP].float()), strict=True):
+        matrices = {DOWN: layer.tensors[DOWN], UP: layer.scale * layer.tensors[UP].double()}
+        for buffer, (end, matrix) in zip(BUFFERS, matrices.items(), strict=True):
+            check_finite(matrix, dtype, f"model.assistant: {file.path}: {layer.keys[end]}")
             part.register_buffer(buffer, matrix.to(part.weight.device, dtype), persistent=False)
         part.register_forward_hook(assistant)
     model.assistant = assistant

@@ -3,6 +3,7 @@ a run's way back to its newest checkpoint."""
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 
 from cache.order.schedule import BatchSchedule
 from cache.sets.trainset import TrainSet
+from cache.supply.local_cache import Ranks, supply_from_copies
 from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
@@ -156,8 +158,14 @@ def prepare_training(
         if uses_sharding(parallel, accelerator.num_processes):
             files.require_shared("train.parallel.strategy: fsdp2")
         state = run_state.find_resume_state(config, data, schedule) if files.main else None
-        if store is not None and files.from_main(run_state.is_finished(config, state)):
-            raise run_state.RunFinished
+        if store is not None:
+            begun = (state["step"], first_step(state["data changes"])) if state else (0, 0)
+            finished, (done, schedule.first_step) = files.from_main((run_state.is_finished(config, state), begun))
+            if finished:
+                raise run_state.RunFinished
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            ranks = Ranks(accelerator.process_index, accelerator.num_processes, local)
+            supply_from_copies(config.train, data, schedule, range(done, config.train.steps), ranks, console.warn)
         files.refuse_newer(state["step"] if state else 0)
         return prepare_run(config, data, schedule, console, accelerator, watch, files, load)
 

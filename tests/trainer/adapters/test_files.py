@@ -101,5 +101,24 @@ def test_numbers_that_are_not_finite_are_damage(tmp_path) -> None:
     held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
     held["transformer.to_q.lora_B.weight"][1, 1] = torch.nan
     save_file(held, tmp_path / "a.safetensors")
-    with pytest.raises(AdapterError, match=r"a\.safetensors is damaged: transformer\.to_q has numbers"):
+    with pytest.raises(AdapterError, match=r"a\.safetensors: transformer\.to_q\.lora_B\.weight is damaged"):
         load_layers(read_adapter(tmp_path / "a.safetensors"))
+
+
+def test_numbers_beyond_float32_are_named(tmp_path) -> None:
+    """In a file of float64, and multiplied by the strength of a LoKr of whole matrices."""
+    held = {"transformer.to_q.lora_A.weight": torch.ones(2, 3), "transformer.to_q.lora_B.weight": torch.ones(3, 2)}
+    held = {key: value.double() for key, value in held.items()}
+    held["transformer.to_q.lora_B.weight"][1, 1] = 1e39
+    save_file(held, tmp_path / "a.safetensors")
+    with pytest.raises(
+        AdapterError, match=r"lora_B\.weight has 1e\+39, which float32 can't hold: its largest .* 3\.4e\+38"
+    ):
+        load_layers(read_adapter(tmp_path / "a.safetensors"))
+    lokr = {f"lycoris_to_q.lokr_w{number}": torch.full((2, 2), 1e38) for number in (1, 2)}
+    save_file(lokr | {"lycoris_to_q.alpha": torch.tensor(2.0)}, tmp_path / "b.safetensors")
+    layers = load_layers(read_adapter(tmp_path / "b.safetensors"), scale=10.0)
+    for form in ("comfyui", "lycoris"):
+        with pytest.raises(AdapterError, match=r"to_q\.lokr_w1: multiplied by the adapter's strength, it is beyond"):
+            write_adapter(layers, form, tmp_path / f"{form}.safetensors", {})
+        assert not (tmp_path / f"{form}.safetensors").exists()

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from cache.store import files
 from schemas.config.training import Optimizer
 from schemas.errors import DAMAGE
+from trainer.adapters import files as adapter_files
 from trainer.run import checkpoint, resume
 from trainer.setup.optimizers import make_optimizer
 
@@ -108,6 +110,14 @@ def test_equal_tensors_and_metadata_give_equal_files(tmp_path: Path) -> None:
     assert len(contents) == 1
     with safe_open(path, "pt") as file:
         assert file.metadata() == metadata and torch.equal(file.get_tensor("w"), torch.ones(3))
+
+
+def test_a_library_that_escapes_otherwise_stops_no_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    escaping = SimpleNamespace(loads=json.loads, dumps=lambda value, **options: json.dumps(value))
+    monkeypatch.setattr(adapter_files, "json", escaping)
+    checkpoint.write_tensors({"w": torch.ones(3)}, tmp_path / "a.safetensors", {"é": "ü", "a": "b"})
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert file.metadata() == {"é": "ü", "a": "b"} and torch.equal(file.get_tensor("w"), torch.ones(3))
 
 
 def test_what_is_exported_bit_for_bit_is_written_once(tmp_path: Path) -> None:
