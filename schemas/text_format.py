@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,15 @@ def format_bytes(count: float) -> str:
 def format_duration(seconds: float) -> str:
     """Like "1:05:00" or "2 days, 0:00:10", of any number that a foreign file may have."""
     return str(timedelta(seconds=round(min(seconds, LONGEST_S))))
+
+
+def describe_exit(code: int) -> str:
+    """How a process with this exit code ended: "ended with exit code 3", or by a signal "was interrupted (SIGINT)"."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    number = signal.Signals(-code)
+    how = "was interrupted" if number in (signal.SIGINT, signal.SIGTERM) else "was killed"
+    return f"{how} ({number.name})"
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:

@@ -22,6 +22,7 @@ from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, noted, read_record
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.text_format import describe_exit
 from stages.encoding.stage import refuse_partition
 from stages.engines.card_lock import CardLock
 from stages.engines.stage_processes import StageProcesses
@@ -165,8 +166,11 @@ class _Worker:
             return "failed", error["message"], error.get("next_step", "")
         if code > 0 and failure is not None:
             return "failed", f"{failure.program}: {failure.reason}", failure.advice
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return "failed", f"it ended with {how}", "its log says more: latentpress queue again, once that is corrected"
+        return (
+            "failed",
+            f"it {describe_exit(code)}",
+            "its log says more: latentpress queue again, once that is corrected",
+        )
 
     def _is_free(self, entry: QueueEntry, card: CardLock, ended: threading.Event) -> bool:
         """Wait until no other queue has the card, no other program the run, and the page has started none. False where

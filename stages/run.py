@@ -15,7 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.runs.training_run import METRICS_FILE, append_stage, clear_failure, read_failure, record_failure
+from cache.runs.training_run import (
+    METRICS_FILE,
+    OutputLocked,
+    append_stage,
+    clear_failure,
+    is_running,
+    read_failure,
+    record_failure,
+)
 from cache.runs.validations import BEST_KEYS
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
@@ -31,7 +39,7 @@ from schemas.config.encoding import CACHE_LIMIT, StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
 from schemas.libraries import require_libraries
-from schemas.text_format import shown_path
+from schemas.text_format import describe_exit, shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.feature_columns import NoFeatures
 from stages.encoding.stage import refuse_partition
@@ -89,6 +97,8 @@ def run(
     followers = EncodingFollowers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     watchers = Watchers(config, options, console, stop_handler)
+    if not aside and "train" in order and is_running(folder):
+        raise OutputLocked(folder)
     with console.keep_log(None if aside else folder), stop_handler.stop_on_signals(), note, watchers:
         if not aside:
             check_writable(folder)
@@ -252,7 +262,7 @@ def _push(report: Report, options: Options, console: Console, processes: StagePr
     if code == OK:
         report.details["hub"] = document["details"]["url"]
     else:
-        message = document.get("error", {}).get("message", f"it ended with exit code {code}; its output is above")
+        message = document.get("error", {}).get("message", f"it {describe_exit(code)}; its output is above")
         report.failed.append({"item": "push", "reason": "not-uploaded", "message": message})
         report.remaining, report.next_steps = report.remaining + 1, [*report.next_steps, "latentpress push"]
 

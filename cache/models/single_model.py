@@ -76,5 +76,9 @@ def _fetch_config(repo: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     config = Path(call_hub(hf_hub_download, repo, revision, key=key, filename=CONFIG_FILE))
-    assert COMMIT_PATTERN.fullmatch(config.parent.name), f"{config}: no commit"
+    if not COMMIT_PATTERN.fullmatch(config.parent.name):
+        raise WeightsError(
+            f"{key}: the installed huggingface_hub keeps {config} in a folder that does not name its commit",
+            "name a folder, or install the huggingface_hub of constraints.txt",
+        )
     return config

@@ -21,7 +21,8 @@ from schemas.cli.console import Options
 from schemas.cli.interruption import child_environment, signals_blocked
 from schemas.cli.kept_log import LOGS
 from schemas.cli.starting import hide_line, show_ending, show_starting
-from schemas.errors import INCOMPLETE, LatentpressError
+from schemas.errors import INCOMPLETE, INTERRUPTED, RERUN_HINT, LatentpressError
+from schemas.text_format import describe_exit
 
 LAST_LINE = "}\n"  # of a report in JSON
 ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a picture, clip or page any more
@@ -70,10 +71,12 @@ class StageProcesses:
                     show_ending(stage)
         if alone:
             hide_line()
+        code = self._process.returncode
         try:
-            return self._process.returncode, json.loads("".join(lines))
+            document = json.loads("".join(lines))
         except json.JSONDecodeError:
-            return self._process.returncode, {"error": {}}
+            return code, {"error": {}}
+        return (code if code >= 0 else document["exit_code"]), document  # a signal while it ended changes nothing
 
     def stop(self) -> None:
         """Terminate the running program, which ends in its own way; `run` still waits for it."""
@@ -83,14 +86,16 @@ class StageProcesses:
 
 
 class StageFailed(LatentpressError):
-    """A stage ended with an error, which it has printed; the JSON report repeats it."""
+    """A stage ended with an error, which it has printed and the JSON report repeats, or by a signal."""
 
     def __init__(self, stage: str, code: int, document: dict) -> None:
-        error = document.get("error", {})
-        super().__init__(f"{stage} ended with exit code {code}; its error is above")
-        message = error.get("message", f"it ended with exit code {code}; its output is above")
-        self.stage, self.reason, self.advice = stage, message, error.get("next_step", "")
-        self.exit_code = error.get("exit_code", document.get("exit_code", INCOMPLETE))  # type: ignore[misc]
+        error, by_signal = document.get("error", {}), code < 0
+        where = "" if by_signal else f"; its {'error' if error.get('message') else 'output'} is above"
+        super().__init__(f"{stage} {describe_exit(code)}{where}", RERUN_HINT if by_signal else "")
+        message = error.get("message", f"it {describe_exit(code)}{where}")
+        self.stage, self.reason, self.advice = stage, message, error.get("next_step", self.next_step)
+        exit_code = INTERRUPTED if code == -signal.SIGINT else document.get("exit_code", INCOMPLETE)
+        self.exit_code = error.get("exit_code", exit_code)  # type: ignore[misc]
 
     def to_dict(self) -> dict:
         return super().to_dict() | {"message": f"{self.stage}: {self.reason}", "next_step": self.advice}

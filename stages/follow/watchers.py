@@ -30,7 +30,7 @@ from schemas.config.encoding import StageName
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import OK
-from schemas.text_format import shown_path
+from schemas.text_format import describe_exit, shown_path
 from stages.follow.measures import check_measures
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
@@ -167,7 +167,7 @@ class Watchers:
     def _add_failure(self, watcher: Watcher, code: int, is_killed: bool) -> None:
         log = str(self._log(watcher))
         self.failed.append({"program": watcher.program, "exit_code": code, "log": log})
-        how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        how = describe_exit(code)
         if is_killed:
             how = f"did not finish within {FINISH_S:.0f} s, and was ended"
         self._console.warn(f"{watcher.program} --watch, beside training, {how}; its log: {log}")

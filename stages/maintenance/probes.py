@@ -12,7 +12,7 @@ from contextlib import redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from schemas.text_format import shorten
+from schemas.text_format import describe_exit, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> 
         return json.loads(ended.stdout)
     except ValueError:
         lines = ended.stderr.strip().splitlines()
-        return {"problem": shorten(lines[-1], 200) if lines else f"its process ended with {ended.returncode}"}
+        return {"problem": shorten(lines[-1], 200) if lines else f"its process {describe_exit(ended.returncode)}"}
 
 
 def probe_devices(*names: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`latentpress run`, as a user starts it: from a folder of pictures to an adapter, then nothing the second time."""
 
+import fcntl
 import importlib
 import json
 import os
@@ -14,12 +15,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from cache.runs.training_run import LOCK_NAME
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import SetNotFound
 from schemas import libraries
 from schemas.cli.console import Console, Options, Report, run_program
 from schemas.config.loading import load_config
-from schemas.errors import LatentpressError
+from schemas.errors import INCOMPLETE, INTERRUPTED, LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, export, index, run
 from stages.cli import PROGRAMS, program_module
 from stages.engines.stage_processes import StageProcesses
@@ -203,6 +205,29 @@ def test_an_output_that_is_no_folder_is_named_before_the_first_stage(home: Proje
     with pytest.raises(LatentpressError, match="output is a file, not a folder"):
         home.run(run.run)
     assert not (home.folder / "work").exists()
+
+
+def test_another_trainer_is_named_before_the_first_stage(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StageProcesses, "run", lambda *_: pytest.fail("a stage was started"))
+    folder = home.config().run_folder
+    folder.mkdir(parents=True)
+    with (folder / LOCK_NAME).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LatentpressError, match="another trainer is at work in") as caught:
+            home.run(run.run)
+    assert "choose another train.run" in caught.value.next_step
+
+
+def test_a_stage_that_a_signal_ended_is_called_so(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, message, code in (
+        (signal.SIGINT, "discover was interrupted (SIGINT)", INTERRUPTED),
+        (signal.SIGKILL, "discover was killed (SIGKILL)", INCOMPLETE),
+    ):
+        monkeypatch.setattr(StageProcesses, "run", lambda *_, number=number: (-number, {"error": {}}))
+        with pytest.raises(LatentpressError) as caught:
+            home.run(run.run)
+        assert (caught.value.message, caught.value.exit_code) == (message, code)
+        assert "run the same command again" in caught.value.next_step
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, step_of
+from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, OutputLocked, step_of
 from cache.store.files import StoreError, check_folder, check_writable, explained
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError
@@ -18,10 +18,6 @@ from schemas.errors import LatentpressError
 NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 ATTEMPTS = 3  # as `is_running` holds the lock for a moment
 ATTEMPT_PAUSE_S = 0.1
-
-
-class OutputLocked(LatentpressError):
-    """Another trainer is running in this folder."""
 
 
 @contextmanager
@@ -35,8 +31,7 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
         try:
             take_lock(lock)
         except BlockingIOError as error:
-            step = "Wait until it has ended, stop it, or choose another train.run."
-            raise OutputLocked(f"another trainer is at work in {folder}", step) from error
+            raise OutputLocked(folder) from error
         except OSError as error:
             if error.errno not in NO_LOCK_ERRNOS:
                 reason = error.strerror or str(error)

@@ -1,6 +1,7 @@
 """Images inside Qwen2.5-VL's prompts: prepared as by the pipelines' processor, their vision features computed once, and
 put in the place of their placeholders."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ class QwenImageProcessor(Qwen2VLImageProcessorPil):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        if self.resample != Image.Resampling.BICUBIC:
-            raise WeightsError(
-                f"preprocessor_config.json has resample: {self.resample}; it should be 3 (bicubic)",
-                "replace the file with that of the published checkpoint",
-            )
+        switches = ("do_resize", "do_rescale", "do_normalize")
+        for key, wanted in {"resample": Image.Resampling.BICUBIC, **dict.fromkeys(switches, True)}.items():
+            if (value := getattr(self, key)) != wanted:
+                raise WeightsError(
+                    f"preprocessor_config.json has {key}: {value}; it should be {json.dumps(wanted)}",
+                    "replace the file with that of the published checkpoint",
+                )
 
     def resize(  # type: ignore[override]  # as the parent's own resize
         self, image: np.ndarray, size: Any, resample: Any, factor: int, **_: Any
@@ -55,7 +58,6 @@ class QwenImageProcessor(Qwen2VLImageProcessorPil):
 
     def rescale(self, image: np.ndarray, scale: float, *_: Any, **__: Any) -> np.ndarray:
         """`normalize` does this, too."""
-        assert self.do_normalize
         return image
 
     def normalize(self, image: np.ndarray, mean: Any, std: Any, *_: Any, **__: Any) -> np.ndarray:
@@ -198,7 +200,13 @@ class ImagePromptModel(PrefixCachedModel):
                 features = self._batch_features[picture.key].to(embeds_BLD.dtype)
                 first = text.ids.index(self._image_id, end)
                 end = first + len(features)
-                assert set(text.ids[first:end]) == {self._image_id}
+                if set(text.ids[first:end]) != {self._image_id}:
+                    raise WeightsError(
+                        f"the vision model gives {len(features)} features for an image, and the prompt has "
+                        "fewer places: merge_size in preprocessor_config.json and spatial_merge_size of the text "
+                        "encoder differ",
+                        "replace both files with those of the published checkpoint",
+                    )
                 embeds_BLD[row, first - text.shared : end - text.shared] = features
         return embeds_BLD
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from schemas.cli.console import Options
+from stages.engines import stage_processes
+from stages.engines.stage_processes import StageProcesses
 from tests.terminal import run_in_terminal, screen_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,6 +23,21 @@ from stages.engines.stage_processes import StageProcesses
 code, report = StageProcesses({}).run("report", Options(Path("pipeline.yaml"), dry_run=True))
 print(report["program"], code)
 """
+
+
+def test_a_signal_while_a_program_ends_does_not_change_its_report(tmp_path, monkeypatch) -> None:
+    """As Ctrl-C in the seconds that a process with torch takes to end."""
+    program = tmp_path / "stages" / "late.py"
+    program.parent.mkdir()
+    lines = ("import os", "print('{')", 'print(\'"done": 3, "exit_code": 3\')', "print('}', flush=True)")
+    program.write_text("\n".join((*lines, "os.kill(os.getpid(), 9)")))
+    start = subprocess.Popen
+
+    def popen(command, **options):
+        return start([sys.executable, str(program)], **options)
+
+    monkeypatch.setattr(stage_processes.subprocess, "Popen", popen)
+    assert StageProcesses({}).run("late", Options(Path("pipeline.yaml"))) == (3, {"done": 3, "exit_code": 3})
 
 
 @pytest.mark.long

@@ -133,10 +133,11 @@ def test_a_picture_is_the_half_of_its_source_in_whole_patches(folder) -> None:
     assert picture.grid_3.tolist() == half["image_grid_thw"][0].tolist() == [1, 4, 6]
 
 
-def test_another_filter_is_refused_by_name(folder, tmp_path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("resample", 2), ("do_normalize", False), ("do_rescale", False)])
+def test_other_arithmetic_is_refused_by_name(folder, tmp_path, key, value) -> None:
     settings = json.loads((folder / "preprocessor_config.json").read_text())
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"resample": 2}))
-    with pytest.raises(WeightsError, match="resample: 2"):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {key: value}))
+    with pytest.raises(WeightsError, match=f"{key}: {value}"):
         QwenImageProcessor.from_pretrained(tmp_path)
 
 
