@@ -161,6 +161,7 @@ DIFFERENT = [
     ({"loss": {"type": "huber"}}, "train.loss.type: mse on rank 0, huber on rank 1"),
     ({"adapter": {"rank": 8}}, "train.adapter.rank: 16 on rank 0, 8 on rank 1"),
     ({"batch_size": 2}, "train.batch_size: 1 on rank 0, 2 on rank 1"),
+    ({"run": "other"}, "train.run: run on rank 0, other on rank 1"),
     ({"validation": {"every": 1}}, "validation.every: 1000 on rank 0, 1 on rank 1"),
     (
         {"optimizer": {"lr": 2e-3, "warmup": 2, "arguments": {"amsgrad": True}}},

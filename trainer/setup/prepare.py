@@ -147,7 +147,7 @@ def prepare_training(
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     parallel = config.train.parallel
-    store = connect_ranks(device, parallel, config.run_name)
+    store = connect_ranks(device, parallel)
     accelerator = make_accelerator(device)
     watch = RankWatch(accelerator, console, parallel.timeout, store)
     with watch.sharing_errors():

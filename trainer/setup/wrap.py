@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
+from itertools import count
 
 import torch
 from accelerate import Accelerator
@@ -31,6 +32,7 @@ from trainer.setup.blocks import around_forward
 # The other ranks wait while rank 0 saves, for models larger than torch's ten minutes.
 PROCESS_TIMEOUT = timedelta(hours=6)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_connections = count()  # of this process: with train.experts: both it trains two runs
 HINT = "Look at what these processes say; start training on all machines at about the same time, with the same command."
 
 
@@ -130,9 +132,9 @@ def send_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> torch.futures.F
     return bf16_compress_hook(group, bucket)
 
 
-def connect_ranks(device: str, parallel: Parallel, run: str) -> Store | None:
+def connect_ranks(device: str, parallel: Parallel) -> Store | None:
     """Open torch's process group, in place of that of a run before; returns a store that all ranks share, None of a
-    single process. run: its name.
+    single process.
 
     RankLostError where some do not come within `parallel.timeout` seconds, with their numbers: torch's own wait names
     none, and lasts for PROCESS_TIMEOUT.
@@ -145,7 +147,8 @@ def connect_ranks(device: str, parallel: Parallel, run: str) -> Store | None:
             "Start training with torchrun, accelerate launch or examples/ray_train.py, which set it.",
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = PrefixStore(run, open_store(rank, parallel.timeout))
+    # Not the run's name: ranks with different names would not meet, and so not learn that the names differ.
+    store = PrefixStore(f"run {next(_connections)}", open_store(rank, parallel.timeout))
     meet(store, rank, ranks, parallel.timeout)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

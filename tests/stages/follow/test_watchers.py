@@ -136,7 +136,7 @@ def test_one_that_fails_or_is_killed_is_named_with_its_log(project, pretend, cap
     ]
     said = capsys.readouterr().err
     assert f"fail --watch, beside training, ended with exit code 1; its log: {logs}/fail.log" in said
-    assert "follow --watch, beside training, was ended by SIGKILL" in said
+    assert "follow --watch, beside training, was killed (SIGKILL)" in said
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

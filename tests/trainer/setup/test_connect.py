@@ -26,24 +26,24 @@ def test_a_port_that_is_taken_is_named(launched: None) -> None:
         taken.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
         taken.listen()
         with pytest.raises(RankLostError) as caught:
-            connect_ranks("cpu", Parallel(timeout=30), "run")
+            connect_ranks("cpu", Parallel(timeout=30))
     assert f"rank 0 can't listen at port {os.environ['MASTER_PORT']}" in caught.value.message
 
 
 def test_ranks_that_do_not_come_are_named(launched: None) -> None:
     with pytest.raises(RankLostError) as caught:
-        connect_ranks("cpu", Parallel(timeout=2), "run")
+        connect_ranks("cpu", Parallel(timeout=2))
     assert f"these ranks have not come: 1; those here: 0 on {socket.gethostname()}" in caught.value.message
 
 
 def test_a_machine_that_can_not_be_reached_is_named(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(RankLostError) as caught:
-        connect_ranks("cpu", Parallel(timeout=0.2), "run")
+        connect_ranks("cpu", Parallel(timeout=0.2))
     assert f"rank 1 can't reach 127.0.0.1:{os.environ['MASTER_PORT']}" in caught.value.message
 
 
 def test_a_launcher_that_does_not_say_where_rank_0_is(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR")
     with pytest.raises(RunError, match="WORLD_SIZE is 2, and MASTER_ADDR is not set"):
-        connect_ranks("cpu", Parallel(), "run")
+        connect_ranks("cpu", Parallel())
