@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 from collections.abc import Mapping
 from datetime import timedelta
@@ -23,6 +24,12 @@ def escape_unprintable(text: str) -> str:
 def escape_lines(text: str) -> str:
     """The same of each line: line breaks stay."""
     return "\n".join(map(escape_unprintable, text.split("\n")))
+
+
+def split_lines(text: str) -> list[str]:
+    """The lines of a text, trimmed, without empty ones. CR, LF and CRLF end a line, and nothing else does:
+    `str.splitlines` also splits at characters that are part of a caption, such as U+2028."""
+    return [line.strip() for line in re.split(r"\r\n?|\n", text) if line.strip()]
 
 
 def format_bytes(count: float) -> str:

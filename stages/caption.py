@@ -4,6 +4,7 @@ which needs captions, it has one of the media tables' items.
 They are kept under the root, where `bucket` finds them, and the user's folders are not touched unless --write-files.
 """
 
+import time
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
+from schemas.text_format import shorten
 from stages.encoding.caption_files import list_writable, write_caption_files
 from stages.encoding.captions.settings import require_caption
 from stages.encoding.stage_registry import CAPTION as STAGE
@@ -28,13 +30,21 @@ def run(
 ) -> Report:
     """more: the options of every encoding stage."""
     require_caption(config)
+    began = time.time()
     writable = list_writable(config, console) if write_files else []
     report = STAGE.run(config, options, console, **more)
     if writable and not options.dry_run:
-        counts = write_caption_files(Store(config.root), config, writable)
+        counts = write_caption_files(Store(config.root), config, writable, began)
         report.details |= {"files_written": counts.written, "files_there_before": counts.existing}
         if counts.several_clips:
             report.details["clips_without_a_file"] = counts.several_clips
+        if counts.sharing:
+            report.details["same_name_without_a_file"] = len(counts.sharing)
+            names = ", ".join(map(shorten, counts.sharing[:3]))
+            console.warn(
+                f"--write-files: {len(counts.sharing)} items have no file, as another picture or video of the same "
+                f"name would get its caption too: {names}; rename one of each, and run `latentpress discover`"
+            )
     return report
 
 

@@ -120,8 +120,11 @@ def _structured_prompts(document: Document) -> Iterator[LibraryPrompt]:
 
 
 def _text_prompts(text: str) -> Iterator[LibraryPrompt]:
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # the reader has made "\n" of all line ends
         prompt = line.strip()
+        if "\0" in prompt:
+            what = "a zero byte is not a character of a prompt; save the file as UTF-8"
+            raise PromptLibraryError([(number, what)])
         if prompt and not prompt.startswith("#"):
             yield LibraryPrompt({"name": name_of(prompt), "prompt": prompt}, number)
 

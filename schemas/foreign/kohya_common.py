@@ -38,6 +38,7 @@ from schemas.foreign.values import (
     unless,
     whole,
 )
+from schemas.text_format import split_lines
 
 #: What both mean without these keys.
 DEFAULTS = {
@@ -235,8 +236,7 @@ def carry_prompts(draft: Draft, files: Files, name: Any) -> None:
 
 def _items(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
-        lines = [line.strip() for line in content.splitlines()]
-        return [_line(line) for line in lines if line and not line.startswith("#")]
+        return [_line(line) for line in split_lines(content) if not line.startswith("#")]
     if isinstance(content, list):
         return [item if isinstance(item, dict) else _line(str(item)) for item in content]
     common = {key: value for key, value in content.get("prompt", {}).items() if key != "subset"}

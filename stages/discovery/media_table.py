@@ -22,7 +22,7 @@ from cache.store.json_checks import parse_json
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from schemas.identity import hash_json, id_bytes
+from schemas.identity import id_bytes
 from schemas.recipe import discovery_settings
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 from schemas.tables import FACE, MEDIA_SCHEMA, TABLES_VERSION, media_schema, media_schema_of
@@ -35,6 +35,7 @@ from stages.discovery.listing_diff import (
     equal_mask,
     iter_slices,
 )
+from stages.discovery.sources.captions import hash_reading
 
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
@@ -65,8 +66,7 @@ class DiscoverySettings:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "DiscoverySettings":
-        captions = hash_json([dataset.resolved_caption_strategy, list(dataset.caption_column)])
-        return cls(captions, dataset.identity, dataset.animations, discovery_settings(dataset))
+        return cls(hash_reading(dataset), dataset.identity, dataset.animations, discovery_settings(dataset))
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

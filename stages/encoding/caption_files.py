@@ -1,9 +1,10 @@
 """Made captions as text files beside their pictures and videos, where the user asks for them: never over a file that is
 there."""
 
+import os
 from collections import Counter
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
@@ -13,6 +14,7 @@ from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
+from stages.discovery.sources.base import extensions_of_kinds
 from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_registry import CAPTION
 
@@ -20,11 +22,13 @@ from stages.encoding.stage_registry import CAPTION
 @dataclass
 class WrittenFiles:
     """Counts of a run. existing: files that were there before. several_clips: captions of clips of one video, for which
-    its file has no place."""
+    its file has no place. sharing: paths of items without a file, because another picture or video would have the same
+    caption file."""
 
     written: int = 0
     existing: int = 0
     several_clips: int = 0
+    sharing: list[str] = field(default_factory=list)
 
 
 def list_writable(config: Config, console: Console) -> list[Dataset]:
@@ -47,14 +51,20 @@ def list_writable(config: Config, console: Console) -> list[Dataset]:
     return writable
 
 
-def write_caption_files(store: Store, config: Config, datasets: list[Dataset]) -> WrittenFiles:
-    """Write `<name>.txt` beside each item of these datasets that has a made caption and no such file."""
+def write_caption_files(store: Store, config: Config, datasets: list[Dataset], began: float) -> WrittenFiles:
+    """Write `<name>.txt` beside each item of these datasets that has a made caption and no such file, and remove
+    temporary files of runs that were killed. began: the time at which this run began, in seconds since 1970."""
     plan, counts = CAPTION.find_plan(store, config), WrittenFiles()
     table = read_captions(store, CAPTION.fingerprint(config))
     captions = dict(zip(table["sample_id"].to_pylist(), table["captions"].to_pylist(), strict=True))
     rows = plan.active.select(["dataset", "path", "sample_id"]).to_pylist()
     clips = Counter((row["dataset"], row["path"]) for row in rows)
     folders = {dataset.id: Store(dataset.root) for dataset in datasets}
+    list_stems = cache(_list_stems)
+    for folder in folders.values():
+        for entry in folder.list_files(temporaries=True):
+            if ".txt." in entry.name and entry.modified < began:  # a newer one is of a run that is at work
+                folder.remove(entry.name)
     for row in rows:
         texts = captions.get(row["sample_id"])
         if texts is None or row["dataset"] not in folders:
@@ -63,11 +73,20 @@ def write_caption_files(store: Store, config: Config, datasets: list[Dataset]) -
             counts.several_clips += 1
             continue
         rel = str(PurePosixPath(row["path"]).with_suffix(".txt"))
-        if create_new(folders[row["dataset"]], rel, partial(_write, texts)):
+        parent, _, name = folders[row["dataset"]].path(rel).rpartition("/")
+        if list_stems(parent)[name.removesuffix(".txt")] > 1:  # of any dataset
+            counts.sharing.append(row["path"])
+        elif create_new(folders[row["dataset"]], rel, partial(_write, texts)):
             counts.written += 1
         else:
             counts.existing += 1
     return counts
+
+
+def _list_stems(folder: str) -> Counter[str]:
+    """The names of the pictures and videos in a folder, without their extensions."""
+    names = [os.path.splitext(name) for name in os.listdir(folder)] if os.path.isdir(folder) else []
+    return Counter(stem for stem, ending in names if ending.lower() in extensions_of_kinds(("image", "video")))
 
 
 def _write(texts: list[str], file: BinaryIO) -> None:

@@ -124,6 +124,26 @@ def test_files_are_written_beside_media_and_never_over_others(photos: Project) -
         photos.run(caption.run, write_files=True)
 
 
+def test_no_file_is_written_for_two_items_of_one_name(photos: Project) -> None:
+    """Also where the other is of another dataset, or can't be used."""
+    photos.image("0.webp", (64, 48), None, 7)  # type: ignore[arg-type]
+    (photos.media / "1.MP4").write_bytes(b"not a video of this dataset")
+    photos.run(discover.run)
+    report = photos.run(caption.run, write_files=True)
+    named = {path.stem for path in photos.media.glob("*.txt")}
+    assert not {"0", "1"} & named and report.details["files_written"] == len(named - {"own"})
+    assert report.details["same_name_without_a_file"] == len({"0.png", "0.webp", "1.png"} & {*written(photos)})
+
+
+def test_temporary_files_of_a_killed_run_are_removed(photos: Project) -> None:
+    left = photos.media / f".0.txt.{'0' * 16}.tmp"
+    others = [photos.media / name for name in (".0.txt.tmp", f".a.arrow.{'0' * 16}.tmp")]
+    for path in (left, *others):
+        path.write_text("a c")
+    photos.run(caption.run, write_files=True)
+    assert not left.exists() and all(path.exists() for path in others)
+
+
 def test_several_prompts_are_alternatives_and_a_forbidden_word_is_not_written(photos: Project) -> None:
     photos.settings["caption"] |= {"prompts": ["plain", "What is it?"], "prefix": "ohwx"}
     photos.run(caption.run)

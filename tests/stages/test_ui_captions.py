@@ -37,6 +37,8 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     a = dict(zip(table["path"], table["media_id"], strict=True))["a.png"]
     assert server.post(f"/captions/{a}/save", text=" \n").status == 409
     assert server.post(f"/captions/{a}/save", text="  a <i>new</i> one \r\n\r\nand more").status == 200
+    zero = server.post(f"/captions/{a}/save", text="a\0cat")
+    assert zero.status == 409 and "zero byte" in zero.json["error"]
     again = server.post(f"/captions/{a}/save", text="late")
     assert again.status == 409 and "edited meanwhile" in again.json["error"]
     edited = server.get("/captions?edited=1&words=new").text

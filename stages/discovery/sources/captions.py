@@ -15,6 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from schemas.config.datasets import TABLE_STRATEGIES, Dataset
+from schemas.identity import hash_json
+from schemas.text_format import split_lines
 from stages.discovery.sources import table_reader
 from stages.discovery.sources.base import add_problems
 from stages.discovery.sources.columns import (
@@ -31,42 +33,68 @@ from stages.media.files import MediaError, MediaPath, media_size, open_media, un
 
 #: The largest text file that is taken for a caption, in bytes.
 MAX_CAPTION_BYTES = 1 << 20
+#: Raise it when the same bytes give other captions.
+CAPTION_READER_VERSION = 2
 
+_WRITE_ADVICE = "write a caption, one alternative a line"
+ZERO_BYTES_ADVICE = "save it as UTF-8: it is probably UTF-16 without a byte order mark"
 _text = pa.string()
+
+
+def hash_reading(dataset: Dataset) -> str:
+    """Hash of what determines captions besides files and tables: if it changes, all captions are read again."""
+    return hash_json([CAPTION_READER_VERSION, dataset.resolved_caption_strategy, list(dataset.caption_column)])
 
 
 def read_caption_file(path: MediaPath) -> list[str]:
     """The alternatives in a caption file: its lines, trimmed, without empty and repeated ones.
 
-    UTF-8, with or without a byte order mark. Raises MediaError: no-caption, empty-caption, caption-not-utf8,
-    caption-too-long, unreadable.
+    Raises MediaError: no-caption, caption-too-long, unreadable, and as `parse_captions`.
     """
-    step = "write a caption, one alternative a line"
     try:
         size = media_size(path)
         if size > MAX_CAPTION_BYTES:
             problem = f"has {size} bytes, more than a caption's {MAX_CAPTION_BYTES}"
             raise MediaError("caption-too-long", path, problem, "shorten it, or rename it")
         with open_media(path) as file:
-            captions = split_caption_lines(file.read().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise MediaError("caption-not-utf8", path, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
+            data = file.read()
     except MediaError as error:
         if error.reason == "missing":
-            raise MediaError("no-caption", path, "is not there", step) from error
+            raise MediaError("no-caption", path, "is not there", _WRITE_ADVICE) from error
         if error.reason != "empty-file":
             raise
-        captions = []
+        data = b""
     except OSError as error:
         raise unreadable_error(path, error) from error
+    return parse_captions(data, path)
+
+
+def parse_captions(data: bytes, path: MediaPath) -> list[str]:
+    """The alternatives in the content of a caption file, or of a text member of a tar: UTF-8, with or without a byte
+    order mark.
+
+    Raises MediaError: empty-caption, caption-not-utf8, caption-zero-bytes.
+    """
+    try:
+        captions = list(dict.fromkeys(split_lines(data.decode("utf-8-sig"))))
+    except UnicodeDecodeError as error:
+        raise MediaError("caption-not-utf8", path, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
     if not captions:
-        raise MediaError("empty-caption", path, "holds no text", step)
+        raise MediaError("empty-caption", path, "holds no text", _WRITE_ADVICE)
+    if b"\0" in data:
+        raise MediaError("caption-zero-bytes", path, "holds zero bytes", ZERO_BYTES_ADVICE)
     return captions
 
 
-def split_caption_lines(text: str) -> list[str]:
-    """The lines of a text, trimmed, without empty and repeated ones."""
-    return list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+def refuse_zero_bytes(columns: dict[str, pa.Array]) -> None:
+    """Give a problem to each row of a listing with a zero byte in a caption."""
+    captions = columns["captions"].cast(pa.list_(_text))
+    zero_bytes = to_mask(pc.match_substring(captions.flatten(), "\0"))
+    if zero_bytes.any():
+        rows = pc.list_parent_indices(captions).filter(pa.array(zero_bytes))
+        has = pc.is_in(pa.array(range(len(captions))), value_set=rows.cast(pa.int64()))
+        problem = pc.if_else(has, "caption-zero-bytes: has a caption that holds zero bytes", None)
+        add_problems(columns, problem, ZERO_BYTES_ADVICE)
 
 
 def add_caption_files(columns: dict[str, pa.Array], files: pa.Array, versions: pa.Array) -> None:

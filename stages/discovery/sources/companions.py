@@ -30,6 +30,7 @@ from stages.discovery.sources.captions import (
     accept_missing_captions,
     make_caption_lookup,
     read_caption_file,
+    refuse_zero_bytes,
     strip_extensions,
 )
 from stages.discovery.sources.columns import (
@@ -186,6 +187,8 @@ class CommonSource(Source):
         """A chunk of the listing from its columns, with captions and companions by path added."""
         if self._captions is not None:
             self._captions.add(columns)
+        if "captions" in columns:
+            refuse_zero_bytes(columns)
         if self._dataset.describes_missing:
             accept_missing_captions(columns)
         for finder in self._companions.values():

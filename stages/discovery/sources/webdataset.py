@@ -23,7 +23,7 @@ from schemas.identity import hash_json
 from schemas.references import SOURCE_ROLES
 from schemas.tables import EXTRA_PREFIX
 from stages.discovery.sources import base, tars
-from stages.discovery.sources.captions import MAX_CAPTION_BYTES, split_caption_lines
+from stages.discovery.sources.captions import CAPTION_READER_VERSION, MAX_CAPTION_BYTES, parse_captions
 from stages.discovery.sources.columns import caption_lists, cast_to_kind, extra_columns
 from stages.discovery.sources.companions import CommonSource
 from stages.discovery.sources.object_store import file_below
@@ -55,8 +55,8 @@ class WebDatasetSource(CommonSource):
         self._columns = list(dataset.caption_column) if self._own_captions else []
         self._from_json = "caption_column" in dataset.model_fields_set
         #: The settings on which the rows of a tar depend.
-        settings = (dataset.dataset_type, self._own_captions, self._columns, self._from_json, self._roles)
-        self._settings = hash_json(settings)[:12]
+        settings = [dataset.dataset_type, self._own_captions, self._columns, self._from_json, self._roles]
+        self._settings = hash_json([*settings, CAPTION_READER_VERSION])[:12]
         self._base, self._patterns = parse_patterns(dataset)
 
     # -- listing -----------------------------------------------------------------------------------------------------
@@ -187,18 +187,17 @@ class WebDatasetSource(CommonSource):
             names = self._columns  # a column that no record has is an error
         captions: list[list[str]] = caption_lists(table, names).to_pylist() if names else [[] for _ in keys]
         problems: list[str | None] = [None if texts else "no-caption: has no caption" for texts in captions]
+        advices = ["write one into its .txt member, or name its column with caption_column"] * len(keys)
         for row, key in enumerate(keys):
             if key.text is None:
                 continue
             try:
-                captions[row] = split_caption_lines(key.text.decode("utf-8-sig"))
-                problems[row] = None if captions[row] else "empty-caption: has a caption file without text"
-            except UnicodeDecodeError as error:
-                captions[row] = []
-                problems[row] = f"caption-not-utf8: has a caption that is not UTF-8 (byte {error.start})"
+                captions[row], problems[row] = parse_captions(key.text, ""), None
+            except MediaError as error:
+                captions[row], problems[row] = [], f"{error.reason}: has a caption that {error.problem}"
+                advices[row] = error.advice
         columns["captions"] = pa.array([texts or None for texts in captions], pa.list_(_text))
-        step = "write one into its .txt member, or name its column with caption_column"
-        base.add_problems(columns, pa.array(problems, _text), step)
+        base.add_problems(columns, pa.array(problems, _text), pa.array(advices, _text))
 
     # -- opening -----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,9 @@ def find_fault(text: str, ended: bool, max_tokens: int, forbidden: Sequence[str]
     if not words:
         step = "ask with other words (caption.prompts), or write one"
         return Fault("empty-caption", f"has a caption without words: {written}", step)
+    if "\0" in text:
+        step = "ask with other words (caption.prompts), or write one"
+        return Fault("caption-zero-bytes", f"has a caption that holds zero bytes: {written}", step)
     if repeats(words, text):
         step = "set caption.repetition_penalty: 1.05 or a caption.temperature, or write one"
         return Fault("repeating-caption", f"has a caption that repeats itself: {written}", step)

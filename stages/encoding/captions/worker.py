@@ -77,7 +77,7 @@ class CaptionWorker(UnitWorker):
             for question, answer in zip(self._questions, answers, strict=True):
                 fault = find_fault(answer.text, answer.ended, self._caption.max_tokens, self._caption.forbidden)
                 if fault is None:
-                    captions.append(f"{self._caption.prefix} {answer.text}".strip())
+                    captions.append(" ".join(f"{self._caption.prefix} {answer.text}".split()))  # one line
                     continue
                 faults.append((question, fault))
             if not captions:

@@ -27,6 +27,7 @@ from schemas.cli.console import Options, Report
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.text_format import split_lines
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.ui.child_programs import ChildPrograms
@@ -251,7 +252,7 @@ def first_item(asked: Mapping[str, str], count: int) -> int:
 
 def lines_of(form: Form, name: str) -> list[str]:
     """The lines of a field that have words."""
-    return [line.strip() for line in form.get(name, "").splitlines() if line.strip()]
+    return split_lines(form.get(name, ""))
 
 
 def _explain_http(request: Request, error: Exception) -> Response:

@@ -25,6 +25,7 @@ from cache.store.files import Entry
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.text_format import split_lines
 from stages.discovery.media_table import read_media_table
 from stages.encoding.stage_registry import CAPTION
 from stages.pages.ui.app import Form, Page, Site, action, first_item, get, lines_of, render, site_of
@@ -187,7 +188,12 @@ def _items(media: pa.Table, edits: pa.Table) -> Iterator[Item]:
         edit, of_file = written.get(row["media_id"]), row["captions"] or []
         about = f"{row['kind']}, {row['width']}x{row['height']}"
         before = "" if edit is None else json.dumps(edit)
-        yield Item(row["media_id"], row["path"], about, "\n".join(edit or of_file), "\n".join(of_file), before)
+        yield Item(row["media_id"], row["path"], about, _one_a_line(edit or of_file), _one_a_line(of_file), before)
+
+
+def _one_a_line(captions: Sequence[str]) -> str:
+    """Captions as the form has them. A caption of a table may have several lines: it must not become several."""
+    return "\n".join(" ".join(split_lines(text)) for text in captions)
 
 
 def save(request: Request, form: Form) -> str:
@@ -206,6 +212,8 @@ def save(request: Request, form: Form) -> str:
     captions = lines_of(form, "text")
     if not captions:
         raise Refused("a caption has to have words", "to leave the item out, exclude it with `where`")
+    if any("\0" in text for text in captions):
+        raise Refused("a caption holds a zero byte", "remove it, and save again")
     if len("".join(captions)) > MOST_CHARACTERS:
         raise Refused(f"the captions have more than {MOST_CHARACTERS} characters", "shorten them")
     write_edit(_store(site.root), media_id, captions, before)

@@ -68,6 +68,14 @@ def test_text_has_a_prompt_in_each_line_named_after_its_words(load) -> None:
     assert list(prompts(load("p.txt", "new first\n" + text)))[1:] == names, "other prompts rename none"
 
 
+def test_only_line_ends_end_a_prompt_and_zero_bytes_are_refused(load) -> None:
+    found = load("p.txt", "a\u2028cat\x0band\x85a dog\r\nb\rc\n")
+    assert list(prompts(found).values()) == ["a\u2028cat\x0band\x85a dog", "b", "c"]
+    assert errors(load, "p.txt", "a\nb\0\n") == [
+        "p.txt:2: a zero byte is not a character of a prompt; save the file as UTF-8"
+    ]
+
+
 def test_prompts_of_the_file_follow_those_of_the_configuration(load, tmp_path) -> None:
     found = load("p.txt", "two", prompts=[{"name": "one", "prompt": "first"}])
     assert list(prompts(found)) == ["one", "two"]

@@ -1,13 +1,19 @@
+import io
+import json
 import os
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
+from stages.discovery.sources.base import open_source
 from stages.discovery.sources.captions import (
     MAX_CAPTION_BYTES,
     CaptionLookup,
@@ -20,6 +26,7 @@ from stages.discovery.sources.captions import (
 )
 from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
 from stages.media.files import MediaError
+from tests.stages.discovery.listings import write_table
 
 
 @pytest.mark.parametrize(
@@ -28,6 +35,8 @@ from stages.media.files import MediaError
         (b"one\n\n  two \r\none\n", ["one", "two"]),
         (b"\xef\xbb\xbfeins", ["eins"]),
         ("ü é é".encode(), ["ü é é"]),
+        (b"one\rtwo\r\nthree", ["one", "two", "three"]),
+        ("a\u2028b\u2029c\x85d\ve\ff\x1cg".encode(), ["a\u2028b\u2029c\x85d\ve\ff\x1cg"]),
     ],
 )
 def test_lines_of_a_text_file_are_alternatives(tmp_path: Path, data: bytes, captions: list[str]) -> None:
@@ -43,6 +52,10 @@ def test_lines_of_a_text_file_are_alternatives(tmp_path: Path, data: bytes, capt
         (b" \n\t\n", "empty-caption"),
         (b"\xef\xbb\xbf", "empty-caption"),
         (b"gar\xe7on", "caption-not-utf8"),
+        ("a cat".encode("utf-16"), "caption-not-utf8"),
+        ("a cat".encode("utf-16-le"), "caption-zero-bytes"),
+        ("a cat".encode("utf-16-be"), "caption-zero-bytes"),
+        (b"a cat\n\0\0", "caption-zero-bytes"),
         (b"x" * (MAX_CAPTION_BYTES + 1), "caption-too-long"),
     ],
 )
@@ -52,6 +65,52 @@ def test_a_text_file_that_gives_no_caption(tmp_path: Path, data: bytes | None, r
     with pytest.raises(MediaError) as caught:
         read_caption_file(str(tmp_path / "a.txt"))
     assert caught.value.reason == reason and "a.txt" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind", ["folder", "remote", "webdataset", "webdataset.json", "csv", "jsonl", "parquet", "caption_file", "hub"]
+)
+def test_every_source_reads_captions_alike(tmp_path: Path, kind: str) -> None:
+    """Zero bytes are a problem of the item; a line separator of Unicode is part of the caption."""
+    texts = {"a.png": "a cat", "b.png": "a\u2028dog\vand\x85a\ffox", "c.png": "a\0 \0c\0"}
+    if kind == "csv":  # whose reader refuses zero bytes at the beginning
+        texts = {"a.png": "a" * 2000} | texts | {"a.png": "a" * 2000}
+    for name in texts:
+        (tmp_path / name).write_bytes(b"x")
+    rows = [{"file_name": name, "caption": text} for name, text in texts.items()]
+    options: dict[str, Any] = {"instance_data_dir": str(tmp_path)}
+    if kind in ("csv", "jsonl", "parquet"):
+        options["instance_data_dir"] = str(write_table(tmp_path, rows, kind))
+    elif kind == "caption_file":
+        options |= {"caption_strategy": "jsonl", "caption_file": str(write_table(tmp_path, rows, "jsonl"))}
+    elif kind == "hub":
+        table = pa.table({"image": [name.encode() for name in texts], "caption": list(texts.values())})
+        pq.write_table(table, tmp_path / "t.parquet")
+        options |= {"source": "huggingface", "instance_data_dir": str(tmp_path / "t.parquet")}
+    elif kind.startswith("webdataset"):
+        with tarfile.open(tmp_path / "t.tar", "w") as tar:
+            for name, text in texts.items():
+                member = (".json", json.dumps({"caption": text})) if "json" in kind else (".txt", text)
+                for ending, data in ((".png", b"x"), (member[0], member[1].encode())):
+                    info = tarfile.TarInfo(name[0] + ending)
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        options["instance_data_dir"] = str(tmp_path / "t.tar")
+    else:
+        for name, text in texts.items():
+            (tmp_path / name).with_suffix(".txt").write_text(text)
+        options["instance_data_dir"] = ("file://" if kind == "remote" else "") + str(tmp_path)
+        options["source"] = kind
+    source = open_source(Dataset(id="d", **options))
+    found = sorted(pa.concat_tables(source.scan(None)).to_pylist(), key=lambda row: row["path"])
+    read = list[list[str] | str]()
+    for row in found:
+        try:
+            captions = source.read_captions(row["captions_at"]) if row["captions_at"] else row["captions"]
+            read.append((row["problem"] or "").partition(":")[0] or captions)
+        except MediaError as error:
+            read.append(error.reason)
+    assert read == [[texts["a.png"]], [texts["b.png"]], "caption-zero-bytes"]
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
