@@ -300,7 +300,6 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.shuffle_shards": (RUN, "train.shuffle_shards=2"),
     "train.on_new_data": (RUN, "train.on_new_data=continue"),
     "train.reading.threads": (RUN, "train.reading.threads=3"),
-    "train.reading.verify": (RUN, "train.reading.verify=first"),
     "train.local_cache.folder": (MACHINE, "train.local_cache.folder=COPY"),  # of a local root there are no copies
     "train.local_cache.max_gb": (MACHINE, "train.local_cache.max_gb=1e-6"),
     "train.local_cache.downloads": (MACHINE, "train.local_cache.downloads=1"),

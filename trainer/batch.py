@@ -115,27 +115,6 @@ def make_batch(ids: Sequence[str], bucket: str, tensors: dict[str, torch.Tensor]
     return Batch(latent, condition, text, text_mask(lengths), pooled, list(ids), bucket, tensors, [*lengths])
 
 
-def stack(ids: Sequence[str], samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """name -> (B, ...) of tensors (1, ...) of single samples; texts are padded. ValueError where other shapes differ,
-    or a sample lacks a tensor that is not in ABSENT."""
-    stacked = {}
-    for name in sorted({name for tensors in samples for name in tensors}):
-        first = next(tensors[name] for tensors in samples if name in tensors)
-        lacking = [id for id, tensors in zip(ids, samples, strict=True) if name not in tensors]
-        if lacking and name not in ABSENT:
-            raise ValueError(f"sample {lacking[0]} has no {name}, and others of its batch have one")
-        rows = [tensors[name][0] if name in tensors else torch.full_like(first[0], ABSENT[name]) for tensors in samples]
-        if name in TOKENWISE:
-            stacked[name], _ = pad_text(rows)
-            continue
-        if len({row.dtype for row in rows}) > 1:
-            rows = [row.float() for row in rows]
-        if others := {tuple(row.shape) for row in rows} - {shape := tuple(first.shape[1:])}:
-            raise ValueError(f"{name} is of shape {shape} in one sample of a batch and {min(others)} in another")
-        stacked[name] = torch.stack(rows)
-    return stacked
-
-
 def pad_text(texts_LD: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Texts (L_i, D) of unequal length -> (B, max L, D) zero-padded on the right, (B, max L) bool mask."""
     if not texts_LD:

@@ -23,7 +23,7 @@ from schemas.family import Family
 from trainer.batch import Batch
 from trainer.flow import spread_uniform
 from trainer.noise import draw_latents, seeded_noise, seeded_uniform
-from trainer.reading import BatchReader, HostMemory
+from trainer.reading import BatchReader
 
 T = TypeVar("T")
 SAID_S = 0.5  # a longer wait for data is shown
@@ -95,7 +95,7 @@ class BatchLoader:
         return FAMILIES[self.data.meta["family"]]
 
     def __post_init__(self) -> None:
-        self.reader = BatchReader(self.data, self.reading.verify, HostMemory(self.pinned))
+        self.reader = BatchReader(self.data, self.pinned)
 
     def step(self, number: int) -> StepBatches:
         """The micro-batches of optimizer step `number` (from 0). DamageError where a shard is damaged."""

@@ -139,7 +139,7 @@ class PlannedSet(TrainSet):
 
     def find_set_aside(self, rows: Ints, texts: Ints) -> NDArray[np.bool_] | None:
         """(B,) whether a part of each draw was set aside; None where all their shards have all their members.
-        Arguments as of `RowReader.find`. MissingMedia where a file was not there."""
+        rows, texts: (B,) each, as for `read_draw`. MissingMedia if a file was not there."""
         samples, (text_shards, text_rows) = self._places
         absent, lacking = np.zeros(len(rows), bool), False
         for number, (row, text) in enumerate(zip(rows.tolist(), texts.tolist(), strict=True)):

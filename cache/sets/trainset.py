@@ -1,9 +1,7 @@
 """A training set as the trainer reads it: an index that joins the rows of text, latents and other shards.
 
-Tables are memory-mapped, and at most MAX_OPEN_SHARDS shards are open at a time, so memory does not grow with the number
-of samples. Every row read is compared with its checksum and with the id that the index expects. Batches are read
-through `cache.sets.row_reader`, which does the same for a micro-batch at once; where it finds damage, `TrainSet.sample`
-says what is wrong.
+Tables are memory-mapped, and a limited number of shards is open at a time, so memory does not grow with the number
+of samples. Every row read is compared with its checksum and with the id that the index expects.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,16 +16,16 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache.order.schedule import BatchSchedule, Ints, Span
-from cache.order.set_columns import IntColumn, find_runs
+from cache.order.set_columns import BoolColumn, IntColumn, TextColumn, find_runs
 from cache.order.shard_order import order_by_shards
 from cache.sets import plans
-from cache.sets.draws import RowTexts
+from cache.sets.draws import NO_TEXT, RowTexts
 from cache.sets.samples import Location, Sample, ValidationPrompt
 from cache.sets.table_checks import SET_ROLES, check_set_json, check_set_references, read_set_table
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import ReaderPool
-from cache.shards.shard_supply import ShardSupply, StoredShards
-from cache.shards.tensor_checks import SAMPLE, find_tensor_problem, own_name
+from cache.shards.shard_supply import ShardSupply, StoredShards, open_limit
+from cache.shards.tensor_checks import SAMPLE, find_shape_problems, find_tensor_problem, own_name
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError, as_damage
 from cache.store.store import Store
@@ -39,7 +37,7 @@ from schemas.references import REFERENCE_PARTS
 from schemas.tables import further_kinds, reference_parts
 
 COMPARED_ROWS = 1 << 17  # of the ids, at a time
-MAX_OPEN_SHARDS = 32  # each holds a file handle, a memory map and its list of ids
+TEXT = "text"  # the part of a draw that is a caption or the null prompt
 
 
 class SetError(LatentpressError):
@@ -76,7 +74,7 @@ class TrainSet:
         self._check_file("index.arrow", check_set_references, self._index, self._texts, self._shards)
         self._check_file("set.json", check_set_json, meta, self._texts.num_rows, self._shards.num_rows)
         self.row_texts = RowTexts(self._index, meta["null_text"])
-        self._readers = ReaderPool(store, MAX_OPEN_SHARDS)
+        self._readers = ReaderPool(store, open_limit())  # each holds a file handle, a memory map and its list of ids
         self.supply: ShardSupply = StoredShards(store, self.shard_path)
 
     def _check_file(self, file: str, check: Callable[..., object], *values: Any) -> None:
@@ -164,25 +162,68 @@ class TrainSet:
         """The parts of a sample of this bucket beside its text."""
         return (SAMPLE, *self.kinds, *self.references[: len(Bucket.parse(bucket).references)])
 
+    @cached_property
+    def _columns(self) -> dict[str, tuple[IntColumn, IntColumn, TextColumn]]:
+        """Part of a draw -> columns of the shards, rows and ids of its rows."""
+        ids = TextColumn(self._index["sample_id"])
+        tables = {SAMPLE: (self._index, "", ids), TEXT: (self._texts, "", TextColumn(self._texts["text_id"]))}
+        tables |= {kind: (self._index, f"{kind}_", ids) for kind in self.kinds}
+        tables |= {part: (self._index, f"{part}_", TextColumn(self._index[f"{part}_id"])) for part in self.references}
+        return {
+            part: (IntColumn(table[f"{prefix}shard"]), IntColumn(table[f"{prefix}row"]), names)
+            for part, (table, prefix, names) in tables.items()
+        }
+
+    def draw_locations(self, row: int, text: int, bucket: str) -> dict[str, Location]:
+        """Part -> location of each row that a draw reads: all parts of a sample of this bucket, and "text". SetError if
+        the text is NO_TEXT."""
+        if text == NO_TEXT:
+            raise missing_null_prompt(self.id, self._columns[SAMPLE][2].get(row).decode())
+        locations = {}
+        for part in (*self.sample_parts(bucket), TEXT):
+            shards, rows, ids = self._columns[part]
+            number = text if part == TEXT else row
+            locations[part] = Location(shards.get(number), rows.get(number), ids.get(number).decode())
+        return locations
+
+    def read_draw(self, row: int, text: int, bucket: str) -> dict[str, ShardRow]:
+        """The rows of `draw_locations`: checksums, ids and, once `text_widths` are set, shapes and dtypes are checked,
+        while numbers that are not finite are not looked for. text: as `RowTexts.draw` returns it.
+
+        DamageError, SetError and StoreError name the row.
+        """
+        locations = self.draw_locations(row, text, bucket)
+        draw = {part: self.read_row(location) for part, location in locations.items()}
+        for part, stored in draw.items() if self.text_widths is not None else ():
+            if problem := find_shape_problems(part, stored.tensors, bucket, self.meta, self.text_widths or {}):
+                raise self.damage(locations[part], problem)
+        if len(draw) > 2:
+            names = {part: [own_name(part, name) for name in stored.tensors] for part, stored in draw.items()}
+            check_distinct_names({part: names[part] for part in draw if part != TEXT}, draw[SAMPLE].id)
+        return draw
+
+    def regularization_marks(self, rows: Ints) -> list[bool]:
+        """Whether each row is regularization data."""
+        marks = BoolColumn(self._index["regularisation"])
+        return [marks.get(row) for row in rows.tolist()]
+
     def sample(self, row: int, text: str = "text0") -> Sample:
         """Row `row` with one of its texts: "text0", "text1", ... or "null", the null prompt. Everything is checked."""
-        locations = self.part_locations(row)
-        if text == "null" and text not in locations:
-            raise missing_null_prompt(self.id, str(locations[SAMPLE].id))
-        of_sample = self.sample_parts(self.bucket(row))
-        parts = self.part_rows(row, (*of_sample, text))
-        self._check_parts(parts, self.bucket(row), locations)
+        number, bucket = self.row_texts.parts(row).get(text, NO_TEXT), self.bucket(row)
+        draw = self.read_draw(row, number, bucket)
+        self._check_parts(draw, bucket, self.draw_locations(row, number, bucket))
         tensors = {
-            part: {own_name(part, name): array for name, array in parts[part].tensors.items()} for part in of_sample
+            own_name(part, name): array
+            for part, stored in draw.items()
+            if part != TEXT
+            for name, array in stored.tensors.items()
         }
-        check_distinct_names(tensors, parts[SAMPLE].id)
-        joined = {name: array for arrays in tensors.values() for name, array in arrays.items()}
         regularisation = self._index.column("regularisation")[row].as_py()
-        return Sample(parts[SAMPLE].id, joined, parts[text].tensors, regularisation)
+        return Sample(draw[SAMPLE].id, tensors, draw[TEXT].tensors, regularisation)
 
     def find_set_aside(self, rows: Ints, texts: Ints) -> NDArray[np.bool_] | None:
         """(B,) whether a part of each draw was set aside after the set was made; None where none can have been.
-        Arguments as of `cache.sets.row_reader.RowReader.find`."""
+        rows, texts: (B,) each, as for `read_draw`."""
         return None
 
     def stored_row(self, shard: int, row: int) -> int:

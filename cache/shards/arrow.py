@@ -15,7 +15,6 @@ import pyarrow as pa
 import xxhash
 
 from cache.shards import shard
-from cache.shards.row_layouts import layouts_of
 from cache.shards.tensors import NUMPY_DTYPES, Array
 from cache.store import arrow_ipc
 from cache.store.damage import DamageError, as_damage
@@ -138,25 +137,10 @@ class ShardReader(shard.BaseShardReader):
         if (count := len(self._spans)) != len(self.meta.ids):
             raise DamageError(self.path, f"it has {count} rows, and its description names {len(self.meta.ids)}")
 
-    def row_starts(self) -> np.ndarray:
-        return self._spans[:, 0]
-
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
         offset, length = self._spans[i].tolist()
         self.file.seek(offset)
         message = self.file.read_buffer(length)
-        data, layouts = memoryview(message).cast("B"), layouts_of(tuple(self.columns.items()))
-        layout = layouts.find(data, 0)
-        if layout is None or layout.end > len(data):
-            return self._careful_row(message)
-        tensors = {
-            name: Array(dtype, shape, data[start : start + size]) for name, dtype, shape, start, size in layout.tensors
-        }
-        id, info, checksum = (data[slice(*span)].tobytes() for span in (layout.id, layout.info, layout.checksum))
-        return shard.ShardRow(id.decode(), tensors, parse_json(info)), info, checksum.decode()
-
-    def _careful_row(self, message: pa.Buffer) -> tuple[shard.ShardRow, bytes, str]:
-        """A row as Arrow reads it, everything checked. Its layout is learnt, for the rows that are like it."""
         batch = arrow_ipc.read_batch(message, self._schema)
         if batch.num_rows != 1:
             raise ValueError(f"{batch.num_rows} rows in one batch")
@@ -173,9 +157,7 @@ class ShardReader(shard.BaseShardReader):
                 raise ValueError(f"{name} has bytes or a shape, and not both")
         id, info, checksum = (check_text(batch.column(number)[0].as_py(), "a value") for number in (0, -2, -1))
         stored = info.encode()
-        row = shard.ShardRow(id, tensors, parse_json(stored))
-        layouts_of(tuple(self.columns.items())).learn(message, batch)
-        return row, stored, checksum
+        return shard.ShardRow(id, tensors, parse_json(stored)), stored, checksum
 
     def _check_file(self) -> None:
         """Arrow writes the schema twice: files are read by the one at the end, streams by the one at the start, and

@@ -14,7 +14,6 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from cache.shards.tensors import Array
@@ -153,10 +152,6 @@ class BaseShardReader(ABC):
     @abstractmethod
     def _row(self, i: int) -> tuple[ShardRow, bytes, str]:
         """Row `i`, its info as stored, and its stored checksum; one of PARSE_ERRORS where it can't be read."""
-
-    @abstractmethod
-    def row_starts(self) -> np.ndarray:
-        """(n,) the position in the file from which the layout of each row counts (`cache.shards.row_layouts`)."""
 
     @abstractmethod
     def _check_file(self) -> None:

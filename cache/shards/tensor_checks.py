@@ -1,10 +1,10 @@
 """Checks of a row's tensors beyond matching its checksum, which a shard made with intent does too."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from cache.shards.shard import ShardRow
-from cache.shards.tensors import INFINITY_BITS
+from cache.shards.tensors import INFINITY_BITS, Array
 from cache.store.damage import ENCODE_PROGRAMS
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
@@ -61,7 +61,7 @@ def find_shape_problem(
     return f"is of shape {shape}, and of bucket {bucket} it is {(channels, *expected)}"
 
 
-def find_scale_problem(tensors: Mapping[str, "Shaped"], before: str = "") -> str:
+def find_scale_problem(tensors: Mapping[str, Array], before: str = "") -> str:
     """Say what is wrong with the scales of a text's tokens, or of their absence; "" where nothing is. before: what
     precedes the names of its tensors."""
     embeds, scale = tensors.get(f"{before}embeds"), tensors.get(f"{before}{SCALE}")
@@ -76,17 +76,8 @@ def find_scale_problem(tensors: Mapping[str, "Shaped"], before: str = "") -> str
     return f"{before}{SCALE} is {scale.dtype} of shape {scale.shape}, and should be float32, one for each token"
 
 
-class Shaped(Protocol):
-    """An array as it describes itself: `cache.shards.tensors.Array`, `cache.shards.row_layouts.TensorSpan`."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 def find_shape_problems(
-    part: str, tensors: Mapping[str, Shaped], bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
+    part: str, tensors: Mapping[str, Array], bucket: str, meta: Mapping[str, Any], widths: Mapping[str, int]
 ) -> str:
     """Why tensors of these names, shapes and dtypes can't be trained on; "" where they can. Arguments as of
     `find_tensor_problem`."""

@@ -12,7 +12,6 @@ import tarfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-import numpy as np
 import xxhash
 
 from cache.shards import shard
@@ -195,9 +194,6 @@ class ShardReader(shard.BaseShardReader):
             raise DamageError(self.path, f"its description {name} gives the offsets of other rows than it names")
         if self._size != self._sidecar["size"]:
             raise DamageError(self.path, f"it has {self._size} bytes and should have {self._sidecar['size']}")
-
-    def row_starts(self) -> np.ndarray:
-        return np.array([row["tensors"][0] for row in self._sidecar["rows"]], np.int64)
 
     def _row(self, i: int) -> tuple[shard.ShardRow, bytes, str]:
         row = self._sidecar["rows"][i]

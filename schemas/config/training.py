@@ -149,17 +149,10 @@ class Parallel(Section):
         yield from foreign_options(self, "strategy", owners)
 
 
-VerifyRows = Literal["always", "first"]
-
-
 class Reading(Section):
     """The trainer's reading of rows of shards. It changes no result."""
 
     threads: Processes = Field(2, description="threads that read steps ahead of training")
-    verify: VerifyRows = Field(
-        "always",
-        description="checksums: always when a row is read, or first once for each process and version of its file",
-    )
 
     @property
     def steps_ahead(self) -> int:

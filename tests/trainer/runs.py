@@ -22,7 +22,7 @@ from schemas.cli.console import OK, Console, Options, run_program
 from tests.processes import free_port, prepare_fork
 from trainer import train as loop
 from trainer.__main__ import run as program_run
-from trainer.batch import Batch, make_batch, stack
+from trainer.batch import ABSENT, TOKENWISE, Batch, make_batch, pad_text
 from trainer.reading import to_tensor
 from trainer.run import metrics
 
@@ -70,9 +70,14 @@ def plain_batch(samples: Sequence[Sample], bucket: str = "") -> Batch:
     tensors = []
     for sample in samples:
         arrays = sample.tensors | {f"text.{name}": array for name, array in sample.text.items()}
-        tensors.append({name: to_tensor(array)[None] for name, array in arrays.items()})
+        tensors.append({name: to_tensor(array) for name, array in arrays.items()})
     ids, lengths = [sample.id for sample in samples], [sample.text["embeds"].shape[0] for sample in samples]
-    return make_batch(ids, bucket, stack(ids, tensors), lengths)
+    stacked = {}
+    for name in {name for rows in tensors for name in rows}:
+        first = next(rows[name] for rows in tensors if name in rows)
+        parts = [rows[name] if name in rows else torch.full_like(first, ABSENT[name]) for rows in tensors]
+        stacked[name] = pad_text(parts)[0] if name in TOKENWISE else torch.stack(parts)
+    return make_batch(ids, bucket, stacked, lengths)
 
 
 def move_adapter(run: loop.TrainState) -> None:

@@ -1,8 +1,7 @@
-"""One copy gives the batches of samples read one by one; memory is used again only when nothing refers to it."""
+"""One copy gives the batches of samples read one by one."""
 
 import gc
 import threading
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.row_reader import RowReader
 from cache.store.damage import DamageError
 from schemas.config.training import Reading
 from tests.trainer.runs import opened, plain_batch
 from trainer.batch import Batch
 from trainer.data import BatchLoader, prefetch
-from trainer.reading import BatchReader, HostMemory
+from trainer.reading import BatchReader
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -38,23 +36,19 @@ def same(one: Batch, other: Batch) -> bool:
     ("kind", "dtype"), [("t2i", "float32"), ("i2i", "bfloat16"), ("i2v", "float32"), ("sana", "bfloat16")]
 )
 def test_batches_are_those_of_samples_read_one_by_one(make_config, make_set, made, kind, dtype, form) -> None:
-    """Over memory that held other batches before, so padding is cleared."""
     config = make_config(kind)
     items, null, prompts = made.mixed_items(config)
     make_set(config, items, null, prompts, form=form, dtype=dtype)
     data = opened(config)
-    readers = [BatchReader(data, verify) for verify in ("always", "first")]
+    reader = BatchReader(data)
     schedule, rng = BatchSchedule(data.spans, 0, 3, 3), np.random.default_rng(0)
     for step in range(12):
         (drawn,) = schedule.step(step)
         names = ["null" if drop else "text0" for drop in rng.random(3) < 0.3]
         samples = [data.sample(row, name) for row, name in zip(drawn.rows.tolist(), names, strict=True)]
         texts = [data.row_texts.parts(row)[name] for row, name in zip(drawn.rows.tolist(), names, strict=True)]
-        for reader in readers:
-            found = reader.read(drawn.rows, np.array(texts), drawn.bucket)
-            assert same(found, plain_batch(samples, drawn.bucket))
-        if kind == "t2i" and found.pooled_BD is not None:
-            found.text_BLD.fill_(7)  # its memory comes back like this
+        found = reader.read(drawn.rows, np.array(texts), drawn.bucket)
+        assert same(found, plain_batch(samples, drawn.bucket))
 
 
 def test_samples_that_differ_are_converted_and_completed(make_config, make_set, made) -> None:
@@ -71,33 +65,9 @@ def test_samples_that_differ_are_converted_and_completed(make_config, make_set, 
     assert found.extras["mask"].sum((1, 2, 3)).unique().tolist() == [0.0, float(mask.size)]
 
 
-def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
-    memory = HostMemory()
-
-    def make(value: int) -> torch.Tensor:
-        block = memory.block(4096 + 200)
-        block.bytes[:] = bytes([value]) * len(block.bytes)
-        return block.tensor(64, (2, 4), torch.bfloat16, 16)
-
-    first = make(1)
-    address = first.data_ptr()
-    second = make(2)
-    assert second.data_ptr() != address
-    view = first[1:].view(torch.uint8)
-    del first
-    gc.collect(1)  # of the young ones: to examine all that a process of tests has takes seconds
-    third = make(3)
-    assert third.data_ptr() not in (address, second.data_ptr()), "a view still refers to it"
-    assert view.unique().tolist() == [1] and second.view(torch.uint8).unique().tolist() == [2]
-    del view
-    assert make(4).data_ptr() == address
-
-
-def flat(config, threads: int, verify: str, **options) -> list:
+def flat(config, threads: int) -> list:
     data = opened(config)
-    loader = BatchLoader(
-        data, BatchSchedule(data.spans, 3, 2, 4), 0.3, reading=Reading(threads=threads, verify=verify), **options
-    )
+    loader = BatchLoader(data, BatchSchedule(data.spans, 3, 2, 4), 0.3, reading=Reading(threads=threads))
     return [
         [
             part.batch.ids,
@@ -111,16 +81,16 @@ def flat(config, threads: int, verify: str, **options) -> list:
     ]
 
 
-def test_threads_and_verification_change_nothing(make_config, make_set) -> None:
+def test_threads_change_nothing(make_config, make_set) -> None:
     config = make_config("t2i")
     make_set(config, dtype="bfloat16")
-    wanted = flat(config, 1, "always")
+    wanted = flat(config, 1)
     assert len(wanted) == 24
-    assert all(flat(config, threads, verify) == wanted for threads, verify in ((3, "always"), (4, "first")))
+    assert flat(config, 3) == wanted
 
 
-@pytest.mark.parametrize(("threads", "verify"), [(1, "first"), (3, "first"), (3, "always")])
-def test_damage_arrives_at_its_place_with_any_threads(ready, threads, verify) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_damage_arrives_at_its_place_with_any_threads(ready, threads) -> None:
     config = ready("t2i")
     data = opened(config)
     schedule = BatchSchedule(data.spans, 3, 2, 2)
@@ -131,41 +101,12 @@ def test_damage_arrives_at_its_place_with_any_threads(ready, threads, verify) ->
         raw = path.read_bytes()
         if wanted in raw:
             path.write_bytes(raw.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
-    steps = BatchLoader(data, schedule, 0.0, reading=Reading(threads=threads, verify=verify)).steps(0, 20)
+    steps = BatchLoader(data, schedule, 0.0, reading=Reading(threads=threads)).steps(0, 20)
     read = []
     with pytest.raises(DamageError, match="latents") as caught:
         for each in steps:
             read.append(each.step)
     assert first > 0 and read == list(range(first)) and caught.value.row is not None
-
-
-@pytest.mark.parametrize("verify", ["first", "always"])
-@pytest.mark.parametrize("form", ["arrow", "webdataset"])
-def test_a_file_that_is_written_to_before_the_copy_is_verified_again(
-    make_config, make_set, monkeypatch, form, verify
-) -> None:
-    config = make_config("t2i")
-    make_set(config, form=form)
-    data = opened(config)
-    loader = BatchLoader(data, BatchSchedule(data.spans, 3, 2, 2), 0.0, reading=Reading(verify=verify))
-    loader.step(0)  # verified once
-    wanted = data.sample(int(loader.schedule.step(0)[0].rows[1])).tensors["latent"].numpy().tobytes()
-    find = RowReader.find
-
-    def find_and_damage(reader, *arguments):
-        found = find(reader, *arguments)
-        for path in Path(config.root).glob("latents/*/*"):
-            raw = path.read_bytes()
-            if wanted in raw:
-                with open(path, "r+b") as file:
-                    file.seek(raw.index(wanted))
-                    file.write(bytes([wanted[0] ^ 1]))
-        time.sleep(0.002)  # a file's size and time are looked at once a millisecond
-        return found
-
-    monkeypatch.setattr(RowReader, "find", find_and_damage)
-    with pytest.raises(DamageError, match="checksum"):
-        loader.step(0)
 
 
 def test_several_threads_read_at_once_in_order_and_end() -> None:
@@ -213,5 +154,4 @@ def test_a_batch_outlives_the_set_and_its_reader(ready) -> None:
     loader.data.close()
     del loader
     gc.collect()
-    HostMemory().block(1 << 20)
     assert all(torch.equal(batch.latents_BCTHW, one) for batch, one in zip(batches, kept, strict=True))

@@ -14,7 +14,7 @@ from cache.order.schedule import BatchSchedule, Span
 from cache.order.set_columns import find_runs
 from cache.sets import plans, trainset
 from cache.sets.set_lookup import open_set
-from cache.sets.trainset import MAX_OPEN_SHARDS, SetError, TrainSet
+from cache.sets.trainset import SetError, TrainSet
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.shard_io import open_writer
 from cache.shards.tensors import Array
@@ -292,10 +292,11 @@ def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
     assert data.find_newer_plan() == second.name
 
 
-def test_more_shards_than_stay_open(tmp_path: Path) -> None:
+def test_more_shards_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache.sets.trainset.open_limit", lambda: 8)
     store = Store(tmp_path)
     text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
-    rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(MAX_OPEN_SHARDS + 8)]
+    rels = [shard(store, "latents", f"l{i:03}", {f"s{i}": latent(i)}, "arrow") for i in range(16)]
     index = [entry(f"s{i}", "32x32", (1 + i, 0), [0]) for i in range(len(rels))]
     publish(store, [(text, "text"), *((rel, "latents") for rel in rels)], [("t0", 0, 0)], index)
     data = open_set(store, "s1", FAMILY, TASK)
@@ -303,7 +304,7 @@ def test_more_shards_than_stay_open(tmp_path: Path) -> None:
         assert [data.sample(i).tensors["latent"].numpy()[0, 0, 0, 0] for i in range(len(rels))] == list(
             range(len(rels))
         )
-    assert len(data._readers) <= MAX_OPEN_SHARDS
+    assert len(data._readers) <= 8
 
 
 MEASURE = """

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.sets.row_reader import RowReader
 from cache.sets.set_lookup import open_set
 from cache.shards.shard import ARROW_SUFFIX
 from cache.shards.shard_io import open_reader
@@ -18,7 +17,7 @@ from cache.store.store import Store
 from cache.supply.fetched_shards import FetchedShards
 from cache.supply.limited_folder import LimitedFolder
 from cache.supply.remote_shards import ShardCopies
-from tests.cache.sets.test_row_reader import FORMS, carefully, make_set, read
+from tests.cache.sets.test_read_draw import FORMS, carefully, make_set, read
 from tests.cache.sets.test_trainset import FAMILY, TASK
 
 SHARDS = 4  # of latents; number 0 is the shard of texts
@@ -116,21 +115,17 @@ def test_a_set_reads_through_its_supply(supplied, form: str) -> None:
 
     listeners: list[Callable[[int], None]] = []
     noted = Noted(store, data.shard_path)
-    noted.local = supply.local
     data.use_supply(noted)
-    reader = RowReader(data)
-    assert len(listeners) == 2
+    assert len(listeners) == 1
     chosen = [0, 4, 11]
     for _ in range(2):
-        assert read(reader, chosen) == [carefully(other, row) for row in chosen]
-        assert [carefully(data, row) for row in chosen] == [carefully(other, row) for row in chosen]
-    assert sorted(opened) == sorted([0, 1, 2, 4] * 2), "once to be mapped and once to be read"
+        assert read(data, chosen) == [carefully(other, row) for row in chosen]
+    assert sorted(opened) == [0, 1, 2, 4], "each once"
     opened.clear()
     for forget in listeners:
         forget(2)
-    read(reader, chosen)
-    carefully(data, 4)
-    assert opened == [2, 2]
+    read(data, chosen)
+    assert opened == [2]
 
 
 def test_damage_is_replaced_where_the_supply_can(tmp_path: Path) -> None:

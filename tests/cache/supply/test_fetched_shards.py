@@ -12,7 +12,7 @@ from cache.shards.shard_supply import SupplyError
 from cache.store.store import Store
 from cache.supply import step_needs
 from tests.background import until
-from tests.cache.sets.test_row_reader import FORMS
+from tests.cache.sets.test_read_draw import FORMS
 from tests.cache.store.remote_place import COUNT, Place, read, sizes, total
 
 

@@ -9,7 +9,7 @@ import pytest
 from cache.store.damage import ANSWERS, DamageError
 from cache.store.files import StoreError
 from cache.store.store import Store
-from tests.cache.sets.test_row_reader import FORMS
+from tests.cache.sets.test_read_draw import FORMS
 from tests.cache.store.remote_place import Place, content, read, total
 from tests.processes import in_child
 

@@ -9,7 +9,6 @@ import pytest
 from cache.order.schedule import BatchSchedule
 from cache.order.set_columns import IntColumn
 from cache.order.shard_order import order_by_shards
-from cache.sets.row_reader import RowReader
 from cache.sets.trainset import TrainSet
 from cache.shards.shard_supply import StoredShards
 from cache.store.store import Store
@@ -32,11 +31,10 @@ class Recorder(StoredShards):
 
 def opened_by_reading(data: TrainSet, schedule: BatchSchedule, step: int, rank: int, world: int) -> set[int]:
     data.use_supply(recorder := Recorder(data))
-    reader = RowReader(data)
     for each in schedule.step(step, rank, world):
         texts = data.row_texts.draw(schedule.seed, DROPOUT, step, each.positions, each.rows, each.passes)
-        reader.find(each.rows, texts, each.bucket)
-    reader.close()
+        for row, text in zip(each.rows.tolist(), texts.tolist(), strict=True):
+            data.read_draw(row, text, each.bucket)
     return recorder.opened
 
 

@@ -18,8 +18,8 @@ from stages.encoding.model_loading import to_array
 from stages.encoding.text.storage import LARGEST, quantize_tokens
 from tests.forms import long
 from tests.trainer.runs import lines, opened, train
-from trainer.batch import make_batch, stack
-from trainer.reading import to_tensor
+from trainer.batch import make_batch
+from trainer.reading import stack
 
 DTYPES = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 MOST = {"float8": 0.03, "int8": 0.012}  # of the root mean square of the embeddings
@@ -47,8 +47,8 @@ def test_numbers_come_back_within_half_a_step_of_their_token(tmp_path, embeds, s
     samples = []
     with open_reader(Store(tmp_path), path) as shard:
         for row in map(shard.read, range(len(texts))):
-            samples.append({f"text.{name}": to_tensor(array)[None] for name, array in row.tensors.items()})
-            samples[-1]["latent"] = torch.zeros(1, 1)
+            samples.append({f"text.{name}": array for name, array in row.tensors.items()})
+            samples[-1]["latent"] = Array.from_numpy(np.zeros(1, np.float32))
     ids = [str(number) for number in range(len(texts))]
     batch = make_batch(ids, "", stack(ids, samples), [len(text) for text in texts])
     assert batch.is_finite()

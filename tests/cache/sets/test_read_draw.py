@@ -1,8 +1,6 @@
-"""Rows found for copying: those of the careful way, verified as often as asked for, whatever happens to the files."""
+"""The rows that a draw reads: checked each time, whatever happens to the files."""
 
 import os
-import time
-from ctypes import string_at
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +9,9 @@ import pyarrow as pa
 import pytest
 
 from cache.order.set_columns import BoolColumn, IntColumn, ListColumn, TextColumn
-from cache.sets import row_reader
-from cache.sets.row_reader import RowReader
 from cache.sets.set_lookup import open_set
 from cache.sets.trainset import SetError, TrainSet
-from cache.shards.shard_supply import TAR_WEIGHT, map_limit
+from cache.shards.shard_supply import open_limit
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from tests.cache.sets.test_trainset import FAMILY, TASK, embeds, entry, latent, publish, shard
@@ -42,20 +38,16 @@ def make_set(store: Store, form: str, shards: int = 2, rows: int = 3) -> TrainSe
     return open_set(store, "s1", FAMILY, TASK)
 
 
-def read(reader: RowReader, rows, captions=None, dropped=None, wait: float = 0.002):
-    """Name -> bytes of each sample, copied as `trainer.reading` does. Files are looked at once a millisecond."""
-    time.sleep(wait)
+def read(data: TrainSet, rows, captions=None, dropped=None):
+    """Id and name -> bytes of each sample, through `read_draw`."""
     none = [0] * len(rows)
     rows, captions, dropped = np.array(rows), np.array(captions or none), np.array(dropped or none) > 0
-    parts = reader.find(rows, reader.data.row_texts.choose(rows, captions, dropped), "32x32")
-    samples = [(id, dict[str, bytes]()) for id in reader.sample_ids(rows)]
-    for part in parts:
-        for row, (_, tensors) in zip(part, samples, strict=True):
-            copies = [string_at(row.base + span.start, span.size) for span in row.layout.tensors]
-            if row.hash is not None:
-                reader.verify(row, [memoryview(copy) for copy in copies])
-            tensors |= dict(zip([span.name for span in row.layout.tensors], copies, strict=True))
-    return samples
+    texts, found = data.row_texts.choose(rows, captions, dropped), []
+    for row, text in zip(rows.tolist(), texts.tolist(), strict=True):
+        draw = data.read_draw(row, text, "32x32")
+        tensors = {name: bytes(one.raw()) for stored in draw.values() for name, one in stored.tensors.items()}
+        found.append((draw["sample"].id, tensors))
+    return found
 
 
 def carefully(data: TrainSet, row: int, caption: int = 0, dropped: bool = False):
@@ -64,19 +56,18 @@ def carefully(data: TrainSet, row: int, caption: int = 0, dropped: bool = False)
 
 
 @FORMS
-@pytest.mark.parametrize("verify", ["always", "first"])
 @pytest.mark.parametrize("place", ["disk", "memory"])
-def test_rows_are_those_of_the_careful_way(tmp_path: Path, form, verify, place) -> None:
+def test_a_draw_has_the_rows_of_its_sample_and_text(tmp_path: Path, form, place) -> None:
     data = make_set(Store(tmp_path if place == "disk" else f"memory://{tmp_path.name}"), form)
-    reader = RowReader(data, verify)
-    for _ in range(3):
-        assert read(reader, [4, 0, 1, 0], [1, 0, 1, 1]) == [
-            carefully(data, *each) for each in ((4, 1), (0, 0), (1, 1), (0, 1))
-        ]
-        assert read(reader, [1, 3], None, [True, False]) == [carefully(data, 1, 0, True), carefully(data, 3)]
+    for _ in range(2):
+        found = read(data, [4, 0, 1, 0], [1, 0, 1, 1])
+        assert [id for id, _ in found] == ["s4", "s0", "s1", "s0"]
+        for (_, tensors), (row, caption) in zip(found, ((4, 1), (0, 0), (1, 1), (0, 1)), strict=True):
+            assert tensors["latent"] == latent(row)["latent"].tobytes()
+            assert set(np.frombuffer(tensors["embeds"], "<f4")) == {row + caption}
+        assert read(data, [1, 3], None, [True, False]) == [carefully(data, 1, 0, True), carefully(data, 3)]
     with pytest.raises(SetError, match="no null prompt for s2"):
-        read(reader, [2], None, [True])
-    reader.close()
+        read(data, [2], None, [True])
 
 
 def flip(store: Store, name: str, value: float) -> tuple[Path, os.stat_result]:
@@ -92,44 +83,32 @@ def flip(store: Store, name: str, value: float) -> tuple[Path, os.stat_result]:
 
 
 @FORMS
-@pytest.mark.parametrize("verify", ["always", "first"])
-def test_damage_is_found_as_often_as_asked_for(tmp_path: Path, form, verify) -> None:
+def test_damage_is_found_at_every_read(tmp_path: Path, form) -> None:
     store = Store(tmp_path)
-    reader = RowReader(make_set(store, form), verify)
+    data = make_set(store, form)
     flip(store, "l00", 2)
     for _ in range(2):
-        assert read(reader, [0, 1])
+        assert read(data, [0, 1])
         with pytest.raises(DamageError, match="checksum") as caught:
-            read(reader, [2])
+            read(data, [2])
         assert caught.value.row == 2 and caught.value.id == "s2" and "encode-latents" in str(caught.value)
-    path, before = flip(store, "l01", 4)  # not read yet
-    with pytest.raises(DamageError):
-        read(reader, [4])
-    assert read(reader, [3])
-    before = path.stat()
-    flip(store, "l01", 3)
+    assert read(data, [3])
+    path, before = flip(store, "l01", 3)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as damage of a disk or of memory would be
-    if verify == "first":
-        assert read(reader, [3]), "a row that was read is not verified again"
-    else:
-        with pytest.raises(DamageError):
-            read(reader, [3])
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    with pytest.raises(DamageError):  # the file was written to
-        read(reader, [3])
+    with pytest.raises(DamageError):
+        read(data, [3])
 
 
 @FORMS
-@pytest.mark.parametrize("verify", ["always", "first"])
-def test_a_shard_that_is_cut_is_named_and_kills_nothing(tmp_path: Path, form, verify) -> None:
-    reader = RowReader(make_set(Store(tmp_path), form), verify)
-    assert read(reader, [0, 1, 2])
+def test_a_shard_that_is_cut_is_named_and_kills_nothing(tmp_path: Path, form) -> None:
+    data = make_set(Store(tmp_path), form)
+    assert read(data, [0, 1, 2])
     (path,) = [p for p in tmp_path.glob("latents/*/l00.*") if p.suffix in (".arrow", ".tar")]
     os.truncate(path, 100)
     for row in (1, 0, 1):  # at once after each other
         with pytest.raises(DamageError, match="it was cut while it was open"):
-            read(reader, [row], wait=0.002 * (row == 1))
-    assert read(reader, [3])
+            read(data, [row])
+    assert read(data, [3])
 
 
 def test_another_row_in_its_place_is_refused(tmp_path: Path) -> None:
@@ -138,29 +117,15 @@ def test_another_row_in_its_place_is_refused(tmp_path: Path) -> None:
     rel = shard(store, "latents", "l", {"b": latent(2), "a": latent(1)}, "arrow")
     index = [entry("a", "32x32", (1, 0), [0]), entry("a", "32x32", (1, 1), [0])]
     publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
-    reader = RowReader(open_set(store, "s1", FAMILY, TASK), "first")
-    assert read(reader, [1])
+    data = open_set(store, "s1", FAMILY, TASK)
+    assert read(data, [1])
     for _ in range(2):
         with pytest.raises(SetError, match=r"is b; set s1 expects a there"):
-            read(reader, [0])
+            read(data, [0])
 
 
-@FORMS
-def test_few_shards_are_mapped_and_what_was_verified_is_remembered(tmp_path: Path, form, monkeypatch) -> None:
-    weight = TAR_WEIGHT if form == "webdataset" else 1
-    data = make_set(Store(tmp_path), form, shards=6, rows=2)
-    reader = RowReader(data, "first", limit=3 * weight)
-    files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    assert [row[0] for row in read(reader, list(range(12)))] == [f"s{i}" for i in range(12)]
-    assert len(reader.shards) == 3
-    if files:
-        assert len(os.listdir("/proc/self/fd")) - files <= 3 + 8
-    monkeypatch.setattr(row_reader.RowReader, "verify", lambda *_: pytest.fail("verified again"))
-    assert [row[0] for row in read(reader, list(range(12)))] == [f"s{i}" for i in range(12)]
-
-
-def test_the_limit_of_maps_leaves_files_to_others() -> None:
-    assert 32 <= map_limit() <= 1024
+def test_the_limit_of_open_shards_leaves_files_to_others() -> None:
+    assert 32 <= open_limit() <= 1024
 
 
 def test_columns_of_any_chunks() -> None:
