@@ -1,15 +1,16 @@
 """decode: validation latents -> PNG and MP4 through the autoencoder, and a contact sheet of the whole run.
 
 Reads <output>/<run>/validation/<step>/<name>.safetensors, writes <output>/<run>/samples/<step>/<name>.png|mp4 and
-<output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. A latent is decoded
-again only if it is newer than its picture, or if that is a preview. Where a prompt is the caption of a training sample,
-the sample's original and its decoded latents are written too (stages/pages/training_samples.py).
+<output>/<run>/samples/contact-sheet.png, and adds the pictures to the trackers of `train.trackers`. What is there is
+made again only if it was made from something else (cache/runs/derived.py), or if it is a preview. If a prompt is the
+caption of a training sample, the sample's original and its decoded latents are written too
+(stages/pages/training_samples.py).
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +18,10 @@ import numpy as np
 import typer
 
 from cache.models.compatibility import check_preview_autoencoder
+from cache.models.weights import hash_file
+from cache.runs.derived import Mark, read_mark
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
-from cache.runs.validations import is_current
+from cache.runs.validations import find_picture, is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
@@ -26,12 +29,13 @@ from schemas.cli.interruption import StopHandler
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.identity import hash_json
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage_options import UsageError
 from stages.engines.stage_processes import StageProcesses, remove_unfinished
 from stages.follow.trackers import open_trackers
 from stages.follow.watchers import Watch, is_watcher
-from stages.media.image import is_preview, preview_mark
+from stages.media.image import png_info
 from stages.pages import training_samples
 
 OUTPUT_SUFFIXES = {False: ".png", True: ".mp4"}
@@ -73,35 +77,47 @@ def run(
     if not files:
         console.log(f"no validation latents under {folder / 'validation'}: nothing to decode")
         return report
-    if todo:
-        check_writable(folder)
-        done, handler = report.done, StopHandler()
-        with handler.stop_on_signals():
-            _decode_files(config, options, console, folder, todo, preview, report, handler)
-        report.remaining = len(todo) - len(report.failed) - (report.done - done)
-        if handler.reason:
-            report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
-            return report
+    done, handler = report.done, StopHandler()
+    load = cache(lambda: _load_autoencoder(config, options, folder, preview))
+    with handler.stop_on_signals():
+        if todo:
+            check_writable(folder)
+            _decode_files(config, console, folder, todo, load, preview, report, handler)
+        if not preview and not handler.reason:
+            _write_training_samples(config, options, console, folder, load)
+    report.remaining = len(todo) - len(report.failed) - (report.done - done)
+    if handler.reason:
+        report.details["stopped"] = f"by {handler.reason}; what is decoded is kept"
+        return report
     sheet = folder / "samples" / "contact-sheet.png"
-    if todo or not sheet.exists():
+    pictures = [(file.parent.name, file.stem, find_picture(file)) for file in files]
+    mark = _sheet_mark(config, pictures)
+    if read_mark(sheet) != mark:
         with explained(str(sheet)):
             from stages.pages.sheets import write_sheet
 
-            pictures = [(file.parent.name, file.stem, output_path(folder, config, file)) for file in files]
-            write_sheet(config, pictures, sheet)
+            write_sheet(config, pictures, sheet, mark)
     report.details = {"samples": str(folder / "samples"), "contact_sheet": str(sheet)}
     return report
 
 
 def find_undecoded(config: Config, folder: Path, files: Sequence[Path], preview: bool) -> list[Path]:
-    """Return those of `files` without a picture, or with one that is older than the latent, which an earlier run of the
-    same name left. Unless `preview`: also those of which the picture is a preview."""
+    """Return those of `files` without a picture that was made from them. Unless `preview`: also those of which the
+    picture is a preview."""
     todo = []
     for file in files:
         picture = output_path(folder, config, file)
-        if not is_current(picture, file) or (not preview and is_preview(picture)):
+        if not is_current(picture, file) or (not preview and read_mark(picture).is_preview):
             todo.append(file)
     return todo
+
+
+def _sheet_mark(config: Config, pictures: Sequence[tuple[str, str, Path | None]]) -> Mark:
+    """The mark of a contact sheet of these pictures."""
+    shown = [(step, name, picture and read_mark(picture)) for step, name, picture in pictures]
+    prompts = [(sample.name, sample.prompt) for sample in config.validation_samples()]
+    texts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
+    return Mark(hash_json([shown, prompts, texts]))
 
 
 def decode_while_training(config: Config, options: Options, console: Console, folder: Path) -> tuple[int, bool]:
@@ -116,7 +132,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
     preview = config.validation.preview_autoencoder is not None
     processes = StageProcesses({"decode": ["--preview"] if preview else []})
     watch = Watch([folder], on_told=processes.stop)
-    done, failed, waits = 0, dict[str, int](), False
+    done, failed, waits = 0, dict[str, str](), False
     for last in watch:
         if last or waits:
             continue
@@ -124,13 +140,13 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
         todo = [
             file
             for file in find_undecoded(config, folder, files, preview)
-            if failed.get(str(file)) != file.stat().st_mtime_ns
+            if failed.get(str(file)) != hash_file(file, None)
         ]
         if options.device != "cpu":
             todo = _trained_after(folder, todo)
         if not todo:
             continue
-        times = {str(file): file.stat().st_mtime_ns for file in todo}
+        contents = {str(file): hash_file(file, None) for file in todo}
         watch.hide_wait()  # `decode` shows its own progress
         _, document = processes.run("decode", options)
         if "error" in document and not watch.told:
@@ -141,7 +157,7 @@ def decode_while_training(config: Config, options: Options, console: Console, fo
         done += document.get("done", 0)
         for row in document.get("failed", ()):
             console.warn(f"{row['path']} is left out: {row['message']}")
-            failed[row["path"]] = times.get(row["path"], 0)
+            failed[row["path"]] = contents.get(row["path"], "")
     return done, watch.told
 
 
@@ -155,27 +171,20 @@ def _trained_after(folder: Path, files: Sequence[Path]) -> list[Path]:
 
 def _decode_files(
     config: Config,
-    options: Options,
     console: Console,
     folder: Path,
     todo: Sequence[Path],
+    load: Callable[[], Any],
     preview: bool,
     report: Report,
     stop_handler: StopHandler,
 ) -> None:
     """Decode `todo`; counts and failures are added to the report."""
-    with garbage_collection_paused():
-        with activity("loading torch and the autoencoder's code", at_once=True):
-            import torch
+    autoencoder, device = load()
+    import torch
 
-            from stages.encoding import model_loading
-            from stages.encoding.vae import base
+    from stages.encoding import model_loading
 
-        device = model_loading.select_device(options.resources(config, "decode"))
-        if device.type != "cpu" and _may_be_shared(folder):
-            model_loading.limit_memory(device)
-        load: Callable[..., Any] = base.load_tiny_autoencoder if preview else base.load_autoencoder
-        autoencoder = load(config, device)
     fps = config.clip_rate
     with (
         console.progress(len(todo), "decode", "samples") as progress,
@@ -183,39 +192,50 @@ def _decode_files(
     ):
         for file in todo:
             stop_handler.check()
-            written = file.stat().st_mtime_ns
+            mark = Mark(hash_file(file, None), preview)
             if (latent_CTHW := _read_valid(file, config, report)) is None:
                 continue
             with model_loading.memory_errors(f"decoding {file.name} on {device}"):
                 frames_THWC = np.asarray(autoencoder.decode(torch.from_numpy(latent_CTHW)[None])[0])
             picture = output_path(folder, config, file)
             with explained(str(picture)):
-                write_output(picture, frames_THWC, fps, preview)
-                _date_after(picture, written)
+                write_output(picture, frames_THWC, fps, mark)
             tag = f"{'preview' if preview else 'validation'}/{file.stem}"
             trackers.add_picture(tag, step_of(file.parent) or 0, frames_THWC, picture, fps)
             report.done += 1
             progress.advance(1)
-    if not preview:
-        suffix, resources = OUTPUT_SUFFIXES[config.model.family_spec.video], options.resources(config, "decode")
 
-        def write(path: Path, frames_THWC: np.ndarray) -> None:
-            write_output(path.with_suffix(suffix), frames_THWC, fps)
 
-        training_samples.write_training_samples(config, folder, autoencoder, resources, write, console)
+def _write_training_samples(
+    config: Config, options: Options, console: Console, folder: Path, load: Callable[[], Any]
+) -> None:
+    suffix, resources = OUTPUT_SUFFIXES[config.model.family_spec.video], options.resources(config, "decode")
+
+    def write(path: Path, frames_THWC: np.ndarray) -> None:
+        write_output(path.with_suffix(suffix), frames_THWC, config.clip_rate)
+
+    with explained(str(folder)):
+        training_samples.write_training_samples(config, folder, load, resources, write, console)
+
+
+def _load_autoencoder(config: Config, options: Options, folder: Path, preview: bool) -> Any:
+    """(autoencoder, device)"""
+    with garbage_collection_paused():
+        with activity("loading torch and the autoencoder's code", at_once=True):
+            from stages.encoding import model_loading
+            from stages.encoding.vae import base
+
+        device = model_loading.select_device(options.resources(config, "decode"))
+        if device.type != "cpu" and _may_be_shared(folder):
+            model_loading.limit_memory(device)
+        load: Callable[..., Any] = base.load_tiny_autoencoder if preview else base.load_autoencoder
+        return load(config, device), device
 
 
 def _may_be_shared(folder: Path) -> bool:
     """Whether another program of this run may use the card: a trainer, unless it is known that none is at work, or the
     encoding stages of a limited cache."""
     return is_watcher() or is_running(folder) is not False
-
-
-def _date_after(picture: Path, written: int) -> None:
-    """Make the picture no older than its latent, whose time, `written`, may be of a machine with a clock that is
-    ahead."""
-    if picture.stat().st_mtime_ns < written:
-        os.utime(picture, ns=(written, written))
 
 
 def _read_valid(file: Path, config: Config, report: Report) -> np.ndarray | None:
@@ -255,19 +275,18 @@ def read_latent(file: Path) -> tuple[np.ndarray, dict[str, Any]]:
         raise LatentpressError(f"{file} can't be read: {error}", advice) from error
 
 
-def write_output(path: Path, frames_THWC: np.ndarray, fps: float, preview: bool = False) -> None:
-    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically. preview: a PNG is marked as
-    one."""
+def write_output(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
+    """Write uint8 frames as PNG (the first one) or MP4, by the path's suffix, atomically."""
     with replacing(path) as temporary:
         if path.suffix == ".png":
             from PIL import Image
 
-            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG", pnginfo=preview_mark() if preview else None)
+            Image.fromarray(frames_THWC[0]).save(temporary, format="PNG", pnginfo=png_info(mark) if mark else None)
         else:
-            write_video(temporary, frames_THWC, fps)
+            write_video(temporary, frames_THWC, fps, mark)
 
 
-def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
+def write_video(path: Path, frames_THWC: np.ndarray, fps: float, mark: Mark | None = None) -> None:
     """H.264 in MP4, nearly lossless except for the halved chroma; sides must be even, as every bucket's are.
 
     Stream and container name the color space: without it players guess by the size.
@@ -282,6 +301,8 @@ def write_video(path: Path, frames_THWC: np.ndarray, fps: float) -> None:
     height, width = frames_THWC.shape[1:3]
     tags, converter = color.output_tags(width, height), VideoReformatter()
     with av.open(str(path), "w", format="mp4") as container:
+        if mark:
+            container.metadata["comment"] = str(mark)
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "14"})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         context = stream.codec_context

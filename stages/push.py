@@ -14,6 +14,7 @@ import typer
 from cache.runs.training_run import RESULT_NOTE, read_result_step
 from cache.store.files import replacing
 from cache.store.json_checks import parse_json, printable
+from cache.store.store import Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.config.loading import ConfigError, load_config
@@ -64,7 +65,7 @@ def run(
     files |= result_files(trained, folder, base_model(trained))
     report.details = {"repo": repo, "private": config.hub.private, "card": str(folder / CARD_FOLDER / CARD)}
     report.details["files"] = [{"file": name, "bytes": count_bytes(content)} for name, content in sorted(files.items())]
-    digest = digest_files(repo, files)
+    digest = digest_files(repo, files, Store(config.root))
     pushed = _read_pushed(folder)
     if pushed.get("digest") == digest:
         report.skipped = len(files)

@@ -14,8 +14,10 @@ from typing import Annotated
 
 import typer
 
+from cache.runs.derived import Mark
 from cache.runs.scores import SCORES_FILE
 from cache.runs.training_run import METRICS_FILE
+from cache.runs.validations import hash_results
 from cache.store.files import check_folder, explained, is_unfinished, replacing
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.progress import activity
@@ -128,6 +130,7 @@ def _write_page(
         from stages.pages.report.page import make_page, read_run
 
     runs = [_find_run(config, name) for name in names]
+    mark = Mark(hash_results([folder for folder, _ in runs]))  # of what there is before it is read
     labels = _label_runs([folder for folder, _ in runs])
     loaded = [read_run(label, *run, config) for label, run in zip(labels, runs, strict=True)]
     folder = (page.with_name(f"{page.stem}-files"), page.parent) if beside else None
@@ -136,7 +139,7 @@ def _write_page(
     with activity("gathering curves, samples and data"):
         content, pieces = make_page(loaded, options.add_given_options(command), folder)
     with explained(str(page)), replacing(page) as temporary, temporary.open("wb") as file:
-        file.writelines(pieces)
+        file.writelines([*pieces, f"\n<!-- {mark} -->\n".encode()])
         size = file.tell()
     absent = [*content.missing, *content.grid.missing]
     absent += [f"{plot.title}: {text}" for plot in content.plots for text in plot.missing]

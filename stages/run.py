@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cache.runs.derived import read_mark
 from cache.runs.training_run import (
     METRICS_FILE,
     OutputLocked,
@@ -24,7 +25,7 @@ from cache.runs.training_run import (
     read_failure,
     record_failure,
 )
-from cache.runs.validations import BEST_KEYS
+from cache.runs.validations import BEST_KEYS, hash_results
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
 from cache.store.damage import ENCODE_PROGRAMS
@@ -231,10 +232,10 @@ def _find_report(
     processes: StageProcesses,
     stop_handler: StopHandler,
 ) -> str:
-    """The run's page, made again if anything was done; "" where there is none. Where `run` was stopped, it is made
-    within STOPPED_S, or stays as it was."""
+    """The run's page, made again if anything was done or it was made from other results; "" if there is none. If `run`
+    was stopped, it is made within STOPPED_S, or stays as it was."""
     page = config.run_folder / "report.html"
-    if report.done or report.remaining or not page.exists():
+    if report.done or report.remaining or read_mark(page).source != hash_results([config.run_folder]):
         if not stop_handler.reason:
             _make_report(options, console, processes)
         elif (page.parent / METRICS_FILE).exists():

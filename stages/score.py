@@ -17,6 +17,7 @@ import numpy as np
 import typer
 
 from cache.models.weights import hash_file
+from cache.runs.derived import read_mark
 from cache.runs.scores import SCORES_FILE, SampleScores, ScorePoint, append_step, read_samples, score_label
 from cache.runs.training_run import METRICS_FILE, read_description, read_last_metrics
 from cache.runs.validations import best_steps, find_picture, list_validations
@@ -31,7 +32,6 @@ from stages.follow.measures import LoadedMeasure, Measure, plan_measures
 from stages.follow.trackers import Tracker, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.files import MediaError, unreadable_error
-from stages.media.image import is_preview
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def find_samples(folder: Path) -> list[StepSamples]:
         samples, waiting = [], []
         for latent in [file.latent for file in files if file.latent is not None]:
             picture, about = find_picture(latent), read_description(latent)
-            if picture is None or is_preview(picture):
+            if picture is None or read_mark(picture).is_preview:
                 waiting.append(latent.stem)
             else:
                 group, seed = about.get("group", latent.stem), about.get("seed", 0)

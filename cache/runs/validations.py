@@ -8,29 +8,36 @@ Also the best steps, by eval loss and by each score, and their checkpoints.
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cache.runs.scores import read_curves, score_label
+from cache.models.weights import hash_file
+from cache.runs.derived import read_mark
+from cache.runs.scores import SCORES_FILE, read_curves, score_label
 from cache.runs.training_run import (
     CHECKPOINTS,
+    FAILURE_NOTE,
     METRICS_FILE,
+    STAGES_FILE,
     checkpoint_step,
+    is_running,
     list_checkpoints,
     read_description,
     read_metrics,
     step_of,
 )
 from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from schemas.identity import hash_json
 
 SUFFIXES = (".png", ".mp4")
 
 
 @dataclass(frozen=True)
 class ValidationFile:
-    """A validation sample at a step, of which at least one file is there. picture: a clip, too; it may be of an earlier
-    run of the same name."""
+    """A validation sample at a step, of which at least one file is there. picture: a clip, too."""
 
     step: int
     name: str
@@ -39,10 +46,12 @@ class ValidationFile:
 
 
 def list_validations(folder: Path) -> list[ValidationFile]:
-    """List the validations of the run in `folder`, by step and name."""
+    """List the validations of the run in `folder`, by step and name, without pictures that were made from other
+    latents than the present ones."""
     latents = _list_files(folder / "validation", (".safetensors",))
     pictures = _list_files(folder / "samples", SUFFIXES)
-    return [ValidationFile(*key, latents.get(key), pictures.get(key)) for key in sorted(latents | pictures)]
+    shown = {key: path for key, path in pictures.items() if key not in latents or is_current(path, latents[key])}
+    return [ValidationFile(*key, latents.get(key), shown.get(key)) for key in sorted(latents | shown)]
 
 
 def latent_path(folder: Path, step: int, name: str) -> Path:
@@ -60,10 +69,11 @@ def _list_files(folder: Path, suffixes: tuple[str, ...]) -> dict[tuple[int, str]
 
 
 def is_current(picture: Path, latent: Path) -> bool:
-    """Tell whether the picture is there, and not of an earlier run of the same name: no older than its latent."""
+    """Whether the picture is there, and was made from this latent and not from one of an earlier run of the same
+    name."""
     try:
-        return picture.stat().st_mtime_ns >= latent.stat().st_mtime_ns
-    except OSError:
+        return read_mark(picture).source == hash_file(latent, None)
+    except (OSError, LatentpressError):
         return False
 
 
@@ -73,6 +83,24 @@ def find_picture(latent: Path) -> Path | None:
     return next(
         (path for path in (folder / f"{latent.stem}{suffix}" for suffix in SUFFIXES) if is_current(path, latent)), None
     )
+
+
+def hash_results(folders: Iterable[Path]) -> str:
+    """Hash of what a page shows of the runs in `folders`: numbers, settings, validations and training samples."""
+    return hash_json([_list_results(folder) for folder in folders])
+
+
+def _list_results(folder: Path) -> list[Any]:
+    names = ("config.yaml", METRICS_FILE, SCORES_FILE, STAGES_FILE, FAILURE_NOTE)
+    contents = dict[str, str]()
+    for path in (*(folder / name for name in names), *folder.glob("samples/training/*/sample.json")):
+        with suppress(FileNotFoundError):
+            contents[path.relative_to(folder).as_posix()] = hash_file(path, None)
+    samples = [
+        (file.step, file.name, file.latent is not None, file.picture and read_mark(file.picture))
+        for file in list_validations(folder)
+    ]
+    return [sorted(contents.items()), samples, is_running(folder)]
 
 
 def describe_latents(config: Config, folder: Path, step: int) -> list[tuple[Path, dict[str, Any]]]:

@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cache.models.weights import hash_file
 from cache.store.json_checks import check_object, parse_json, printable
+from cache.store.store import Store
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Hub
@@ -75,15 +77,11 @@ def _without_path(path: Path, base_model: str) -> bytes:
     return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def digest_files(repo: str, files: Files) -> str:
-    """Equal for the same files in the same repository. Of weights size and time stand for the content: a model may have
-    a hundred GB."""
+def digest_files(repo: str, files: Files, memo: Store) -> str:
+    """Equal for the same files in the same repository. memo: where the hashes of large files are stored."""
     parts = [repo.encode()]
     for name, content in sorted(files.items()):
-        if isinstance(content, Path) and content.suffix == ".safetensors":
-            status = content.stat()
-            content = f"{status.st_size} {status.st_mtime_ns}".encode()
-        parts += [name.encode(), content if isinstance(content, bytes) else content.read_bytes()]
+        parts += [name.encode(), content if isinstance(content, bytes) else hash_file(content, memo).encode()]
     return hash_bytes(*parts)
 
 

@@ -3,8 +3,6 @@
 Loading applies the EXIF (or XMP) orientation; converts an embedded ICC profile to sRGB (a broken one is ignored, as
 viewers do; without one the pixels are taken as sRGB); composites transparency over white; converts gray, palette, CMYK
 and 16-bit samples to 8-bit RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
-
-A picture that a tiny autoencoder decoded says in its file that it is a preview: a text chunk of the PNG.
 """
 
 import io
@@ -15,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 
+from cache.runs.derived import Mark
 from stages.media.files import MediaError, MediaPath, media_size, open_media, out_of_memory_error, unreadable_error
 
 # A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM) on a dataset.
@@ -49,7 +47,6 @@ _AVIF_BRANDS = (b"avif", b"avis")
 # Transfer characteristics of ITU-T H.273: PQ and HLG.
 _HDR_TRANSFERS = (16, 18)
 _HEADER_BYTES = 4096
-_MARK, _PREVIEW = "latentpress", "preview"
 
 
 @dataclass(frozen=True)
@@ -191,19 +188,8 @@ def _srgb_profile() -> ImageCms.ImageCmsProfile:
     return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
-def preview_mark() -> PngInfo:
+def png_info(mark: Mark) -> PngInfo:
     """For Pillow's `save`."""
-    mark = PngInfo()
-    mark.add_text(_MARK, _PREVIEW)
-    return mark
-
-
-def is_preview(path: Path) -> bool:
-    """Whether a picture has the mark; reads its header alone. A file that can't be read has none."""
-    if path.suffix != ".png":
-        return False
-    try:
-        with Image.open(path) as image:
-            return image.info.get(_MARK) == _PREVIEW
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return False
+    info = PngInfo()
+    info.add_text("Comment", str(mark))
+    return info

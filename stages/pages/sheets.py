@@ -16,11 +16,12 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from cache.runs.derived import Mark, read_mark
 from cache.runs.training_run import spread
 from cache.store.files import replacing
 from schemas.config.pipeline import Config
 from schemas.text_format import escape_unprintable
-from stages.media.image import is_preview
+from stages.media.image import png_info
 from stages.media.video import probe_video, read_frames
 from stages.pages.pictures import Picture
 from stages.pages.result_page import SampleResult, format_psnr
@@ -135,11 +136,11 @@ def _result_block(result: SampleResult) -> SheetBlock:
     return block
 
 
-def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path]], path: Path) -> None:
+def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path | None]], path: Path, mark: Mark) -> None:
     """Write a PNG of validation samples: a row for each with its prompt, a column for each step.
 
-    pictures: (step's folder, sample's name, its picture or video), those that are missing included. At most MAX_ROWS in
-    the order of the configuration and MAX_STEPS, spread evenly.
+    pictures: (step's folder, sample's name, its picture or video, None if it is missing). At most MAX_ROWS in the order
+    of the configuration and MAX_STEPS, spread evenly.
     """
     samples = {sample.name: sample for sample in config.validation_samples()}
     prompts = {prompt.name: prompt.prompt for prompt in config.validation.prompts}
@@ -147,7 +148,7 @@ def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path]], path:
     steps = spread(sorted({step for step, _, _ in pictures}), MAX_STEPS)
     names = sorted({name for _, name, _ in pictures}, key=lambda name: (order.get(name, len(order)), name))[:MAX_ROWS]
     files = {(step, name): file for step, name, file in pictures if step in steps and name in names}
-    images = {key: _thumbnail(file) for key, file in files.items() if file.exists()}
+    images = {key: _thumbnail(file) for key, file in files.items() if file}
     cell = max([MIN_CELL, *(image.width + 2 * PADDING for image in images.values())])
     placed, y = [], 0
     for name in names:
@@ -156,15 +157,15 @@ def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path]], path:
         below, tallest = block.height + LINE_HEIGHT + PADDING, MIN_HEIGHT
         for column, step in enumerate(steps):
             file, image = files.get((step, name)), images.get((step, name))
-            mark = ", preview" if file is not None and file.suffix == ".png" and is_preview(file) else ""
-            block.lines.append((column * cell, block.height, f"{step}{mark}", MUTED_COLOR))
+            preview = ", preview" if file and read_mark(file).is_preview else ""
+            block.lines.append((column * cell, block.height, f"{step}{preview}", MUTED_COLOR))
             if image:
                 block.pictures.append((column * cell + (cell - image.width) // 2 - PADDING, below, image))
                 tallest = max(tallest, image.height)
         placed.append((PADDING, y + PADDING, block))
         y += below + tallest + 2 * PADDING
     with replacing(path) as temporary:
-        _draw(placed, len(steps) * cell, y).save(temporary, format="PNG")
+        _draw(placed, len(steps) * cell, y).save(temporary, format="PNG", pnginfo=png_info(mark))
 
 
 def _thumbnail(file: Path) -> Image.Image:

@@ -7,6 +7,7 @@ original is left out where its file is not on this machine.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,12 +19,14 @@ import pyarrow.compute as pc
 
 from cache.sets.set_lookup import current_plan
 from cache.store.files import replacing
+from cache.store.json_checks import parse_json
 from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.config.encoding import StageWorkers
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from schemas.regular_files import open_regular
 from stages.media.files import MediaError
 from stages.pages.plan_table import EncodedPlan, PlanTable
 from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
@@ -32,23 +35,29 @@ FOLDER = "samples/training"
 ORIGINAL, RECONSTRUCTION, DESCRIPTION = "original", "reconstruction", "sample.json"
 #: (path without suffix, uint8 frames_THWC): writes a picture or clip.
 WriteFrames = Callable[[Path, np.ndarray], None]
+#: -> (autoencoder, its device)
+LoadAutoencoder = Callable[[], tuple[Any, Any]]
 
 
 def write_training_samples(
-    config: Config, folder: Path, autoencoder: Any, resources: StageWorkers, write: WriteFrames, console: Console
+    config: Config, folder: Path, load: LoadAutoencoder, resources: StageWorkers, write: WriteFrames, console: Console
 ) -> None:
-    """Write those that are not there yet. folder: of the run. autoencoder: decodes their latents."""
+    """Write those that are not there yet, and remove those that no prompt names. folder: of the run."""
     try:
         table = PlanTable(store := Store(config.root), config, current_plan(store, config))
         encoded = EncodedPlan(table)
     except LatentpressError:  # trained on a set that was made elsewhere: there is no plan, or not its checkpoint
         return
-    todo = dict[str, int]()
-    for prompt, row in find_training_samples(encoded).items():
+    todo, sampled = dict[str, int](), find_training_samples(encoded)
+    for stale in (folder / FOLDER).glob("*"):
+        if stale.name not in sampled:
+            shutil.rmtree(stale)
+    for prompt, row in sampled.items():
         if _read_id(folder / FOLDER / prompt) != (table.active.column("sample_id")[row].as_py(), encoded.folder):
             todo[prompt] = row
     if not todo:
         return
+    autoencoder, _ = load()
     with closing(read_samples(table, todo.values(), make_original_reader, resources.workers)) as originals:
         for prompt, (item, original) in zip(todo, originals, strict=True):
             sample = {"sample_id": item.sample["sample_id"], "dataset": item.active_row["dataset"]}
@@ -78,7 +87,8 @@ def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
 def _read_id(folder: Path) -> tuple[str, str] | None:
     """(sample id, folder of its latents) of what is there."""
     try:
-        about = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        with open_regular(folder / DESCRIPTION) as file:
+            about = parse_json(file.read())
         return about["sample_id"], about["latents"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -99,6 +109,7 @@ def _write_files(
     folder: Path, about: dict[str, str], original: SamplePixels | MediaError, frames: np.ndarray, write: WriteFrames
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / DESCRIPTION).unlink(missing_ok=True)  # until the files are those that it describes
     for file in folder.glob(f"{ORIGINAL}.*"):  # of another sample
         file.unlink()
     if not isinstance(original, MediaError):

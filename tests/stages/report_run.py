@@ -8,7 +8,11 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import save_file
 
+from cache.models.weights import hash_file
+from cache.runs.derived import Mark
+from cache.runs.validations import latent_path
 from schemas.config.loading import dump_yaml
+from stages.media.image import png_info
 from tests.project import Project
 
 
@@ -55,8 +59,12 @@ class FakeRun:
     def picture(self, step: int, name: str, colour: tuple[int, int, int], size: tuple[int, int] = (64, 48)) -> Path:
         path = self.folder / f"samples/step-{step:06d}/{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", size, colour).save(path)
+        Image.new("RGB", size, colour).save(path, pnginfo=png_info(self.mark(step, name)))
         return path
+
+    def mark(self, step: int, name: str) -> Mark:
+        latent = latent_path(self.folder, step, name)
+        return Mark(hash_file(latent, None) if latent.exists() else "")
 
     def clip(self, step: int, name: str, frames: int = 12, size: tuple[int, int] = (64, 48), noise: int = 0) -> Path:
         import av
@@ -65,6 +73,7 @@ class FakeRun:
         path.parent.mkdir(parents=True, exist_ok=True)
         generator = np.random.default_rng(0)
         with av.open(str(path), "w") as container:
+            container.metadata["comment"] = str(self.mark(step, name))
             stream = container.add_stream("libx264", rate=12, options={"crf": "14"})
             stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
             for number in range(frames):

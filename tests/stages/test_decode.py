@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
+from cache.models.weights import hash_file
+from cache.runs.derived import MARK_BYTES, Mark, read_mark
 from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base
@@ -119,7 +121,7 @@ def test_a_video_and_the_contact_sheet_show_the_picture_that_was_decoded(project
     few = np.random.default_rng(2).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     wanted = np.asarray(Image.fromarray(few).resize(size, Image.Resampling.BICUBIC))
     video = decode.output_path(home.folder / "output/run", home.config(), latent)
-    decode.write_output(video, np.stack([wanted] * 3), 12)
+    decode.write_output(video, np.stack([wanted] * 3), 12, Mark(hash_file(latent, None)))
     for frame in by_hand(video):
         assert 10 * np.log10(255**2 / np.square(np.clip(frame, 0, 255) - wanted).mean()) > 38
     assert home.run(decode.run).skipped == 1  # and the sheet is made from the video
@@ -195,16 +197,55 @@ def test_latents_of_another_family_and_damaged_ones_are_named(project) -> None:
 
 
 @pytest.mark.slow
-def test_a_latent_newer_than_its_picture_is_decoded_again(project) -> None:
+def test_a_picture_is_of_the_present_latent_whatever_the_times_of_the_files(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
     home.run(decode.run)
     picture = home.folder / "output/run/samples/step-000003/cat.png"
+    sheet = home.folder / "output/run/samples/contact-sheet.png"
     before = picture.read_bytes()
+    os.utime(picture, ns=(0, 0))  # as in a copy without times
+    monkeypatch.setattr("stages.pages.sheets.write_sheet", lambda *args: pytest.fail("nothing has changed"))
+    assert home.run(decode.run).done == 0
+    monkeypatch.undo()
     latent = put(home, "cat", -random_latent(16, 1, 8, 8), "kandinsky5-image")
-    os.utime(latent, ns=(0, picture.stat().st_mtime_ns + 1))
+    os.utime(latent, ns=(0, 0))
+    shown = sheet.read_bytes()
     assert home.run(decode.run).done == 1
-    assert picture.read_bytes() != before
+    assert picture.read_bytes() != before and sheet.read_bytes() != shown
+
+
+@pytest.mark.parametrize("suffix", [".png", ".mp4"])
+def test_a_file_says_what_it_was_made_from(tmp_path, suffix) -> None:
+    path, mark = tmp_path / f"a{suffix}", Mark("0123456789abcdef" * 2, is_preview=True)
+    frames = np.random.default_rng(0).integers(0, 255, (30, 64, 96, 3), np.uint8)
+    decode.write_output(path, frames, 12, mark)
+    assert path.stat().st_size > 2 * MARK_BYTES and read_mark(path) == mark
+    decode.write_output(path, frames, 12)
+    assert read_mark(path) == read_mark(tmp_path / "absent") == Mark()
+
+
+@pytest.mark.slow
+def test_the_contact_sheet_of_a_killed_decode_is_made_by_the_next(project, monkeypatch) -> None:
+    home = project("kandinsky5-image-t2i")
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    def width() -> int:
+        return Image.open(home.folder / "output/run/samples/contact-sheet.png").size[0]
+
+    for step in (0, 5):
+        put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", step)
+    home.run(decode.run)
+    before = width()
+    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image", 10)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("stages.pages.sheets.write_sheet", killed)
+        home.run(decode.run)
+    assert width() == before
+    assert home.run(decode.run).done == 0
+    assert width() * 2 == before * 3
 
 
 def test_a_file_that_is_no_validation_latent_is_named(project) -> None:
@@ -287,8 +328,8 @@ def test_a_contact_sheet_has_a_limit_and_the_order_of_the_configuration(project,
     first = decode.output_path(tmp_path, config, files[0])
     first.parent.mkdir(parents=True)
     Image.new("RGB", (64, 64), "red").save(first)
-    pictures = [(file.parent.name, file.stem, decode.output_path(tmp_path, config, file)) for file in files]
-    write_sheet(config, pictures, tmp_path / "sheet.png")
+    pictures = [(file.parent.name, file.stem, first if file == files[0] else None) for file in files]
+    write_sheet(config, pictures, tmp_path / "sheet.png", Mark())
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.size == (16 * 160, 64 * (2 * 18 + 3 * 4) + 64 + 63 * 32)
     assert sheet.getpixel((80, 4 + 2 * 18 + 4 + 32)) == (255, 0, 0), "first row, first step"
@@ -309,7 +350,7 @@ def test_a_clip_is_shown_by_four_frames(project, tmp_path) -> None:
     config = project("kandinsky5-video-t2v").config()
     shades = np.stack([np.full((64, 96, 3), 20 + 25 * number, np.uint8) for number in range(9)])
     decode.write_output(tmp_path / "clip.mp4", shades, 12)
-    write_sheet(config, [("step-000001", "clip", tmp_path / "clip.mp4")], tmp_path / "sheet.png")
+    write_sheet(config, [("step-000001", "clip", tmp_path / "clip.mp4")], tmp_path / "sheet.png", Mark())
     sheet = Image.open(tmp_path / "sheet.png").convert("L")
     top = 4 + 2 * 18 + 4
     left = (sheet.width - (2 * 96 + 4)) // 2

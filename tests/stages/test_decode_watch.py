@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import trainer.__main__  # noqa: F401 (programs are forks of this process)
+from cache.runs.derived import read_mark
 from schemas.config.loading import ConfigError
 from schemas.errors import LatentpressError
 from stages import bucket, decode, discover, encode_latents, encode_text, index, run
@@ -20,7 +21,6 @@ from stages.encoding import model_loading
 from stages.encoding.vae import base
 from stages.encoding.vae.base import load_tiny_autoencoder
 from stages.follow.watchers import Watch, decodes_while_training
-from stages.media.image import is_preview
 from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project
@@ -282,7 +282,7 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
 
     def look() -> None:
         shown.append(np.asarray(Image.open(picture(home, "cat"))))
-        assert is_preview(picture(home, "cat"))
+        assert read_mark(picture(home, "cat")).is_preview
         add(home, "dog")
 
     script(look, look)
@@ -301,7 +301,7 @@ def test_a_preview_is_what_diffusers_decodes_and_is_replaced(project, forked_pro
         and (shown[0] == np.asarray(expected)).mean() > 0.99
     )
     # Training has ended, and so both are decoded in full.
-    assert report.exit_code == 0 and not any(is_preview(picture(home, name)) for name in ("cat", "dog"))
+    assert report.exit_code == 0 and not any(read_mark(picture(home, name)).is_preview for name in ("cat", "dog"))
     np.testing.assert_array_equal(np.asarray(Image.open(picture(home, "cat"))), decoded(home, latent))
     events = EventAccumulator(str(home.folder / "output/run/tensorboard/pictures"))
     events.Reload()
@@ -330,7 +330,7 @@ def test_previews_by_hand_are_marked_on_the_page(project) -> None:
     trained = FakeRun(home)
     trained.metrics(step_line(3))
     add(home, "cat")
-    assert home.run(decode.run, preview=True).done == 1 and is_preview(picture(home, "cat"))
+    assert home.run(decode.run, preview=True).done == 1 and read_mark(picture(home, "cat")).is_preview
     assert home.run(decode.run, preview=True).done == 0
     home.run(report.run)
     assert "step 3, preview" in (trained.folder / "report.html").read_text()
@@ -375,9 +375,3 @@ def test_a_preview_without_a_tiny_autoencoder_is_wrong_usage(project) -> None:
     home.settings["validation"] = {"preview_autoencoder": "nowhere"}
     with pytest.raises(LatentpressError, match="nowhere is neither a directory nor a repository id"):
         home.run(decode.run, preview=True)
-
-
-def test_a_file_that_is_no_picture_is_no_preview(tmp_path) -> None:
-    (tmp_path / "a.png").write_bytes(b"not a picture")
-    (tmp_path / "a.mp4").write_bytes(b"")
-    assert not any(is_preview(tmp_path / name) for name in ("a.png", "a.mp4", "absent.png"))

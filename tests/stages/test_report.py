@@ -136,9 +136,9 @@ def test_losses_that_are_not_finite_and_damaged_files(home: Project) -> None:
     with (made.folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 8, "loss": \xff')
     made.latent(7, "one")
-    made.picture(7, "one", (0, 0, 0)).write_bytes(b"cut off")
-    made.clip(7, "two").write_bytes(b"cut off")
     (made.folder / "validation/step-000007/two.safetensors").write_bytes(b"\xff" * 30)
+    for name, path in (("one", made.picture(7, "one", (0, 0, 0))), ("two", made.clip(7, "two"))):
+        path.write_bytes(f"cut off {made.mark(7, name)}".encode())
     text, _ = page_of(home)
     found = curves(text)
     assert [np.isnan(value) or value is None for value in map(_number, found["loss"]["each step"])].count(True) == 2

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from stages import bucket, discover, report
+from schemas.cli.console import Console, Options, Report
+from schemas.cli.interruption import StopHandler
+from stages import bucket, discover, report, run
 from stages.follow import watchers
 from stages.pages import pictures, thumbnails
 from stages.pages.report import samples
@@ -134,3 +136,21 @@ def test_a_page_that_takes_long_is_made_seldom_and_the_last_one_always(
         monkeypatch.setenv(watchers.BESIDE, "1")
     home.run(report.run, watch=True)
     assert len(made) == pages and made[:3] == [102, 157, 212]
+
+
+def test_run_makes_a_page_of_other_results_again(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a `run` that was killed when all was done but its page."""
+    made, pages = FakeRun(home), list[str]()
+    made.metrics(step_line(1))
+    monkeypatch.setattr(run, "_make_report", lambda *args: pages.append("made"))
+
+    def find() -> int:
+        known = Report("run"), Options(Path()), Console(), run.StageProcesses({}), StopHandler()
+        run._find_report(made.config, *known)
+        return len(pages)
+
+    assert find() == 1, "there is none"
+    home.run(report.run)
+    assert find() == 1
+    made.metrics(eval_line(1, 0.5))
+    assert find() == 2

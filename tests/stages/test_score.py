@@ -1,7 +1,6 @@
 """`latentpress score`: what is scored and what is not again, what is said, and the best steps."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,7 +177,7 @@ def test_clips_damaged_pictures_and_those_that_wait(home: Project, tiny: Any) ->
     for name in ("fine", "broken"):
         made.latent(500, name)
         made.clip(500, name)
-    made.clip(500, "broken").write_bytes(b"cut off")
+    made.clip(500, "broken").write_bytes(f"cut off {made.mark(500, 'broken')}".encode())
     add_step(made, 1000, ("cat",), (1,))
     made.latent(1000, "waits")
     report = home.run(score.run)
@@ -297,13 +296,13 @@ def test_samples_say_what_they_are_and_wait_for_their_pictures(project) -> None:
         made.picture(500, f"cat_seed{seed}", (seed, 0, 0))
     made.latent(500, "late")
     made.latent(500, "small")
-    write_output(made.picture(500, "small", (0, 0, 0)), np.zeros((1, 8, 8, 3), np.uint8), 1, preview=True)
+    preview = made.mark(500, "small")._replace(is_preview=True)
+    write_output(made.picture(500, "small", (0, 0, 0)), np.zeros((1, 8, 8, 3), np.uint8), 1, preview)
     made.latent(0, "old")
     made.picture(0, "old", (9, 9, 9))
-    latent = made.folder / "validation/step-000000/old.safetensors"
-    os.utime(latent, ns=(0, (made.folder / "samples/step-000000/old.png").stat().st_mtime_ns + 1))
+    made.latent(0, "old", seed=8)
     first, second = find_samples(made.folder)
-    assert (first.step, first.samples, first.waiting) == (0, (), ("old",)), "its latent is newer"
+    assert (first.step, first.samples, first.waiting) == (0, (), ("old",)), "its picture is of another latent"
     assert (second.step, second.waiting) == (500, ("late", "small")), "a preview is not scored"
     assert [(each.group, each.seed, each.prompt) for each in second.samples] == [
         ("cat", 1, "a cat"),

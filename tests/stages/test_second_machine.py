@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,12 +82,3 @@ def test_a_machine_that_sees_the_output_folder_decodes(
         home.run(decode.run)
         with Image.open(folder / f"samples/step-{step:06}/{name}.png") as again:
             np.testing.assert_array_equal(first, np.asarray(again))
-
-
-@pytest.mark.slow
-def test_a_clock_that_is_behind_makes_no_picture_again(project: Callable[..., Project]) -> None:
-    """As on file systems with the times of each machine: the latent is of a machine whose clock is ahead."""
-    home = project(train={"run": "run", "trackers": []})
-    latent = put(home, "cat", np.zeros((16, 1, 8, 8), np.float32), home.config().model.family, 2)
-    os.utime(latent, (time.time() + 3600,) * 2)
-    assert home.run(decode.run).done == 1 and home.run(decode.run).done == 0

@@ -107,9 +107,7 @@ def test_pictures_large_and_two_steps_beside_each_other(home: Project, server: U
 def test_a_picture_that_is_a_link_to_elsewhere_is_not_served(home: Project, server: UiServer) -> None:
     run = FakeRun(home)
     run.latent(1, "one")
-    outside = home.image("outside.png")
-    path = run.folder / "samples/step-000001/one.png"
-    path.parent.mkdir(parents=True)
-    path.symlink_to(outside)
+    path = run.picture(1, "one", (0, 0, 0))
+    path.symlink_to(path.rename(home.folder / "outside.png"))
     (address,) = re.findall(r'<img src="([^"]+)"', server.get("/pictures").text)
     assert server.get(address.replace("&amp;", "&")).status == 404

@@ -15,8 +15,11 @@ from shutil import copyfile
 from typing import Any
 from urllib.parse import quote
 
+from cache.models.weights import hash_file
+from cache.runs.derived import read_mark
 from cache.runs.training_run import spread
 from cache.runs.validations import SUFFIXES, describe_sample, latent_path, list_validations
+from cache.store.files import replacing
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -24,7 +27,6 @@ from schemas.config.validation import ValidationSample
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
 from stages.media.files import MediaError, MediaPath
-from stages.media.image import is_preview
 from stages.pages import training_samples
 from stages.pages.html import Figure, Gallery
 from stages.pages.pictures import THUMBNAIL_BOX, Picture, kept_pictures, picture_key, shrink_clip, shrink_file
@@ -234,7 +236,7 @@ def _read_figure(path: Path, alt: str, caption: str, run: str, limit: int, besid
             picture = _require_small(kept_pictures.get(key, limit, lambda: shrink_clip(path, limit)))
         else:
             picture = _require_small(kept_pictures.get(key, limit, lambda: shrink_file(path, THUMBNAIL_BOX, limit)))
-            caption += ", preview" if is_preview(path) else ""
+            caption += ", preview" if read_mark(path).is_preview else ""
         return Figure((picture,), (alt,), caption, link=link)
     except MediaError as error:
         return Figure((), (), caption, problem=f"can't be read: {error}")
@@ -258,6 +260,7 @@ def _put_beside(path: Path, run: str, beside: Folders) -> str:
     folder, page_folder = beside
     target = folder / quote(run, safe="") / path.parent.name / path.name
     target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.exists() or target.stat().st_mtime_ns < path.stat().st_mtime_ns:
-        copyfile(path, target)
+    if not target.exists() or hash_file(target, None) != hash_file(path, None):
+        with replacing(target) as temporary:
+            copyfile(path, temporary)
     return quote(os.path.relpath(target, page_folder))

@@ -19,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute
 
+from cache.runs.derived import read_mark
 from cache.runs.training_run import METRICS_FILE
+from cache.runs.validations import hash_results
 from schemas.cli.report import Report
 from stages.pages.ui.app import DOCUMENTS, Page, Site, get, render, site_of, version_of
 from stages.pages.ui.job_cards import AT_WORK, build_cards, build_job_card
@@ -78,8 +80,14 @@ def _show(request: Request, job: str) -> Response:
         url=f"{DOCUMENTS}{site.document_key}/{quote(chosen)}",
         made=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)) if path else "",
         version=version_of(path),
+        is_old=job == "report" and path is not None and _is_old(path),
         is_due=not documents and _is_due(site, job),
     )
+
+
+def _is_old(report: Path) -> bool:
+    """Whether a run's report was made before its newest results."""
+    return (report.parent / METRICS_FILE).exists() and read_mark(report).source != hash_results([report.parent])
 
 
 def _is_due(site: Site, job: str) -> bool:

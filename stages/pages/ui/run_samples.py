@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from cache.runs.validations import describe_sample, is_current, latent_path, list_validations
+from cache.runs.validations import describe_sample, latent_path, list_validations
 from schemas.config.pipeline import Config
 from stages.pages.ui.app import Site
 
@@ -37,13 +37,12 @@ class Row:
 
 
 def list_files(config: Config) -> dict[str, dict[int, Path | None]]:
-    """name -> step, ascending -> picture or clip, None where it is not decoded, or is of an earlier run of the same
-    name. In the order of the configuration's samples, and then of names that it does not have."""
+    """name -> step, ascending -> picture or clip, None where it is not decoded. In the order of the configuration's
+    samples, and then of names that it does not have."""
     order = {sample.name: number for number, sample in enumerate(config.validation_samples())}
     rows: dict[str, dict[int, Path | None]] = {}
     for file in list_validations(config.run_folder):
-        shown = file.picture if file.picture and (not file.latent or is_current(file.picture, file.latent)) else None
-        rows.setdefault(file.name, {})[file.step] = shown
+        rows.setdefault(file.name, {})[file.step] = file.picture
     return dict(sorted(rows.items(), key=lambda row: (order.get(row[0], len(order)), row[0])))
 
 

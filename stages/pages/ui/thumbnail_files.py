@@ -4,7 +4,7 @@ so that the page never decodes a file and never reads what a decoder's process s
     <output>/.ui/thumbnails/<id>.webp   of an item
     <output>/.ui/thumbnails/<id>.none   none could be made of it
 
-The id is that of the media, or of what was set aside, which has none, one of its dataset and path.
+The id is the media's. What was set aside has none: its id is a hash of its dataset, path, reason and message.
 """
 
 import re
@@ -16,6 +16,7 @@ import xxhash
 from stages.pages.ui.child_programs import FOLDER
 
 if TYPE_CHECKING:  # the page's own process needs no decoder
+    from stages.maintenance.set_aside import SetAside
     from stages.pages.thumbnails import Located
 
 MOST_KEPT = 1000  # files, of about 4 kB each
@@ -24,8 +25,11 @@ PICTURE, NONE = ".webp", ".none"
 _ID = re.compile("[0-9a-f]{32}")
 
 
-def thumbnail_id(item: "Located") -> str:
-    return xxhash.xxh3_128_hexdigest(f"{item.dataset}\0{item.path}".encode("utf-8", "surrogatepass"))
+def thumbnail_id(item: "SetAside") -> str:
+    """Another one when the file is rejected for another reason, so that the picture of a file that was replaced is made
+    again."""
+    parts = (item.dataset, item.path, item.reason, item.message)
+    return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))
 
 
 def can_have_thumbnail(item: "Located") -> bool:

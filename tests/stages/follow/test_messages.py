@@ -2,7 +2,6 @@
 
 import base64
 import io
-import shutil
 from importlib import util
 from typing import Any
 
@@ -12,6 +11,7 @@ from PIL import Image
 from cache.runs.training_run import record_failure
 from schemas.errors import LatentpressError
 from stages import notify
+from stages.media.image import png_info
 from tests.project import Project
 from tests.stages.follow.notified_run import HOOK, OTHER, finish, trained
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -68,13 +68,10 @@ def test_the_limits_of_discord_hold(home: Project, hook: WebhookServer) -> None:
     home.settings["validation"]["prompts"] = [{"name": name, "prompt": "a"} for name in names]
     run = FakeRun(home)
     run.metrics(eval_line(0, 1.0), step_line(1))
-    noise = run.folder / "noise.png"
-    Image.effect_noise((1024, 1024), 200).convert("RGB").save(noise, compress_level=1)
+    noise = Image.effect_noise((1024, 1024), 200).convert("RGB")
     for name in names:
         run.latent(0, name, prompt=long)
-        path = run.folder / f"samples/step-000000/{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(noise, path)
+        noise.save(run.picture(0, name, (0, 0, 0)), compress_level=1, pnginfo=png_info(run.mark(0, name)))
     record_failure(run.folder, "train", long, long)
     home.run(notify.run, DISCORD, "notify.pictures=10", "notify.picture_size=1024")
     validation = next(each for each in hook.received if "validation" in each.document["content"])
