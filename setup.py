@@ -14,5 +14,8 @@ else:
     setup(
         packages=["latentpress", RECIPES, *(f"latentpress.{name}" for name in packages)],
         package_dir={f"latentpress.{name}": name for name in TOP} | {RECIPES: "examples/recipes"},
-        package_data={"": ["*.schema.json", "templates/*", "templates/projects/*"], RECIPES: ["*.yaml", "*.toml"]},
+        package_data={
+            "": ["*.schema.json", "command_lines.json", "templates/*", "templates/projects/*"],
+            RECIPES: ["*.yaml", "*.toml"],
+        },
     )

@@ -1,8 +1,10 @@
-"""Writes docs/options.md and docs/programs.md from the code: every option of pipeline.yaml, the help of every program.
+"""Writes docs/options.md, docs/programs.md and schemas/cli/command_lines.json from the code: every option of
+pipeline.yaml, the help of every program, and its command line.
 
 `make generated` runs `python docs/generated.py`; `tests/test_site.py` compares.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,6 +13,7 @@ from pathlib import Path
 import click
 import typer
 
+from schemas.cli.command_lines import TABLE, describe_command
 from schemas.config.generated import description, flow, options
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
@@ -76,9 +79,23 @@ def programs_page() -> str:
     return PROGRAM_PAGE + "".join(_help(program) for program in PROGRAMS)
 
 
-def _help(program: str) -> str:
+def command_lines() -> str:
+    """A line for each option."""
+    programs = []
+    for program in PROGRAMS:
+        about, rows = describe_command(_app(program), program)
+        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        programs.append(f" {json.dumps(program)}: [{json.dumps(about, ensure_ascii=False)}, [\n  {lines}\n ]]")
+    return "{\n" + ",\n".join(programs) + "\n}\n"
+
+
+def _app(program: str) -> typer.Typer:
     module = program_module(program)
-    command = typer.main.get_command(import_module("trainer.__main__" if module == "trainer" else module).app)
+    return import_module("trainer.__main__" if module == "trainer" else module).app
+
+
+def _help(program: str) -> str:
+    command = typer.main.get_command(_app(program))
     context = click.Context(
         command, info_name=f"latentpress {program}", terminal_width=COLUMNS, max_content_width=COLUMNS
     )
@@ -88,3 +105,4 @@ def _help(program: str) -> str:
 if __name__ == "__main__":
     (FOLDER / "options.md").write_text(options_page())
     (FOLDER / "programs.md").write_text(programs_page())
+    TABLE.write_text(command_lines(), encoding="utf-8")

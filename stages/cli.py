@@ -96,10 +96,17 @@ def main() -> None:
         words = " ".join(map(shlex.quote, ["latentpress", name, "--config", *rest]))
         print(f"error: {rest[0]} is given without --config; write: {words}", file=sys.stderr)
         sys.exit(2)
+    from schemas.cli.command_lines import check_words
+
+    check_words(name, rest)
     show_starting(name)
     if name in TRAINER_PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
-    importlib.import_module(program_module(name)).app(args=rest, prog_name=f"latentpress {name}")
+    from schemas.import_time import garbage_collection_paused
+
+    with garbage_collection_paused():
+        app = importlib.import_module(program_module(name)).app
+    app(args=rest, prog_name=f"latentpress {name}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def run(
         bool, typer.Option("--webdataset", help="Write WebDataset tars for other programs instead of a copy.")
     ] = False,
     shard_mib: Annotated[
-        float, typer.Option("--shard-mib", min=1e-3, max=65_536, help="With --webdataset: approximate MiB of a tar.")
+        float,
+        typer.Option(
+            "--shard-mib", min=1e-3, max=65_536, metavar="MIB", help="With --webdataset: approximate size of a tar."
+        ),
     ] = 256,
     with_captions: Annotated[
         bool, typer.Option("--with-captions", help="With --webdataset: include the captions as text.")

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
+from schemas.cli.command_lines import check_words
 from schemas.cli.console import Console, Report
 from stages import cli
 from stages.cli import PROGRAMS, TRAINER_PROGRAMS, program_module
@@ -53,6 +55,55 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         text = (tmp_path / program).read_text()
         assert all(word in text for word in ("--config", "--json", "--dry-run", "Exit codes")), program
         assert text.splitlines()[-1] == "[]", f"{program} --help imports something heavy"
+
+
+ANSWERS = """
+import atexit, json, os, sys
+from stages import cli
+import schemas.cli.command_lines
+programs, answers = json.loads(sys.argv[1])
+for program in programs:
+    for code, words in answers:
+        if os.fork() == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            said = os.fdopen(os.dup(int(sys.argv[2])), "w")
+            ours = lambda: [name for name in sys.modules if name.partition(".")[0] in ("schemas", "cache", "stages")]
+            heavy = lambda: [name for name in ("pydantic", "numpy", "pyarrow", "fsspec") if name in sys.modules]
+            atexit.register(lambda: print(program, words, len(ours()), heavy(), file=said, flush=True))
+            sys.argv = ["latentpress", program, *words]
+            cli.main()
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == code, (program, words)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_help_and_an_unknown_option_are_answered_before_a_program_is_imported(tmp_path: Path) -> None:
+    answers = [(0, ["--help"]), (2, ["--no-such-option"])]
+    with (tmp_path / "modules").open("w") as said:
+        command = [sys.executable, "-c", ANSWERS, json.dumps([[*PROGRAMS], answers]), str(said.fileno())]
+        environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+        done = subprocess.run(command, pass_fds=[said.fileno()], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "modules").read_text().splitlines()
+    expected = [f"{program} {words} 7 []" for program in PROGRAMS for _, words in answers]
+    assert lines == expected, "modules of ours, and libraries that take long"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_table_answers_as_the_program_does(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    app = import_module("trainer.__main__" if program == "train" else program_module(program)).app
+
+    def answer(words: list[str], call: Callable[..., object]) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            call(words)
+        return ended.value.code, *capsys.readouterr()
+
+    for words in (["--help"], ["--conf"], ["-x"], ["--config"], ["--config", "a.yaml", "--bogus=3"]):
+        expected = answer(words, lambda words: app(args=words, prog_name=f"latentpress {program}"))
+        assert answer(words, lambda words: check_words(program, words)) == expected
+    check_words(program, ["--config", "a.yaml", "--json", *(["a"] if program == "import-config" else [])])
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_the_search_finds_and_nothing_is_asked_of_another_host(site: Path, brows
 
 
 @pytest.mark.slow
-def test_the_pages_of_options_and_programs_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_and_the_table_of_programs_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     spec = importlib.util.spec_from_file_location("documents", ROOT / "docs" / "generated.py")
     assert spec and spec.loader
@@ -98,3 +98,4 @@ def test_the_pages_of_options_and_programs_are_those_of_the_code(monkeypatch: py
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "options.md").read_text() == module.options_page(), "run: make generated"
     assert (ROOT / "docs" / "programs.md").read_text() == module.programs_page(), "run: make generated"
+    assert module.TABLE.read_text() == module.command_lines(), "run: make generated"

@@ -149,7 +149,9 @@ class EncodingStage:
         options: Options,
         console: Console,
         *,
-        retry_set_aside: Annotated[bool, typer.Option(help="Try again everything that was set aside.")] = False,
+        retry_set_aside: Annotated[
+            bool, typer.Option("--retry-set-aside", help="Try again everything that was set aside.")
+        ] = False,
         max_time: MaxTimeOption = None,
         readers: Annotated[int | None, typer.Option(min=1, max=MOST_PROCESSES, metavar="N", help=_READERS_HELP)] = None,
         prefetch: Annotated[

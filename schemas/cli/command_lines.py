@@ -1,0 +1,72 @@
+"""The command line of every program, from command_lines.json, which `make generated` writes.
+
+`latentpress PROGRAM` checks its words by it before the program is imported, so that --help and an unknown option are
+answered at once."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+TABLE = Path(__file__).with_name("command_lines.json")
+#: What a word of the command line is. Other values of options are checked by the program.
+KINDS: dict[str, Any] = {"bool": bool, "str": str, "list[str]": list[str], "list[int]": list[int]}
+KINDS["list[Path]"] = list[Path]
+
+
+class _Accepted(Exception):
+    """The words are options and arguments of the program; it checks their values itself."""
+
+
+def check_words(program: str, words: Sequence[str]) -> None:
+    """Exit, with the help or the error, where the words ask for help or are not those of the program."""
+    about, rows = json.loads(TABLE.read_text(encoding="utf-8"))[program]
+    parameters = [_make_parameter(number, *row) for number, row in enumerate(rows)]
+
+    def command(**values: Any) -> None:
+        raise _Accepted
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(program, help=about)(command)
+    try:
+        app(args=[*words], prog_name=f"latentpress {program}")
+    except _Accepted:
+        return
+
+
+def _make_parameter(
+    number: int, names: Sequence[str], kind: str, metavar: str, help: str, state: str
+) -> inspect.Parameter:
+    if state == "required":
+        help = help.removesuffix("[required]").rstrip()  # typer adds it
+    more: dict[str, Any] = {"metavar": metavar or None, "help": help, "show_default": False}
+    how = typer.Option(*names, hidden=state == "hidden", **more) if names else typer.Argument(**more)
+    annotation, default = (KINDS[kind], ...) if state == "required" else (KINDS[kind] | None, None)
+    return inspect.Parameter(
+        f"word_{number}", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, how]
+    )
+
+
+def describe_command(app: typer.Typer, program: str) -> tuple[str, list[tuple[list[str], str, str, str, str]]]:
+    """The row of a program in the table: its help, and for each word the names of an option (none of an argument), its
+    kind, what stands for its value in the help, what the help says of it, and whether it is "hidden" or "required"."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context(program, [], resilient_parsing=True)
+    rows = []
+    for word in command.params:
+        state = "hidden" if word.hidden else "required" if word.required else ""
+        word.hidden = False
+        shown, help = word.get_help_record(context)
+        if word.param_type_name == "argument":
+            kind = shown.rpartition("<")[2].removesuffix(">")
+            rows.append(([], kind, word.metavar or "", help, state))
+        else:
+            kind = "bool" if word.is_flag else "list[str]" if word.multiple else "str"
+            metavar = "" if word.is_flag else word.metavar or shown.split()[-1]
+            rows.append((word.opts, kind, metavar, help, state))
+    return command.help, rows
