@@ -1,6 +1,7 @@
 """Libraries that an installation may lack: what each is for, how it is installed, and which options need it."""
 
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -82,9 +83,16 @@ LIBRARIES = (
 
 
 def is_installed(module: str) -> bool:
-    """Whether it is found; it is not imported."""
+    """Whether it is found; nothing is imported, the package that it is in neither."""
+    return _find(module) is not None
+
+
+def _find(module: str) -> ModuleSpec | None:
     parent = module.rpartition(".")[0]
-    return (not parent or is_installed(parent)) and find_spec(module) is not None
+    if not parent:
+        return find_spec(module)
+    above = _find(parent)
+    return PathFinder.find_spec(module, above.submodule_search_locations) if above is not None else None
 
 
 def find_library(module: str) -> Library:

@@ -1,23 +1,24 @@
 """doctor: what this machine has for latentpress (devices, libraries, decoders, disks, stores), what follows where
 something is not there, and how it is put right.
 
-It needs the base install alone and no configuration; with one it also says what that needs and does not find. Each
-probe is a process with a time limit, so that nothing it tries can end or hold up the program.
+It begins with one sentence: ready, or what is missing. It needs the base install alone and no configuration; with one
+it also says what that needs and does not find. Each probe is a process with a time limit, so that nothing it tries can
+end or hold up the program; one that takes long is named.
 """
 
 import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cache.store.files import find_shortage
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.config.encoding import cores
 from schemas.config.loading import load_config
@@ -25,16 +26,20 @@ from schemas.config.pipeline import Config
 from schemas.devices import STREAM_DEVICES
 from schemas.errors import LatentpressError
 from schemas.libraries import LIBRARIES, Library, find_library, is_installed, needed_libraries, needed_stores
-from schemas.text_format import format_bytes
+from schemas.text_format import format_bytes, shown_path
 from stages.discovery.sources.urls import strip_secrets
-from stages.maintenance.probes import TIME_LIMIT_S, run_probe
+from stages.maintenance.probes import TIME_LIMIT_S, kill_probes, run_probe
 
 MOST_PROBES = 4  # at a time: each may import torch
+SLOW_S = 10.0  # a probe that takes longer is named
+LOOK_S = 1.0  # between two looks for one
 LEAST_SPACE = 20 << 30  # bytes of a disk; a cache of a few thousand clips takes more
 DEFAULT_CONFIG = Path("pipeline.yaml")
 STORE_ADVICE = "check the address, the network, and the credentials in the environment (docs/object-stores.md)"
 UNWRITABLE = "nothing can be written there"
 INSTALL_TORCH = "install the torch build for the card (docs/install.md, For a GPU)"
+SLOW_ADVICE = "try again when the machine does nothing else, or with a longer --time-limit"
+MOST_NAMED = 3  # failures in the sentence that the report begins with
 DTYPE_ADVICE = {
     "bfloat16": "set precisions to float32, or choose another device",
     "float16": "set precisions to bfloat16 or float32",
@@ -61,20 +66,39 @@ def run(
     if options.dry_run:
         report.remaining, report.details["probes"] = len(tasks), [strip_secrets(key) for key in tasks]
         return report
-    findings = _run_probes(tasks, time_limit, console)
+    findings, slow = _run_probes(tasks, time_limit, console)
     report.done = len(findings)
+    if slow:
+        report.details["slow_probes"] = ", ".join(f"{strip_secrets(key)} ({s:.0f} s)" for key, s in slow.items())
     sections = {
         "machine": _describe_machine(),
         "devices": _describe_devices(findings.get("devices", {"problem": "torch is not installed"})),
         "libraries": _describe_libraries(findings),
         "decoders": _describe_decoders(findings.get("decoders", {"problem": "av is not installed"})),
-        "disks": _describe_disks(configuration),
+        "disks": _describe_disks(configuration, findings),
         "stores": _describe_stores(findings),
     }
     report.details |= {name: rows for name, section in sections.items() if (rows := list(section))}
     if configuration is not None:
         report.failed += _list_failures(configuration, findings)
+    report.answer = _answer(options.config, configuration, report.failed, findings)
     return report
+
+
+def _answer(config: Path, configuration: Config | None, failed: Sequence[Row], findings: Findings) -> str:
+    """One sentence: ready, or what is missing."""
+    if failed:
+        first = "; ".join(dict.fromkeys(f"{row['item']}: {row['reason']}" for row in failed[:MOST_NAMED]))
+        more = f"; and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
+        return f"not ready for {shown_path(config)}: {first}{more}"
+    problem = findings.get("devices", {"problem": "it is not installed"}).get("problem")
+    if configuration is None and problem is not None:
+        return f"not ready to encode and train: torch: {problem}"
+    silent = [strip_secrets(key) for key, finding in findings.items() if finding.get("slow")]
+    rest = f", but without an answer from {', '.join(silent)}" if silent else ""
+    devices = [row["device"] for row in findings.get("devices", {}).get("devices", ())]
+    where = f", on {', '.join(devices[1:])}" if devices[1:] else ", on the CPU alone, which is for tests"
+    return (f"ready for {shown_path(config)}" if configuration is not None else "ready") + where + rest
 
 
 def _read_configuration(options: Options, report: Report) -> Config | None:
@@ -123,6 +147,16 @@ def _list_probes(configuration: Config | None) -> Iterator[tuple[str, tuple[str,
         yield "decoders", ("decoders",)
     for _, url in needed_stores(configuration) if configuration else ():
         yield url, ("store", url)
+    for name, location in _list_disks(configuration).items():
+        yield f"disk of {name}", ("disk", location)
+
+
+def _list_disks(configuration: Config | None) -> dict[str, str]:
+    """Name -> folder."""
+    named = {"this folder": "."}
+    if configuration is not None:
+        named = {"root": configuration.root, "output": configuration.output}
+    return {name: location for name, location in named.items() if "://" not in location}
 
 
 def _list_libraries(configuration: Config | None) -> list[Library]:
@@ -130,17 +164,36 @@ def _list_libraries(configuration: Config | None) -> list[Library]:
     return list(dict.fromkeys([*LIBRARIES, *needed]))
 
 
-def _run_probes(tasks: Mapping[str, Sequence[str]], time_limit: float, console: Console) -> dict[str, dict[str, Any]]:
-    findings = {}
+def _run_probes(
+    tasks: Mapping[str, Sequence[str]], time_limit: float, console: Console
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Run the probes; return their findings, and the seconds of slow ones, which are named while they run."""
+    began, took = dict[str, float](), dict[str, float]()
+
+    def work(key: str) -> dict[str, Any]:
+        began[key] = time.monotonic()
+        try:
+            return run_probe(*tasks[key], time_limit=time_limit)
+        finally:
+            took[key] = time.monotonic() - began.pop(key)
+
     with (
         console.progress(len(tasks), "probing", unit="probes") as progress,
         ThreadPoolExecutor(min(MOST_PROBES, cores())) as pool,
     ):
-        running = {pool.submit(run_probe, *task, time_limit=time_limit): key for key, task in tasks.items()}
-        for ended in as_completed(running):
-            findings[running[ended]] = ended.result()
-            progress.advance()
-    return findings
+        futures = {key: pool.submit(work, key) for key in tasks}
+        try:
+            while len(took) < len(tasks):
+                wait(futures.values(), LOOK_S)
+                now = time.monotonic()
+                late = [f"{strip_secrets(key)} ({now - at:.0f} s)" for key, at in [*began.items()] if now - at > SLOW_S]
+                text = f"{len(took)}/{len(tasks)} probes, waiting for {', '.join(late)}" if late else ""
+                progress.say(len(took), text)
+        except BaseException:  # an interrupt
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_probes()
+            raise
+    return {key: future.result() for key, future in futures.items()}, {key: s for key, s in took.items() if s > SLOW_S}
 
 
 def _row(what: str, finding: str, follows: str = "", remedy: str = "") -> Row:
@@ -156,7 +209,8 @@ def _describe_machine() -> Iterator[Row]:
 
 def _describe_devices(finding: Mapping[str, Any]) -> Iterator[Row]:
     if "problem" in finding:
-        yield _row("torch", finding["problem"], "no encoding and no training", find_library("torch").command)
+        remedy = SLOW_ADVICE if finding.get("slow") else find_library("torch").command
+        yield _row("torch", finding["problem"], "no encoding and no training", remedy)
         return
     devices = finding["devices"]
     follows = "encoding and training on the CPU, which is for tests" if len(devices) == 1 else ""
@@ -185,7 +239,8 @@ def _describe_libraries(findings: Findings) -> Iterator[Row]:
         if not is_installed(library.module):
             yield _row(library.distribution, "not installed", f"no {library.purpose}", library.command)
         elif finding and "problem" in finding:
-            remedy = f"install the version for this torch and driver: {library.command}"
+            fitting = f"install the version for this torch and driver: {library.command}"
+            remedy = SLOW_ADVICE if finding.get("slow") else fitting
             yield _row(library.distribution, finding["problem"], f"no {library.purpose}", remedy)
         else:
             yield _row(library.distribution, finding["version"] if finding else version(library.distribution))
@@ -201,21 +256,18 @@ def _describe_decoders(finding: Mapping[str, Any]) -> Iterator[Row]:
         yield _row(codec, "decoded" if present else "no decoder", *follows)
 
 
-def _describe_disks(configuration: Config | None) -> Iterator[Row]:
-    locations = {"this folder": "."}
-    if configuration is not None:
-        locations = {"root": configuration.root, "output": configuration.output}
-    for name, location in locations.items():
-        if "://" in location:
+def _describe_disks(configuration: Config | None, findings: Findings) -> Iterator[Row]:
+    for name, location in _list_disks(configuration).items():
+        finding = findings[f"disk of {name}"]
+        if "problem" in finding:
+            yield _row(name, f"{location}: {finding['problem']}", UNWRITABLE, f"choose another place for {name}")
             continue
-        path = Path(location).absolute()
-        folder = next(part for part in (path, *path.parents) if part.is_dir())
         advice: tuple[str, str] | tuple[()] = ()
-        if not os.access(folder, os.W_OK):
+        if not finding["writable"]:
             advice = UNWRITABLE, f"choose another place for {name}, or allow this user to write"
-        elif find_shortage(location, LEAST_SPACE):
+        elif finding["free"] < LEAST_SPACE:
             advice = "little room for caches and checkpoints", "free space, or choose a place on another disk"
-        yield _row(name, f"{folder}: {format_bytes(shutil.disk_usage(folder).free)} free", *advice)
+        yield _row(name, f"{finding['folder']}: {format_bytes(finding['free'])} free", *advice)
 
 
 def _describe_stores(findings: Findings) -> Iterator[Row]:
@@ -235,11 +287,12 @@ def _list_failures(configuration: Config, findings: Findings) -> Iterator[Row]:
         if not is_installed(module):
             yield _failure(option, f"{library.distribution} is not installed", library.command)
         elif "problem" in (finding := findings.get("devices" if module == "torch" else module, {})):
-            yield _failure(option, f"{library.distribution} can't be used: {finding['problem']}", library.command)
+            remedy = SLOW_ADVICE if finding.get("slow") else library.command
+            yield _failure(option, f"{library.distribution} can't be used: {finding['problem']}", remedy)
     for option, url in needed_stores(configuration):
         if "problem" in findings.get(url, {}):
             yield _failure(option, f"{strip_secrets(url)}: {findings[url]['problem']}", STORE_ADVICE)
-    for row in _describe_disks(configuration):
+    for row in _describe_disks(configuration, findings):
         if row["what_follows"] == UNWRITABLE:
             yield _failure(row["what"], f"{row['found']}, and {row['what_follows']}", row["remedy"])
     if "devices" in findings.get("devices", {}):

@@ -57,7 +57,7 @@ def describe_command(app: typer.Typer, program: str) -> tuple[str, list[tuple[li
     kind, what stands for its value in the help, what the help says of it, and whether it is "hidden" or "required"."""
     command: Any = typer.main.get_command(app)
     context = command.make_context(program, [], resilient_parsing=True)
-    rows = []
+    rows: list[tuple[list[str], str, str, str, str]] = []
     for word in command.params:
         state = "hidden" if word.hidden else "required" if word.required else ""
         word.hidden = False

@@ -138,9 +138,10 @@ class Report:
 
     set_aside, truncated, failed, damage: a dict per item, with "item", "path", "reason" and "message" where they apply;
     truncated ones count as done. Set-aside items are no failure; failed ones are, and the next run tries them again.
-    more_set_aside: those that only the full list (`rejects`) has. next_steps: commands. details: anything else; a list
-    of flat dicts is shown as a table. Keys are snake_case at every level, with a number's unit at their end
-    (`written_mib`), and never data such as a bucket: those are rows of a list. `heading` makes them readable.
+    answer: a sentence that the summary begins with, in place of the counts. more_set_aside: those that only the full
+    list (`rejects`) has. next_steps: commands. details: anything else; a list of flat dicts is shown as a table. Keys
+    are snake_case at every level, with a number's unit at their end (`written_mib`), and never data such as a bucket:
+    those are rows of a list. `heading` makes them readable.
     """
 
     program: str
@@ -157,6 +158,7 @@ class Report:
     rejects: str = ""
     dry_run: bool = False
     what: str = ""
+    answer: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -179,7 +181,8 @@ class Report:
         counts |= {"truncated": len(self.truncated), "failed": len(self.failed), "damaged": len(self.damage)}
         words = [f"{self.done} {self.what} done".replace("  ", " "), f"{self.skipped} skipped"]
         words += [f"{count} {what}" for what, count in counts.items() if count]
-        lines = [f"{self.program}{' (dry run)' if self.dry_run else ''}: {', '.join(words)}"]
+        first = self.answer or ", ".join(words)
+        lines = fold_message(f"{self.program}{' (dry run)' if self.dry_run else ''}: {first}", width)
         for key, value in self.details.items():
             lines += _format_detail(key, value, width)
         full = complete(REJECTS_COMMAND) if self.rejects else ""

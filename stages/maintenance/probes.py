@@ -1,15 +1,21 @@
-"""Probes of this machine for `doctor`, each in a process of its own, since importing a library or opening a store may
-crash, hang or print: `python -m stages.maintenance.probes` reads a list, the probe and its arguments, as JSON, and
-prints what it found. Addresses, which may hold passwords, are no arguments of a process for that reason."""
+"""Probes of this machine for `doctor`, each in a process of its own, since importing a library, or looking at a store
+or a disk, may crash, hang or print: `python -m stages.maintenance.probes` reads a list, the probe and its arguments,
+as JSON, and prints what it found. Addresses, which may hold passwords, are no arguments of a process for that
+reason."""
 
 import importlib
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schemas.text_format import describe_exit, shorten
@@ -37,18 +43,45 @@ DECODERS = {
 }
 
 
+_running: set[subprocess.Popen[str]] = set()
+
+
 def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> dict[str, Any]:
-    """The findings of a probe; {"problem": why} where its process fails or takes longer than `time_limit` seconds."""
+    """The findings of a probe; {"problem": why} where its process fails, and also "slow" where it takes longer than
+    `time_limit` seconds. It is then killed and not waited for, as one that hangs in the kernel does not end. Its output
+    is a file: the end of a pipe, which what it has started may hold, might never come."""
     command, asked = [sys.executable, "-m", "stages.maintenance.probes"], json.dumps([probe, *arguments])
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=time_limit, input=asked)
-    except subprocess.TimeoutExpired:
-        return {"problem": f"no answer in {time_limit:g} s"}
-    try:
-        return json.loads(ended.stdout)
-    except ValueError:
-        lines = ended.stderr.strip().splitlines()
-        return {"problem": shorten(lines[-1], 200) if lines else f"its process {describe_exit(ended.returncode)}"}
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True, start_new_session=True
+        )
+        _running.add(process)
+        try:
+            process.communicate(asked, time_limit)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            return {"problem": f"no answer in {time_limit:g} s", "slow": True}
+        finally:
+            _running.discard(process)
+        output.seek(0)
+        errors.seek(0)
+        try:
+            return json.load(output)
+        except ValueError:
+            lines = errors.read().strip().splitlines()
+            return {"problem": shorten(lines[-1], 200) if lines else f"its process {describe_exit(process.returncode)}"}
+
+
+def kill_probes() -> None:
+    """End all that run."""
+    for process in [*_running]:
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def probe_devices(*names: str) -> dict[str, Any]:
@@ -126,11 +159,19 @@ def probe_store(url: str) -> dict[str, Any]:
         return {"entries": 0}
 
 
+def probe_disk(location: str) -> dict[str, Any]:
+    """Find the disk of a folder, which need not be there yet, and its free space."""
+    path = Path(location).absolute()
+    folder = next(part for part in (path, *path.parents) if part.is_dir())
+    return {"folder": str(folder), "free": shutil.disk_usage(folder).free, "writable": os.access(folder, os.W_OK)}
+
+
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "devices": probe_devices,
     "library": probe_library,
     "decoders": probe_decoders,
     "store": probe_store,
+    "disk": probe_disk,
 }
 
 

@@ -1,7 +1,9 @@
 """doctor: what a machine has and lacks, and what the configuration needs of it."""
 
+import io
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from schemas import libraries
+from schemas.cli.console import Console, Progress
 from schemas.errors import INCOMPLETE, OK, USAGE
 from schemas.libraries import Library
 from stages import doctor
 from stages.maintenance import probes
+from tests.processes import PATIENCE_S
 from tests.project import Project
 from tests.stages.encoded_photos import IMAGE
 
@@ -53,6 +57,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"devices": DEVICES, "decoders": {"H.264": True, "AV1": False}}
 
     def find(probe: str, *given: str, time_limit: float) -> dict[str, Any]:
+        if probe == "disk":
+            return found.get("disk") or probes.probe_disk(*given)
         return found.get(given[0] if probe == "library" else probe, {"version": "1.0"})
 
     monkeypatch.setattr(doctor, "run_probe", find)
@@ -149,6 +155,8 @@ def test_a_dry_run_lists_the_probes(quick, tmp_path, monkeypatch) -> None:
 
 
 HANGS = "import time\ntime.sleep(600)\n"
+#: What it has started holds its output.
+LEAVES_A_CHILD = "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)\n"
 CRASHES = "import os\nprint('noise', flush=True)\nos._exit(9)\n"
 RAISES = "raise OSError('s3://user:password@host/x: the driver is too old')\n"
 
@@ -157,6 +165,7 @@ RAISES = "raise OSError('s3://user:password@host/x: the driver is too old')\n"
     ("source", "limit", "problem"),
     [
         (HANGS, 2.0, "no answer in 2 s"),
+        (LEAVES_A_CHILD, 8.0, "no answer in 8 s"),
         (CRASHES, 60.0, "noise"),
         (RAISES, 60.0, "OSError: s3://host/x: the driver is too old"),
         ("__version__ = '1'\nprint('noise')\n", 60.0, None),
@@ -196,3 +205,63 @@ def test_every_option_that_needs_a_library_is_named(quick, project: Callable[...
     _, report = program("--config", str(home.folder / "pipeline.yaml"), *given)
     items = [row["item"] for row in report["failed"]]
     assert {"text.quantization nf4-bnb", "train.base_precision nf4-bnb"} <= set(items) and len(items) == len(set(items))
+
+
+def test_it_begins_with_one_sentence(quick, project: Callable[..., Project], tmp_path: Path, monkeypatch) -> None:
+    def first_line(*arguments: str) -> str:
+        return CliRunner().invoke(doctor.app, arguments).stdout.splitlines()[0]
+
+    home = project(IMAGE)
+    home.config()
+    path = str(home.folder / "pipeline.yaml")
+    given = ["--config", path, "--set", "model.precision=float32"]
+    quick["bitsandbytes"] = {"problem": "no answer in 120 s", "slow": True}
+    monkeypatch.chdir(home.folder)
+    assert first_line(*given).startswith("doctor: ready for pipeline.yaml, on cuda:0")
+    given[-1] = "model.precision=bfloat16"
+    assert first_line(*given).startswith("doctor: not ready for pipeline.yaml: train.device: cuda:0 does not")
+    monkeypatch.chdir(tmp_path)
+    assert program("--time-limit", "9")[1]["answer"] == "ready, on cuda:0, but without an answer from bitsandbytes"
+    quick["devices"] = DEVICES | {"devices": DEVICES["devices"][:1]}
+    assert "ready, on the CPU alone" in first_line()
+    quick["devices"] = {"problem": "OSError: no libcudart"}
+    assert first_line() == "doctor: not ready to encode and train: torch: OSError: no libcudart"
+
+
+def test_a_probe_that_takes_long_is_named_while_it_does_and_at_the_end(quick, tmp_path, monkeypatch) -> None:
+    """Also that of a disk, and an interrupt does not wait for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "SLOW_S", 0.05)
+    monkeypatch.setattr(doctor, "LOOK_S", 0.01)
+    find, named = doctor.run_probe, threading.Event()
+
+    def hang(probe: str, *given: str, time_limit: float) -> dict[str, Any]:
+        if probe != "disk":
+            return find(probe, *given, time_limit=time_limit)
+        assert named.wait(PATIENCE_S)
+        return {"problem": "no answer in 9 s", "slow": True}
+
+    def say(progress: Progress, done: float, text: str) -> None:
+        if "waiting for disk of this folder (" in text:
+            named.set()
+
+    monkeypatch.setattr(doctor, "run_probe", hang)
+    monkeypatch.setattr(Progress, "say", say)
+    _, report = program()
+    assert "disk of this folder" in report["details"]["slow_probes"]
+    assert rows(report, "disks")["this folder"]["found"] == ".: no answer in 9 s"
+
+
+def test_an_interrupt_does_not_wait_for_probes(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "strange_library.py").write_text(f"open({str(tmp_path / 'begun')!r}, 'w')\n{HANGS}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(doctor.__file__).parent.parent}")
+
+    def interrupt(progress: Progress, done: float, text: str) -> None:
+        if (tmp_path / "begun").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "LOOK_S", 0.01)
+    monkeypatch.setattr(Progress, "say", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        doctor._run_probes({"strange": ("library", "strange_library", "x")}, 3600.0, Console(stderr=io.StringIO()))
+    assert not probes._running
