@@ -11,7 +11,7 @@ NOT_REGULAR = "is no regular file"
 
 
 class NotRegular(OSError):
-    """A pipe, a socket or a device."""
+    """A folder, a pipe, a socket or a device."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.plans import list_plans
-from cache.sets.set_lookup import current_plan
 from cache.shards import shard
 from cache.store.damage import STAGE_PROGRAMS, DamageError
 from cache.store.files import StoreError
@@ -61,7 +61,7 @@ def run(
     if removed := store.remove_stale_temps(STALE):
         console.log(f"removed {len(removed)} temporary files that killed processes left")
     report.details["tables"], damaged_tables = checks.find_damaged_tables(store)
-    for rel in [rel for rel in damaged_tables if repair and rel.startswith("captions/")]:
+    for rel in [rel for rel in damaged_tables if repair and rel.startswith(f"{EDITS}/")]:
         moved = checks.move_edits_to_damaged(store, rel)
         console.warn(f"{rel} is kept as {moved}: the edits of captions in the table before it count")
         report.details.setdefault("moved_tables", []).append(moved)
@@ -163,12 +163,7 @@ def _repair_shards(
         report.next_steps += _repair_commands(store, [])
         return damaged
     stages = dict[str, str]()  # damaged shard -> its unit's stage
-    states: list[tuple[EncodingStage, StageState]] = []
-    try:
-        states = stage_registry.item_states(store, config)  # which have no plan of `bucket`
-        states = stage_registry.all_states(store, config, current_plan(store, config))
-    except LatentpressError as error:  # there is no plan, or weights are missing
-        console.warn(f"nothing can be encoded again: {error.message}")
+    states = _find_states(store, config, console)
     for stage, state in states:
         units = {unit.unit_id for unit in state.units}
         folder = f"{stage.kind}/{state.fingerprint}/"
@@ -200,6 +195,17 @@ def _repair_shards(
     }
     report.next_steps.append("latentpress index")
     return other | still_damaged
+
+
+def _find_states(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, StageState]]:
+    """The stages that can encode units again, with their states: others lack a plan, weights, or what comes before."""
+    states = []
+    for stage in (*stage_registry.item_stages(config), *stage_registry.required_stages(config)):
+        try:
+            states.append((stage, stage.state(store, config, stage.find_plan(store, config))))
+        except LatentpressError as error:
+            console.warn(f"{stage.name} can't encode anything again: {error.message}")
+    return states
 
 
 def _remove_damaged(store: Store, config: Config, damaged: DamageByPath, report: Report) -> DamageByPath:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache.models.weights import WeightsError, hash_file, read_object
-from cache.store.files import StoreError
+from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.loading import ConfigError, load_config
@@ -74,10 +74,10 @@ def from_store(method: str, kind: type[Store] = Store) -> Callable[[Path], objec
 @pytest.mark.parametrize(
     ("name", "read", "error"),
     [
-        ("set.json", from_store("read_json"), StoreError),
-        ("provenance.json", from_store("read_bytes"), StoreError),
-        ("index.arrow", from_store("read_table"), StoreError),
-        ("index.arrow", from_store("read_table", UnmappedStore), StoreError),
+        ("set.json", from_store("read_json"), DamageError),
+        ("provenance.json", from_store("read_bytes"), DamageError),
+        ("index.arrow", from_store("read_table"), DamageError),
+        ("index.arrow", from_store("read_table", UnmappedStore), DamageError),
         ("pipeline.yaml", load_config, ConfigError),
         ("prompts.json", lambda path: read_prompts(path, {}), PromptLibraryError),
         ("prompts.yaml", lambda path: read_prompts(path, {}), PromptLibraryError),

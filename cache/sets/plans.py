@@ -224,8 +224,8 @@ def quarantine(store: Store, name: str) -> str:
     while f"{name}.{number}" in taken:
         number += 1
     kept = f"damaged/plans/{name}.{number}"
-    for file in sorted(store.list_names(f"plans/{name}"), key=lambda file: file != "plan.json"):
-        if is_project_file(f"plans/{name}/{file}"):
+    for file in ("plan.json", *(f"{what}.arrow" for what in PLAN_TABLES)):
+        with suppress(FileNotFoundError):
             store.move(f"plans/{name}/{file}", f"{kept}/{file}")
     store.remove_empty_folders(f"plans/{name}")
     return kept

@@ -4,6 +4,7 @@ Answers of an object store that are shorter than what was asked for, or not the 
 again a few times, with a message; only what stays wrong is an error, or damage.
 """
 
+import errno
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from cache.store import json_checks
 from cache.store.files import explained
 from cache.store.store_requests import notes_of
 from schemas.errors import DAMAGE, LatentpressError
+from schemas.regular_files import NOT_REGULAR, NotRegular
 
 #: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is
 #: allocated at a size that a file only claims.
@@ -37,6 +39,10 @@ _TABLE_PROGRAMS = (
     (re.compile(r"(?:^|/)items/[0-9a-f]{24}\.arrow$"), "features", "compares the items again"),
     (re.compile(r"(?:^|/)plans/[^/]+/[^/]+$"), "bucket", "sets the plan aside and plans again"),
     (re.compile(r"(?:^|/)sets/[^/]+(?:/[^/]+)?$"), "index", "writes the set again; copy a copied set again"),
+    *(
+        (re.compile(rf"(?:^|/){kind}/[^/]+/provenance\.json$"), program, "writes it again; copy a copied set again")
+        for kind, program in STAGE_PROGRAMS.items()
+    ),
     (re.compile(r"(?:^|/)rejects/([a-z-]+)/(?:[^/]+/)?[^/]+\.arrow$"), "", "writes the list again"),
 )
 
@@ -74,6 +80,17 @@ def as_damage(path: str, reason: str, row: int | None = None, id: str | None = N
             if isinstance(error, OSError) and error.errno:  # Arrow's own, about too few bytes, has no number
                 raise
             raise DamageError(path, f"{reason} ({json_checks.printable(error)})", row, id) from error
+
+
+@contextmanager
+def damage_unless_regular(path: str) -> Iterator[None]:
+    """Around opening a file: DamageError for a folder, a pipe, a device, and a link that leads to itself."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, NotRegular) or error.errno in (errno.EISDIR, errno.ELOOP):
+            raise DamageError(path, NOT_REGULAR) from error
+        raise
 
 
 def _find_table_program(path: str) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from schemas.errors import LatentpressError
-from schemas.regular_files import NOT_REGULAR, find_obstacle
+from schemas.regular_files import NOT_REGULAR, NotRegular, find_obstacle
 from schemas.text_format import format_bytes, shown_path
 
 TEMP_SUFFIX = ".tmp"
@@ -29,6 +29,8 @@ NEXT_STEPS = {
     errno.EFBIG: "raise the limit (ulimit -f) and run the same command again: what is finished is kept",
     errno.EACCES: "give this user the right to read and write there, or choose another place",
     errno.EROFS: "mount it for writing, or choose another place",
+    errno.EISDIR: "move that folder away, and run the same command again",
+    errno.ELOOP: "remove that link, and run the same command again",
     errno.EXDEV: "write the temporary file with open_temp, which puts it on the file system of its final name",
 }
 NEXT_STEPS[errno.ENOTDIR] = NEXT_STEPS[errno.EEXIST] = "move that file away, and run the same command again"
@@ -43,6 +45,8 @@ REASONS = {
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: "a file is where a folder belongs",
     errno.EEXIST: "a file is where a folder belongs",
+    errno.EISDIR: "a folder is where a file belongs",
+    errno.ELOOP: "a link leads to itself",
 }
 
 
@@ -123,7 +127,8 @@ class FileIdentity(NamedTuple):
 
 
 def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
-    """(name relative to `folder`, entry) of every file below it, except files that are removed meanwhile."""
+    """(name relative to `folder`, entry) of every regular file below it, or link to one, except files that are removed
+    meanwhile."""
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
@@ -131,8 +136,18 @@ def walk(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry]]:
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from walk(folder / entry.name, f"{inside}{entry.name}/")
-        else:
+        elif _is_regular(entry):
             yield inside + entry.name, entry
+
+
+def _is_regular(entry: os.DirEntry) -> bool:
+    """Whether an entry is a regular file, or a link to one."""
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def temporary(path: Path) -> Path:
@@ -156,10 +171,10 @@ def replace(source: str, target: str) -> None:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a regular file. StoreError for a pipe or a device, which could be read for ever."""
+    """Bytes of a regular file. NotRegular for a folder, a pipe or a device, which could be read for ever."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise StoreError(str(path), NOT_REGULAR, "put a whole copy of the file there, or remove it")
+        raise NotRegular(errno.EINVAL, NOT_REGULAR, str(path))
     return about.st_size
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from cache.store import arrow_ipc, files, json_checks, object_store
-from cache.store.damage import DamageError, as_damage, asked_again
+from cache.store.damage import DamageError, as_damage, asked_again, damage_unless_regular
 from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.store.layout import is_project_file
 from cache.store.store_errors import explained_object
@@ -83,7 +83,7 @@ class Store:
         with self._explained(rel):
             local = self.local(rel)
             if local is not None:
-                return local.exists()
+                return local.is_file()
             try:
                 object_store.object_info(self.fs, self.key(rel))
             except FileNotFoundError:
@@ -98,7 +98,7 @@ class Store:
         if local is None:
             return [entry.name for entry in self.list_files(prefix, expected=expected)]
         with explained(self.path(prefix)):
-            names = [name for name, entry in files.walk(local) if not entry.is_dir()]  # no linked folders
+            names = [name for name, _ in files.walk(local)]
         return sorted(name for name in names if not is_unfinished(name.rpartition("/")[2]))
 
     def list_files(self, prefix: str = "", temporaries: bool = False, expected: Collection[str] = ()) -> list[Entry]:
@@ -126,14 +126,14 @@ class Store:
 
     def size(self, rel: str) -> int:
         """Bytes of the file `rel`."""
-        with self._explained(rel):
+        with self._explained(rel), damage_unless_regular(self.path(rel)):
             local = self.local(rel)
             if local is not None:
                 return files.file_size(local)
             return object_store.object_info(self.fs, self.key(rel))["size"]
 
     def read_bytes(self, rel: str) -> bytes:
-        with self._explained(rel):
+        with self._explained(rel), damage_unless_regular(self.path(rel)):
             local = self.local(rel)
             if local is None:
                 return object_store.read_object(self.fs, self.key(rel))
@@ -143,7 +143,7 @@ class Store:
     def open(self, rel: str) -> pa.NativeFile:
         """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
         few as object_store.ObjectCache needs."""
-        with self._explained(rel):
+        with self._explained(rel), damage_unless_regular(self.path(rel)):
             local = self.local(rel)
             if local is None:
                 return object_store.open_object(self.fs, self.key(rel))

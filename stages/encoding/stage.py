@@ -5,7 +5,6 @@ model and turns each unit into one shard. The plan lists the units; one listing 
 any number of processes on any number of machines need no lock and no coordination.
 """
 
-import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from cache.sets.set_lookup import current_plan
 from cache.shards.shard import find_done_units
 from cache.store.damage import DamageError
 from cache.store.files import SPACE_ADVICE, find_shortage
+from cache.store.json_checks import format_record
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
@@ -180,6 +180,8 @@ class EncodingStage:
             report.remaining = count_members(remaining)
             report_set_aside(store, self, state, report)
             return report
+        if state.done:  # though nothing may be left to encode
+            self._write_provenance(store, config, state.fingerprint)
         limit = RejectLimit(self, store, config, state)
         steal = steal and options.partition.total > 1
         if remaining or (steal and todo):
@@ -268,11 +270,10 @@ class EncodingStage:
         resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
         return Job(config, state.plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
 
-    def _write_provenance(self, store: Store, job: Job) -> None:
+    def _write_provenance(self, store: Store, config: Config, fingerprint: str) -> None:
         """Write the settings behind the fingerprint, unless they are there; damaged ones again."""
-        path = f"{self.kind}/{job.fingerprint}/provenance.json"
-        record = {"fingerprint": job.fingerprint, **self.fingerprint_inputs(job.config)}
-        data = json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False).encode()
+        path = f"{self.kind}/{fingerprint}/provenance.json"
+        data = format_record({"fingerprint": fingerprint, **self.fingerprint_inputs(config)})
         if not store.exists(path) or store.read_bytes(path) != data:
             store.publish_bytes(path, data)
 
@@ -283,7 +284,7 @@ class EncodingStage:
         """Encode the units that `units` gives, of which `own_units` are this process' part, until they end or a stop is
         asked for. followed: what `units` come from, again and again."""
         store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
-        self._write_provenance(store, job)
+        self._write_provenance(store, job.config, job.fingerprint)
         written, stolen, smaller_batches, remarks, rounding = 0, 0, 0, Counter[str](), RoundingError()
         names, rejected_at = {unit.unit_id for unit in own_units}, reject_folder(self.name, job.fingerprint)
         engine = load_engine(job.config.stages.engine)

@@ -29,7 +29,7 @@ from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensor_checks import SCALE, SCALED_DTYPES, find_scale_problem, find_shape_problem
 from cache.shards.tensors import INFINITY_BITS
 from cache.store.damage import STAGE_PROGRAMS, DamageError, rebuild_program
-from cache.store.files import StoreError, explained, file_size
+from cache.store.files import StoreError, explained
 from cache.store.json_checks import printable
 from cache.store.layout import is_project_file, is_shard
 from cache.store.store import Store
@@ -49,11 +49,11 @@ class UnmappedStore(Store):
     memory map kills the process. An object is read whole, by two requests."""
 
     def open(self, rel: str) -> pa.NativeFile:
+        local = self.local(rel)
+        if local is None:
+            return self.open_whole(rel)
+        self.size(rel)  # refuses a pipe, which would be waited on
         with explained(self.path(rel)):
-            local = self.local(rel)
-            if local is None:
-                return self.open_whole(rel)
-            file_size(local)  # refuses a pipe, which would be waited on
             return pa.OSFile(str(local))
 
 
@@ -267,6 +267,7 @@ def find_damaged_tables(store: Store) -> tuple[int, DamageByPath]:
     """How many files were checked, and what is wrong with them. A file that is removed meanwhile is skipped."""
     damaged = DamageByPath()
     names = [name for top in ("media", "items", EDITS, "plans", "sets", "rejects") for name in _table_paths(store, top)]
+    names += [name for top in STAGE_PROGRAMS for name in _table_paths(store, top) if name.endswith("/provenance.json")]
     for name in names:
         try:
             _check_file(store, name)
@@ -294,7 +295,9 @@ def _check_file(store: Store, rel: str) -> None:
     """Read the file at `rel` as the programs do."""
     top, name, file = f"{rel}//".split("/")[:3]
     table = file.removesuffix(".arrow")
-    if top == "media":
+    if file == "provenance.json":
+        store.read_json(rel)
+    elif top == "media":
         store.read_table(rel, media_table.check_media_table)
     elif top == "items":
         store.read_table(rel, table_checks.check_items)

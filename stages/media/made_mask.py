@@ -42,4 +42,5 @@ class MadeMask(Blob):
             step = "run `latentpress masks`, then `latentpress bucket`"
             raise MediaError("missing", self.name, "is not there", step) from error
         except DamageError as error:
-            raise MediaError("damaged-mask", self.name, error.reason, "run `latentpress verify --repair`") from error
+            step = "run `latentpress verify --repair`, then the same command again"
+            raise MediaError("missing", self.name, f"is damaged: {error.reason}", step) from error

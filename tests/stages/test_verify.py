@@ -1,6 +1,7 @@
 """Damage is found, named, and mended by the command that is printed."""
 
 import json
+import os
 import shlex
 import shutil
 from typing import Any
@@ -15,7 +16,7 @@ from cache.shards.tensors import Array
 from cache.store.files import StoreError
 from cache.store.store import Store
 from schemas.tables import SET_SHARDS_SCHEMA
-from stages import bucket, discover, encode_latents, export, index, verify
+from stages import bucket, discover, encode_latents, encode_text, export, index, verify
 from stages.maintenance import checks
 
 
@@ -272,19 +273,42 @@ def test_a_number_that_is_not_finite_is_found_and_rejected_by_repair(encoded, ba
 @pytest.mark.parametrize(
     "record",
     [
-        *(b"", b"[]", b"7", b"{", b"\xff", b"[" * 10**5, b'{"precision": ["float32"]}', b'{"autoencoder": {}}'),
-        *(b'{"stage": "encode-vision"}', b'{"stage": "encode-vision", "size": "84", "token": [4, 16]}'),
-        *(
-            b'{"stage": "encode-vision", "size": 84, "token": [0, 0]}',
-            b'{"stage": "encode-vision", "size": 84, "token": 7}',
-        ),
+        *(b'{"precision": ["float32"]}', b'{"autoencoder": {}}', b'{"stage": "encode-vision"}'),
+        b'{"stage": "encode-vision", "size": "84", "token": [4, 16]}',
+        b'{"stage": "encode-vision", "size": 84, "token": [0, 0]}',
+        b'{"stage": "encode-vision", "size": 84, "token": 7}',
     ],
 )
-def test_any_provenance_is_tolerated(encoded, record) -> None:
+def test_a_provenance_may_say_anything(encoded, record) -> None:
     """An import copies it from anywhere. It says less, then; what a shard says of itself is checked all the same."""
     for path in encoded.root.rglob("provenance.json"):
         path.write_bytes(record)
     assert encoded.run(verify.run).exit_code == 0
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other bytes", "nested", "pipe", "folder", "loop"])
+def test_a_damaged_provenance_is_named_and_its_stage_writes_it_again(encoded, damage) -> None:
+    [path] = encoded.root.glob("text/*/provenance.json")
+    whole, rel = path.read_bytes(), str(path.relative_to(encoded.root))
+    path.unlink()
+    if damage == "pipe":
+        os.mkfifo(path)
+    elif damage == "folder":
+        path.mkdir()
+    elif damage == "loop":
+        path.symlink_to(path.name)
+    else:
+        other = {"empty": b"", "cut": whole[:-9], "other bytes": b"\xff", "nested": b"[" * 10**5}
+        path.write_bytes(other.get(damage) or whole.replace(b'"encode-text"', b'"encode-texu"'))
+    report = encoded.run(verify.run)
+    if damage not in ("pipe", "folder", "loop"):  # which are no files of the cache
+        assert [row["path"] for row in report.damage] == [rel] and report.next_steps == ["latentpress encode-text"]
+    if damage == "folder":
+        with pytest.raises(StoreError, match="a folder is where a file belongs"):
+            encoded.run(encode_text.run)
+        path.rmdir()
+    encoded.run(encode_text.run)
+    assert path.read_bytes() == whole and encoded.run(verify.run).exit_code == 0
 
 
 def test_a_shard_that_the_disk_can_not_read_is_no_damage(encoded, monkeypatch) -> None:
