@@ -8,7 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cache.models.weights import COMMIT_PATTERN, WeightsError, bar_class, call_hub, hash_file, local_folder
+from cache.models.weights import (
+    COMMIT_PATTERN,
+    WeightsError,
+    bar_class,
+    call_hub,
+    check_config,
+    hash_file,
+    local_folder,
+)
 from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.identity import hash_json
@@ -61,6 +69,7 @@ class SingleModel:
                 f"{self.source} has no *.safetensors",
                 "save the model with transformers' save_pretrained, which writes them; pickled weights are not read",
             )
+        check_config(folder / CONFIG_FILE)
         return folder
 
     def _local_folder(self) -> Path | None:

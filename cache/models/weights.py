@@ -18,7 +18,7 @@ import xxhash
 
 from cache.store.damage import DamageError
 from cache.store.files import StoreError
-from cache.store.json_checks import check_object
+from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
 from schemas.cli.progress import Progress, activity
 from schemas.errors import USAGE, LatentpressError
@@ -66,6 +66,8 @@ HASH_BUFFER_BYTES = 1 << 20
 MEMO_MIN_BYTES = 1 << 28  # hashes of smaller files are not remembered
 PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the flavour's repository is used"
 MOST_NAMED = 8  # entries of a folder that an error names
+REPLACE_CONFIG = "replace it with the one that the checkpoint was published with"
+_COUNTED, MOST_COUNTED = re.compile("layers|depth|blocks|stages|labels"), 10_000  # keys of a config.json
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -129,6 +131,7 @@ def load_pretrained(model_class: Any, folder: Path, unneeded: Collection[str] = 
     WeightsError where some are missing, which the libraries would draw at random; but below the paths `unneeded`."""
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
+    check_config(folder / "config.json")
     size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
     loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
     with loading, config_errors(f"{shown_path(folder)}/config.json"):
@@ -141,6 +144,25 @@ def load_pretrained(model_class: Any, folder: Path, unneeded: Collection[str] = 
     return model
 
 
+def check_config(file: Path) -> None:
+    """WeightsError where a config.json counts more layers or labels than any model has, which would take all memory
+    before the weights are compared with them; UnsafeWeights where it names a kernel of the hub, which is code."""
+    settings: list[tuple[str, Any]] = []
+    try:
+        with open_regular(file) as opened:
+            json.loads(opened.read(), object_hook=lambda values: settings.extend(values.items()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"{file} can't be read: {error}", "replace it with a whole copy") from error
+    for key, value in settings:
+        counts = value if isinstance(value, list) else [value]
+        if _COUNTED.search(key) and any(isinstance(count, int) and count > MOST_COUNTED for count in counts):
+            problem = f"{file}: {key} is {printable(value)}, and no model has more than {MOST_COUNTED}"
+            raise WeightsError(problem, REPLACE_CONFIG)
+        if key.endswith("attn_implementation") and "/" in str(value):
+            problem = f"{file}: {key} is {printable(value)}, a kernel of the hub, and that is code"
+            raise UnsafeWeights(problem, "remove that key from the file, if you trust the rest of the checkpoint")
+
+
 @contextmanager
 def config_errors(file: str) -> Iterator[None]:
     """Around making a model by a config.json: WeightsError for what its class raises where it can't use a value, and
@@ -149,12 +171,11 @@ def config_errors(file: str) -> Iterator[None]:
 
     try:
         yield
-    except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, StrictDataclassError) as error:
+    except (
+        *(TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError),
+    ) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-        raise WeightsError(
-            f"{file} has a value that no model can be made with ({reason})",
-            "replace it with the one that the checkpoint was published with",
-        ) from error
+        raise WeightsError(f"{file} has a value that no model can be made with ({reason})", REPLACE_CONFIG) from error
 
 
 def read_component_config(source: str, revision: str | None, part: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import av
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from cache.models.compatibility import check_component
-from cache.models.weights import WeightsError
+from cache.models.weights import REPLACE_CONFIG, WeightsError, config_errors
 from cache.shards.tensors import Array
 from schemas.config.encoding import Model, Resources
 from schemas.devices import device_memory, device_name, find_device
@@ -29,6 +30,8 @@ OUT_OF_MEMORY_MESSAGES = (
     *("CUDA error: out of memory", "STATUS_ALLOC_FAILED", "OUT_OF_DEVICE_MEMORY"),
 )
 MEMORY_LIMITED = ("cuda", "xpu")  # devices of which torch can limit one process's memory
+#: What an image processor's settings call the sizes of its pictures, and the most pixels of a side.
+SIZE_KEYS, MOST_SIDE = ("size", "crop_size", "pad_size"), 4096
 FREE_SHARE = 0.8  # of the memory that is free on a card beside the trainer
 #: Libraries that bytes may depend on, where they are installed.
 PROVENANCE_LIBRARIES = (
@@ -73,6 +76,25 @@ def reading_errors(source: str, part: str) -> Iterator[None]:
             f"{source}: {part}, or what belongs to it, can't be loaded: {type(error).__name__}: {error}",
             "replace the checkpoint with a whole copy",
         ) from error
+
+
+def check_picture_sizes(folder: Path) -> None:
+    """WeightsError where a checkpoint's image processor makes pictures with a side of more than MOST_SIDE pixels, which
+    would take all memory."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    file = f"{folder}/preprocessor_config.json"
+    with config_errors(file):
+        values, _ = ImageProcessingMixin.get_image_processor_dict(folder)
+        for key in SIZE_KEYS:
+            given = values.get(key)
+            sides = given.values() if isinstance(given, dict) else given if isinstance(given, list) else [given]
+            for side in sides:
+                if isinstance(side, int | float) and not side <= MOST_SIDE:
+                    raise WeightsError(
+                        f"{file}: {key} makes pictures of {side} pixels a side, and at most {MOST_SIDE} are valid",
+                        REPLACE_CONFIG,
+                    )
 
 
 def runtime_provenance(resources: Resources, where: torch.device) -> dict[str, Any]:

@@ -167,11 +167,18 @@ def test_what_it_is_asked_without_its_section_or_without_weights_is_named(home: 
 
 @pytest.mark.long
 def test_damage_is_found_and_repaired(home: Project) -> None:
+    """Though `caption`, whose filter reads the table that is still to be made, has no plan."""
+    home.settings["caption"] = {}
+    home.settings["datasets"][0]["where"] = "sharpness >= 0"
+    home.run(discover.run)
     home.run(features.run)
     before = home.shards("features")
     path = next((home.root / "features").glob("*/*.arrow"))
     data = bytearray(path.read_bytes())
     data[data.index(b'"sharpness"') + 2] ^= 1
     path.write_bytes(data)
-    home.run(verify.run, repair=True)
+    [table] = (home.root / "items").iterdir()
+    table.unlink()
+    assert home.run(verify.run, repair=True).exit_code == 0
+    assert "caption can't encode anything again: the items that there are now were not measured" in home.said
     assert home.shards("features") == before and home.run(verify.run).remaining == 0

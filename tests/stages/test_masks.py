@@ -13,8 +13,8 @@ from cache.sets.item_rows import iter_item_rows
 from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
 from schemas.config.loading import ConfigError
-from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, gc, masks, preview, run, status, verify
+from schemas.errors import INCOMPLETE, LatentpressError
+from stages import bucket, discover, encode_latents, encode_text, gc, index, masks, preview, run, status, verify
 from stages.encoding.masks.segmenters import load_segmenter
 from stages.encoding.stage_registry import MASKS
 from stages.media.sample_reader import read_sample_frames
@@ -277,6 +277,27 @@ def test_masks_that_are_gone_stop_a_stage_and_change_nothing(photos: Project) ->
     with pytest.raises(LatentpressError, match="files that were looked for are missing") as caught:
         photos.run(encode_latents.run)
     assert "latentpress masks" in caught.value.next_step and not (photos.root / "latents").exists()
+
+
+def test_a_damaged_mask_is_made_again_and_then_encoded(photos: Project) -> None:
+    """Its sample is neither trained on without a word nor lost to the set."""
+    photos.settings["cache"] = {"unit_mib": 1}
+    for program in (masks, bucket, encode_text, encode_latents):
+        photos.run(program.run)
+    expected = photos.run(index.run).details
+    shutil.rmtree(photos.root / "latents")
+    [path, *_] = (photos.root / "masks").rglob("*.arrow")
+    data = bytearray(path.read_bytes())
+    data[data.index(b"IDAT") + 9] ^= 1
+    path.write_bytes(data)
+    report = photos.run(encode_latents.run)
+    assert [row["reason"] for row in report.set_aside] == ["missing"]
+    assert "its checksum does not match; run `latentpress verify --repair`" in report.set_aside[0]["message"]
+    report = photos.run(index.run)
+    assert report.exit_code == INCOMPLETE and "media of 1 samples" in report.details["no_set_made"]
+    photos.run(verify.run, repair=True)
+    photos.run(encode_latents.run)
+    assert photos.run(index.run).details == expected
 
 
 def test_the_page_of_the_plan_shows_them(photos: Project) -> None:

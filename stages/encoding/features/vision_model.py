@@ -51,6 +51,7 @@ class AutoModel:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Raises WeightsError for damaged or missing weights, and for what is no model of pictures."""
         with model_loading.reading_errors(str(folder), "the vision model"):
+            model_loading.check_picture_sizes(folder)
             self._processor: Any = _load_processor(folder)
             self._model: Any = _load_model(folder, dtype).eval().to(device)
         self._has_class_token = any(name.endswith("cls_token") for name, _ in self._model.named_parameters())
@@ -76,11 +77,14 @@ class AutoModel:
         picture = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)
         try:
             first, second = (self.vectors(self.show(picture, Bucket(64, 64, 1))) for _ in range(2))
-        except (TypeError, AttributeError, LookupError, ValueError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise WeightsError(
                 f"{folder}: no vector of a picture can be had of this model ({reason})", ADVICE
             ) from error
+        if not torch.isfinite(first).all():
+            advice = "replace it with a whole copy, or set features.precision: float32"
+            raise WeightsError(f"{folder}: this model gives NaN or infinite numbers for a picture", advice)
         if not torch.equal(first, second):
             raise WeightsError(f"{folder}: this model gives one picture another vector each time", ADVICE)
 

@@ -1,7 +1,6 @@
 """Segmentation models of transformers: what each kind is asked, and how its answer becomes a mask. Pictures are
 prepared by the model's own image processor, that of Pillow: masks do not depend on whether torchvision is installed."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +14,14 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.image_processing_backends import PilBackend
 
 from cache.models.single_model import CONFIG_FILE
-from cache.models.weights import WeightsError, config_errors, load_pretrained
+from cache.models.weights import WeightsError, config_errors, load_pretrained, read_object
 from schemas.config.masking import Masks
 from schemas.devices import to_device
 from stages.encoding import model_loading
 from stages.encoding.masks.settings import ADVICE, single_model
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+LOGITS = ("logits", "class_queries_logits", "masks_queries_logits", "pred_masks")  # of the kinds of models
 PROBABILITY = 0.5  # where masks.threshold gives none
 #: Model types that a user may expect here, and why they are refused.
 REFUSED = {
@@ -45,6 +45,25 @@ class Segmenter(ABC):
     def find(self, frames: Sequence[np.ndarray], boxes: Sequence[Box]) -> torch.Tensor:
         """bool (B, H, W) on the model's device of uint8 (H, W, 3) frames of one size: what is to be masked. boxes: one
         of each frame."""
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """WeightsError where the model makes no mask of a picture, or its numbers are not finite."""
+        picture, outputs = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8), list[Any]()
+        hook = self.model.register_forward_hook(lambda model, given, output: outputs.append(output))
+        try:
+            self.find([picture], [(0, 0, 64, 64)])
+        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, AssertionError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise WeightsError(f"{self.masks.model} makes no mask of a picture ({reason})", ADVICE) from error
+        finally:
+            hook.remove()
+        answers = (output[name] for output in outputs for name in LOGITS if name in output)
+        if not all(bool(torch.isfinite(answer).all()) for answer in answers):
+            raise WeightsError(
+                f"{self.masks.model} gives NaN or infinite numbers for a picture",
+                "replace it with a whole copy, or set masks.precision: float32",
+            )
 
     def _inputs(self, frames: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         """The processor's tensors of frames, on the device."""
@@ -160,14 +179,17 @@ KINDS: dict[str, tuple[type[Segmenter], str]] = {
 
 
 def find_labels(id2label: dict[int, str], masks: Masks) -> list[int]:
-    """The numbers of the classes. WeightsError, which names the labels that there are, for one that is none."""
-    known = {label.strip().lower(): number for number, label in sorted(id2label.items(), reverse=True)}
+    """The numbers of the classes, of which several may have one name. WeightsError, which names the labels that there
+    are, for one that is none."""
+    known: dict[str, list[int]] = {}
+    for number, label in sorted(id2label.items()):
+        known.setdefault(label.strip().lower(), []).append(number)
     labels = ", ".join(dict.fromkeys(id2label[number] for number in sorted(id2label)))
     if not masks.classes:
         raise WeightsError(f"masks.classes names no label of {masks.model}", f"name some of: {labels}")
     if wrong := [name for name in masks.classes if name.strip().lower() not in known]:
         raise WeightsError(f"masks.classes: {masks.model} has no label {', '.join(wrong)}", f"it has: {labels}")
-    return [known[name.strip().lower()] for name in masks.classes]
+    return [number for name in masks.classes for number in known[name.strip().lower()]]
 
 
 def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Segmenter:
@@ -176,8 +198,12 @@ def load_segmenter(masks: Masks, dtype: torch.dtype, device: torch.device) -> Se
     folder = single_model(masks).fetch()
     with model_loading.reading_errors(masks.model, "the model"):
         kind, model_class = _find_kind(folder, masks.model)
+        model_loading.check_picture_sizes(folder)
         model = load_pretrained(model_class, folder, dtype=dtype).eval().to(device)
-        return kind(model, folder, masks)
+        with config_errors(f"{folder}/{CONFIG_FILE}"):
+            segmenter = kind(model, folder, masks)
+        segmenter.try_out()
+        return segmenter
 
 
 def _load_processor(folder: Path, source: str) -> Any:
@@ -194,7 +220,7 @@ def _load_processor(folder: Path, source: str) -> Any:
 
 def _find_kind(folder: Path, source: str) -> tuple[type[Segmenter], Any]:
     """The kind of a checkpoint and its class in transformers."""
-    model_type = json.loads((folder / CONFIG_FILE).read_text()).get("model_type", "model without a type")
+    model_type = str(read_object(folder / CONFIG_FILE).get("model_type", "model without a type"))
     if model_type in KINDS:
         kind, name = KINDS[model_type]
         return kind, getattr(transformers, name)

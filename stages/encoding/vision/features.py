@@ -88,7 +88,7 @@ def _dinov2_model(source: str, revision: str | None) -> SingleModel:
 def is_dinov2(config: Path) -> bool:
     """Whether the config describes a DINOv2 with patches of PATCH_SIZE."""
     values = read_object(config)
-    return values.get("model_type") in MODEL_CLASSES and values.get("patch_size") == PATCH_SIZE
+    return str(values.get("model_type")) in MODEL_CLASSES and values.get("patch_size") == PATCH_SIZE
 
 
 def require_dinov2_class(source: str, config: Path) -> str:

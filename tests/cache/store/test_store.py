@@ -39,6 +39,28 @@ def test_publish_read_list_remove(store):
         store.open("a/b")
 
 
+@pytest.mark.parametrize("odd", ["pipe", "link to a device", "link to nothing", "link to itself", "folder"])
+def test_what_stands_in_the_place_of_a_file_is_none(tmp_path, odd):
+    """It is not listed, reading it is damage and never waits, and the next file takes its place."""
+    store, path = Store(tmp_path), tmp_path / "text/f/t-1.arrow"
+    path.parent.mkdir(parents=True)
+    links = {"link to a device": "/dev/zero", "link to nothing": tmp_path / "gone", "link to itself": path}
+    if odd in links:
+        path.symlink_to(links[odd])
+    else:
+        os.mkfifo(path) if odd == "pipe" else path.mkdir()
+    assert store.list_names("") == [] == store.list_files("") and not store.exists("text/f/t-1.arrow")
+    for read in (store.read_bytes, store.read_json, store.read_table, store.open, store.size):
+        with pytest.raises(FileNotFoundError if odd == "link to nothing" else DamageError):
+            read("text/f/t-1.arrow")
+    if odd == "folder":
+        with pytest.raises(StoreError, match="a folder is where a file belongs"):
+            store.publish_bytes("text/f/t-1.arrow", b"1")
+        path.rmdir()
+    store.publish_bytes("text/f/t-1.arrow", b"1")
+    assert store.read_bytes("text/f/t-1.arrow") == b"1" and not path.is_symlink()
+
+
 def test_local_is_a_path_on_a_disk_only(tmp_path):
     assert Store(tmp_path).local("a/b") == tmp_path / "a/b"
     assert Store(f"file://{tmp_path}").local("a/b") == tmp_path / "a/b"

@@ -1,6 +1,8 @@
 """Masks of each kind of model, beside what transformers' own processor makes of the model's answer to one picture."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from cache.models.weights import WeightsError
 from schemas.config.masking import Masks
@@ -160,3 +163,56 @@ def test_models_that_are_refused(checkpoint, tmp_path, kind, why) -> None:
     (tmp_path / "config.json").write_text(config.replace('"model_type": "segformer"', f'"model_type": "{kind}"'))
     with pytest.raises(WeightsError, match=why):
         load(tmp_path, classes=("person",))
+
+
+def edited(checkpoint, tmp_path: Path, file: str, **values: object) -> Path:
+    """A SegFormer whose `file` has other values."""
+    folder = shutil.copytree(checkpoint("segformer"), tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"num_labels": 10**8}, "num_labels is 100000000, and no model has more than 10000"),
+        ("config.json", {"depths": [1, 10**6]}, r"depths is \[1, 1000000\], and no model"),
+        ("config.json", {"_attn_implementation": "owner/kernel"}, "owner/kernel, a kernel of the hub"),
+        ("config.json", {"model_type": ["segformer"]}, "no model can be made with"),
+        ("config.json", {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}}, "custom code"),
+        ("preprocessor_config.json", {"size": {"height": 10**6, "width": 64}}, "size makes pictures of 1000000 pixels"),
+        ("preprocessor_config.json", {"size": {"height": 64.5, "width": 64}}, "makes no mask of a picture"),
+        ("preprocessor_config.json", {"image_std": [1]}, "makes no mask of a picture"),
+        ("preprocessor_config.json", {"image_std": [0, 0, 0]}, "NaN or infinite numbers for a picture"),
+    ],
+)
+def test_a_crafted_checkpoint_is_refused_before_the_first_picture(checkpoint, tmp_path, file, values, message) -> None:
+    folder = edited(checkpoint, tmp_path, file, **values)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass")
+    with pytest.raises(WeightsError, match=message):
+        load(folder, classes=["person"])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
+def test_settings_that_are_no_object(checkpoint, tmp_path, file) -> None:
+    folder = shutil.copytree(checkpoint("segformer"), tmp_path / "model")
+    (folder / file).write_text("[]")
+    with pytest.raises(WeightsError, match=file):
+        load(folder, classes=["person"])
+
+
+def test_weights_that_are_not_finite(checkpoint, tmp_path) -> None:
+    folder = shutil.copytree(checkpoint("segformer"), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["decode_head.classifier.bias"][1] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match="NaN or infinite numbers for a picture"):
+        load(folder, classes=["person"])
+
+
+def test_labels_of_one_name(checkpoint, tmp_path, pictures) -> None:
+    labels = {0: "wall", 1: "person", 2: "Person", 3: "cat"}
+    both = load(edited(checkpoint, tmp_path, "config.json", id2label=labels), classes=["person"])
+    expected = load(checkpoint("segformer"), classes=[LABELS[1], LABELS[2]])
+    np.testing.assert_equal(found(both, pictures), found(expected, pictures))
