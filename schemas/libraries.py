@@ -78,7 +78,7 @@ LIBRARIES = (
     Library("starlette", "starlette", "ui", "ui"),
     Library("tensorboard", "tensorboard", "train.trackers: tensorboard", "train"),
     Library("wandb", "wandb", "train.trackers: wandb", "wandb"),
-    Library("apprise", "apprise", "notify: format apprise", "notify"),
+    Library("apprise", "apprise", "notify", "notify"),
 )
 
 
@@ -131,8 +131,8 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
         yield "ray", "stages.engine ray"
     if config.latents.decoder == "decord":
         yield "decord", "latents.decoder decord"
-    if any(hook.format == "apprise" for hook in config.notify.webhooks):
-        yield "apprise", "notify.webhooks format apprise"
+    if config.notify.webhooks:
+        yield "apprise", "notify.webhooks"
     for dataset in config.datasets:
         if dataset.disabled:
             continue

@@ -1,30 +1,35 @@
 """notify: tells webhooks that a run started, was validated, wrote a checkpoint, finished or failed.
 
-It only reads the run's folder, so a webhook that is down or slow neither stops nor slows the run. What was sent is
-recorded in <output>/<run>/notifications.json: started again, it sends the rest.
+It only reads the run's folder, so a webhook that is down or slow neither stops nor slows the run. The events that were
+sent are recorded in <output>/<run>/notifications.json, so that a restart does not send them again.
 """
 
-import json
+import fcntl
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cache.runs.training_run import read_progress
+from cache.store.files import replacing
+from cache.store.json_checks import format_record, parse_record
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.progress import activity
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
-from schemas.config.sharing import Webhook
 from schemas.errors import LatentpressError
 from stages.encoding.stage import refuse_partition
-from stages.follow.bodies import make_body
-from stages.follow.run_events import Outbox, find_events, only_one
-from stages.follow.senders import TOLD_S, Senders
+from stages.follow.messages import LIMIT_S, Sending, Service, describe
+from stages.follow.run_events import Event, find_events
 from stages.follow.watchers import WATCH_S, Watch
+
+RECORD_FILE, LOCK_FILE = "notifications.json", ".notify.lock"
+TOLD_S = 8.0  # for the events that are left when the program is told to finish
 
 
 @for_each_expert()
@@ -43,80 +48,112 @@ def run(
         report.details["webhooks"] = "notify.webhooks has none"
         return report
     if config.notify.pictures:
-        import PIL  # noqa: F401  # where it is missing, this fails before anything is sent
-    if any(hook.format == "apprise" for hook in hooks) and find_spec("apprise") is None:
-        step = f"Install it: {install_command('notify')}"
-        raise LatentpressError("notify.webhooks: format apprise needs the package apprise, which is missing", step)
+        import PIL  # noqa: F401  # if it is missing, this fails before anything is sent
     if options.dry_run:
-        _show_bodies(config, folder, report, options, console)
+        events, _ = find_events(config, _read_events(folder), watching=False)
+        report.remaining = len(events)
+        report.details["messages"] = [
+            {"event": event.event, "step": event.step, "text": message.text, "pictures": len(message.pictures)}
+            for event, message in ((event, describe(config, event)) for event in events)
+        ]
         return report
-    with only_one(folder) as alone:
-        if not alone:
+    if find_spec("apprise") is None:
+        step = f"Install it: {install_command('notify')}"
+        raise LatentpressError("notify.webhooks needs the package apprise, which is not installed", step)
+    with _only_one(folder) as is_alone:
+        if not is_alone:
             report.details["webhooks"] = "another `latentpress notify` is at work on this run"
             return report
-        _send(config, folder, report, console, watch)
+        outbox = Outbox(config, console)
+        if watch:
+            _watch(config, outbox)
+        else:
+            outbox.send(find_events(config, outbox.events, watching=False)[0])
+    report.details["webhooks"] = [
+        {"webhook": each.hook.url_env, "sent": each.sent, "lost": each.lost, "problem": each.problem}
+        for each in outbox.services
+    ]
+    report.done = sum(each.sent for each in outbox.services)
+    report.failed = [
+        {"item": each.hook.url_env, "reason": "not-sent", "message": each.problem}
+        for each in outbox.services
+        if each.lost or not each.is_usable
+    ]
     return report
 
 
-def _show_bodies(config: Config, folder: Path, report: Report, options: Options, console: Console) -> None:
-    outbox = Outbox(folder)
-    outbox.add(find_events(config, outbox.events, watching=False)[0], save=False)
-    bodies: list[dict[str, Any]] = []
-    for hook in config.notify.webhooks:
-        for event in outbox.waiting(hook):
-            body = make_body(config, event, hook.format).shown()
-            bodies.append({"webhook": hook.url_env, "event": event.event, "step": event.step, "body": body})
-            if not options.json:
-                console.log(f"{hook.url_env}: {json.dumps(body, indent=2, ensure_ascii=False)}")
-    report.remaining = len(bodies)
-    report.details |= {"bodies": bodies} if options.json else {}
+class Outbox:
+    """The events of a run and the services that they are sent to. An event is tried a few times and then recorded,
+    whether it was sent or not."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._config, self._console = config, console
+        self.events = _read_events(config.run_folder)
+        self.services = [Service(hook) for hook in config.notify.webhooks]
+        for service in self.services:
+            if not service.is_usable:
+                console.warn(f"{service.problem}: no event is sent to it")
+
+    def send(self, events: Sequence[Event], seconds: float = LIMIT_S) -> None:
+        """Send events in order, each to all services at the same time, for `seconds` each at most."""
+        for event in events:
+            message = describe(self._config, event)
+            wanting = [each for each in self.services if each.is_usable and event.event in each.hook.events]
+            for service, sending in [(service, Sending(service, message, seconds)) for service in wanting]:
+                service.count(sending.wait())
+                if service.problem:
+                    self._console.warn(f"the webhook of {service.hook.url_env} {service.problem}: {event.key}")
+            self.events.append(event)
+            with replacing(self._config.run_folder / RECORD_FILE) as temporary:
+                temporary.write_bytes(format_record({"events": [each.model_dump() for each in self.events]}))
 
 
-def _send(config: Config, folder: Path, report: Report, console: Console, watch: bool) -> None:
-    outbox, hooks = Outbox(folder), config.notify.webhooks
-
-    def describe(event: Any, hook: Webhook) -> Any:
-        return make_body(config, event, hook.format)
-
-    senders = Senders(outbox, hooks, describe, console.warn)
-    with senders.working():
-        if watch and _watch(config, folder, outbox):
-            senders.limit_s = TOLD_S
-        elif not watch:
-            outbox.add(find_events(config, outbox.events, watching=False)[0])
-    rows = []
-    for delivery in senders.deliveries:
-        waiting, name = len(outbox.waiting(delivery.hook)), delivery.hook.url_env
-        counts = {"sent": delivery.sent, "refused": delivery.refused, "waiting": waiting}
-        rows.append({"webhook": name, **counts, "problem": delivery.problem})
-        report.done += delivery.sent
-        report.remaining += waiting
-        if delivery.problem and (waiting or delivery.refused):
-            report.failed.append({"item": name, "reason": "not-sent", "message": delivery.problem})
-    report.details["webhooks"] = rows
-    if report.remaining:
-        report.next_steps = ["latentpress notify"]
+def _read_events(folder: Path) -> list[Event]:
+    """The events that were sent."""
+    path = folder / RECORD_FILE
+    if not path.exists():
+        return []
+    try:
+        return [Event.model_validate(row) for row in parse_record(path.read_bytes())["events"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        advice = "remove it: then every event of the run is sent again"
+        raise LatentpressError(f"{path} can't be read ({type(error).__name__})", advice) from error
 
 
-def _watch(config: Config, folder: Path, outbox: Outbox) -> bool:
-    """Add events while a trainer is at work, and then while validations wait for pictures or scores. Returns whether
-    it was told to finish; validations of a finished run are then sent with the pictures and scores that are there."""
-    watch, pending = Watch([folder], WATCH_S), 0
+def _watch(config: Config, outbox: Outbox) -> None:
+    """Send events while a trainer is at work, and then while validations wait for pictures or scores. If the program is
+    told to finish, validations of a finished run are sent with the pictures and scores that exist."""
+    watch, pending = Watch([config.run_folder], WATCH_S), 0
     for last in watch:
-        waiting = not (last and watch.told and read_progress(config).state == "finished")
-        events, pending = find_events(config, outbox.events, watching=waiting)
-        outbox.add(events)
+        is_waiting = not (last and watch.told and read_progress(config).state == "finished")
+        events, pending = find_events(config, outbox.events, watching=is_waiting)
+        outbox.send(events, TOLD_S / max(1, len(events)) if watch.told else LIMIT_S)
     with activity("waiting for pictures and scores of the last validation, which decode and score make"):
         while pending and not watch.told:
             time.sleep(WATCH_S)
             events, pending = find_events(config, outbox.events, watching=True)
-            outbox.add(events)
-    return watch.told
+            outbox.send(events)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[bool]:
+    """Lock the sending of this run's events: False if another process has the lock. True, without a lock, on a file
+    system that has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks
+            pass
+        yield True
 
 
 app = make_app(
     "notify",
-    "Tell webhooks what happens to a run; --dry-run shows the requests.",
+    "Send messages about a run to webhooks; --dry-run shows them.",
     run,
     examples=["--watch"],
     unused=NOT_DIVIDED,

@@ -326,7 +326,6 @@ TABLE: dict[str, tuple[Kind, str]] = {
         }.items()
     },
     "notify.webhooks.0.url_env": (RUN, "notify.webhooks=[{url_env: A_HOOK}]"),
-    "notify.webhooks.0.format": (RUN, "notify.webhooks=[{url_env: A_HOOK, format: discord}]"),
     "notify.webhooks.0.events": (RUN, "notify.webhooks=[{url_env: A_HOOK, events: [failed]}]"),
     "hub.repo": (RUN, "hub.repo=me/tabby"),
     "hub.private": (RUN, "hub.private=false"),

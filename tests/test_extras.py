@@ -235,7 +235,7 @@ def test_notifications_alone_with_media(python_of: Callable[[str], Path], projec
         host = webhook.url.removeprefix("http://").partition("/")[0]
         monkeypatch.setenv("HOOK", f"json://{host}/")
         settings = json.loads((project / "pipeline.yaml").read_text())
-        settings["notify"] = {"webhooks": [{"url_env": "HOOK", "format": "apprise"}]}
+        settings["notify"] = {"webhooks": [{"url_env": "HOOK"}]}
         (project / "pipeline.yaml").write_text(json.dumps(settings))
         start(python_of("media,notify"), project, "notify")
         assert webhook.received

@@ -10,7 +10,6 @@ from schemas.config.section import LICENSE, REPO, Problem, Section
 
 EventName = Literal["started", "validation", "checkpoint", "finished", "failed"]
 EVENTS: tuple[EventName, ...] = ("started", "validation", "checkpoint", "finished", "failed")
-WebhookFormat = Literal["json", "discord", "apprise"]
 MOST_PICTURES = 10  # of one message: Discord takes no more files
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
 #: These errors never repeat the value, as it may be the secret.
@@ -22,8 +21,7 @@ URL_ADVICE = (
 
 
 class Webhook(Section):
-    url_env: str = Field(description="name of the environment variable that holds the URL")
-    format: WebhookFormat = Field("json", description="body of the request; with apprise, for the other services")
+    url_env: str = Field(description="name of the environment variable that holds the URL, in the form of apprise")
     events: tuple[EventName, ...] = Field(EVENTS, strict=False, description="events that are sent")
 
     @field_validator("url_env", mode="before")

@@ -44,7 +44,7 @@ def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypat
         notify={"webhooks": [{"url_env": "HOOK"}]},
         hub={"repo": "me/cats"},
     )
-    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/")
+    monkeypatch.setenv("HOOK", "json://127.0.0.1:9/")
     run = FakeRun(made)
     run.metrics(step_line(1), eval_line(2, 0.5), step_line(4), eval_line(4, 0.4))
     for step in (2, 4):
@@ -117,7 +117,7 @@ def test_what_a_killed_program_leaves_is_not_shown_and_is_removed(home: Project,
     home.run(report.run)
     page = (run_folder(home) / "report.html").read_bytes()
     assert b"dog" in page and b".tmp" not in page and HALF not in page
-    bodies = home.run(notify.run, dry_run=True, json=True).details["bodies"]
+    bodies = home.run(notify.run, dry_run=True, json=True).details["messages"]
     assert {body["event"] for body in bodies} == {"started", "validation", "finished"}
     assert ".tmp" not in json.dumps(bodies)
     pushed = home.run(push.run, dry_run=True).details["files"]

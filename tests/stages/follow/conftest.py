@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from stages import notify
-from stages.follow import senders
+from stages.follow import messages
 from tests.project import Project
 from tests.stages.follow.notified_run import HOOK
 from tests.webhook_server import WebhookServer, serve_webhook
@@ -14,8 +14,7 @@ from tests.webhook_server import WebhookServer, serve_webhook
 @pytest.fixture
 def home(project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
     """A run of 40 steps with two prompts and a webhook; tries follow each other at once."""
-    monkeypatch.setattr(senders, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(senders, "IDLE_S", 0.02)
+    monkeypatch.setattr(messages, "PAUSE_S", 0.01)
     monkeypatch.setattr(notify, "WATCH_S", 0.02)
     monkeypatch.setenv("NO_PROXY", "*")
     prompts = [{"name": "one", "prompt": "a colour"}, {"name": "two", "prompt": "another @everyone"}]

@@ -1,16 +1,13 @@
 """A run whose events `latentpress notify` sends."""
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from cache.runs.training_run import LOCK_NAME
 from tests.project import Project
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
-SCHEMA = json.loads((Path(__file__).resolve().parents[3] / "schemas" / "notification.schema.json").read_text())
 HOOK, OTHER = "LATENTPRESS_WEBHOOK", "ANOTHER_WEBHOOK"
 
 
