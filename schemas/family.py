@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # `--help` imports the catalog, and need not load pyarrow
     import pyarrow as pa
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
+#: Tensor of a text -> the component of the checkpoint that makes it.
+TEXT_PARTS = {"embeds": "text_encoder", "pooled": "text_encoder_2"}
 
 
 @dataclass(frozen=True)
@@ -221,10 +223,14 @@ class Family:
     side of the pixels that one token of an image in a prompt covers, for estimates. transformer_config: task -> values
     in the transformer's config that tell tasks apart. autoencoder_config: likewise; of a list, its length. text_width:
     channels of a stored text token. text_widths: tensor of a text -> its width's key in the transformer's config.
-    pipelines: task -> diffusers class. conditions: task -> its condition, if it has one. posterior: the autoencoder
-    gives a distribution. latent_settings: what else determines latents; checked when the autoencoder is loaded.
-    latent_precision (None: the model's), text_attention: defaults of the configuration. preview_autoencoder: diffusers'
-    class of tiny autoencoders for these latents, if it has one. layers: keys of the transformer's config, whose sum is
+    pipelines: task -> diffusers class; none if diffusers has none. pipeline_settings: key of model_index.json -> the
+    value that the pipeline needs; a missing key means false. distilled_mark: model_index.json says by is_distilled
+    whether a checkpoint is distilled. tokenizers: sub-folder -> class, without "Fast". negative_prompt: default of
+    validation prompts; None if the pipeline takes none and guides with an empty one. conditions: task -> its
+    condition, if it has one. posterior: the autoencoder gives a distribution. latent_settings: what else determines
+    latents; checked when the autoencoder is loaded. latent_precision (None: the model's), text_attention: defaults of
+    the configuration. preview_autoencoder: diffusers' class of tiny autoencoders for these latents, if it has one.
+    layers: keys of the transformer's config, whose sum is
     the number of blocks that compute visual tokens. convolves: these blocks convolve over the grid of tokens.
     frame_chunks: the autoencoder's convolutions can compute a few frames at a time (`latents.chunk_frames`). tile: side
     of the tiles of `latents.tiling`, and the distance between their beginnings (pixels). own_sizes: what keeps its
@@ -254,14 +260,17 @@ class Family:
     transformer_config: dict[Task, dict[str, int | bool]]
     autoencoder_config: dict[str, int]
     text_widths: dict[str, str]
-    pipelines: dict[Task, str]
     video: bool
     guidance: float
     steps: int
     templates: dict[Task, Template]
+    pipelines: dict[Task, str] = field(default_factory=dict)
+    pipeline_settings: dict[str, bool] = field(default_factory=dict)
+    distilled_mark: bool = False
+    tokenizers: dict[str, str] = field(default_factory=dict)
     conditions: dict[Task, Condition] = field(default_factory=dict)
     latent_components: tuple[str, ...] = ("vae",)
-    negative_prompt: str = ""
+    negative_prompt: str | None = ""
     posterior: bool = True
     normalization: Normalization = Normalization()
     frames: int = 1

@@ -5,6 +5,7 @@ from its own configuration to find its set. Settings that change no bytes are no
 identifies the encoders' weights, which have to be read.
 """
 
+import json
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import Any
@@ -79,7 +80,7 @@ def build_recipe(config: Config, side_multiple: int) -> Settings:
     }
     if config.vision.source:  # the model's name alone, as another machine may have it in another folder
         recipe["vision"] = vision_settings(config) | {"model": PurePath(config.vision.source).name}
-    return recipe
+    return json.loads(json.dumps(recipe))  # of the types that a set.json that is read has
 
 
 def plan_key(config: Config, side_multiple: int) -> str:

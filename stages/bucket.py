@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import typer
 
 from cache.models.compatibility import bucket_side_multiple
+from cache.models.parts import check_parts
 from cache.order.schedule import small_bucket_advice
 from cache.sets import plans, rejects
 from cache.sets.caption_edits import apply_edits, read_edits
@@ -53,6 +54,7 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "bucket")
+    check_parts(config, ask_hub=False)
     for _ in range(MOST_PLANS - 1):
         try:
             return _plan(config, options, console, divide_again)

@@ -5,7 +5,7 @@ the programs run from there, so whatever another file would have to know of the 
 are forks of this one, which share its libraries and none of its own modules.
 """
 
-import importlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -51,7 +51,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny random weights in diffusers layout, two transformers among them."""
     import torch
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 
     from examples.tiny_models import make_model
     from examples.tiny_tokenizers import gemma_tokenizer
@@ -59,10 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
     for part in ("transformer", "transformer_2"):
-        WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=128, freq_dim=32,
-            ffn_dim=48, num_layers=2, rope_max_seq_len=64,
-        ).save_pretrained(folder / part)  # fmt: skip
+        make_transformer().save_pretrained(folder / part)
     AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4,
         block_out_channels=(8, 8, 8, 8), latent_channels=4, latents_mean=MEANS, latents_std=DEVIATIONS,
@@ -70,8 +67,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("gemma").save_pretrained(folder / "text_encoder")
     gemma_tokenizer().save_pretrained(folder / "tokenizer")
     FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(folder / "scheduler")
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanImageToVideoPipeline"}))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "ExamplePipeline"}))
     return folder
+
+
+def make_transformer() -> Any:
+    """Of the family's own class, which neither diffusers nor this checkout has."""
+    spec = importlib.util.spec_from_file_location("example", OWN / "trainer/families/example_transformer.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ExampleTransformer()
 
 
 def import_from(tree: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from cache.models import compatibility
+from cache.models import compatibility, parts
 from cache.order.schedule import BatchSchedule, small_bucket_advice
 from cache.runs.training_run import noting_failure
 from cache.sets.planned_set import PlannedSet
@@ -107,6 +107,7 @@ def run(
             noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
         ):
             compatibility.check_transformer(config.model)
+            parts.check_scheduler(config)
             check_layers(config, read_shape(config))
             if main:
                 require_trackers(config.train)

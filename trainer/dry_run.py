@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.models import compatibility, weights
+from cache.models import compatibility, parts, weights
 from cache.order.schedule import BatchSchedule
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.progress import activity
@@ -54,7 +54,10 @@ def predict_memory(
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
     try:
         compatibility.check_transformer(config.model)
+        parts.check_scheduler(config)
         shape = read_shape(config)
+    except compatibility.CheckpointMismatch:
+        raise
     except weights.WeightsError as error:  # such as a repository that can't be reached; training would end here
         console.warn(f"the memory is not predicted: {error}")
         return {}

@@ -1,6 +1,8 @@
 """Checks by its small files that a checkpoint fits the configured family, flavour and task. Imports no torch."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from cache.models import weights
@@ -18,6 +20,7 @@ PREVIEW_ADVICE = (
     "madebyollin/taef1, or remove it"
 )
 MODEL_HINT = "correct model.path, or model.family and model.flavour"
+DISTILLED_MARK = "is_distilled"  # key of model_index.json
 
 
 class CheckpointMismatch(weights.WeightsError):
@@ -26,19 +29,31 @@ class CheckpointMismatch(weights.WeightsError):
     exit_code = USAGE
 
 
+def find_json(model: Model, part: str, file: str = "config.json") -> dict[str, Any] | None:
+    """A small file of a checkpoint; None if it is not there or can't be fetched."""
+    folder = weights.local_folder(model.source)
+    if folder is not None:
+        path = folder / part / file
+        return weights.read_object(path) if path.is_file() else None
+    with suppress(weights.WeightsError):
+        return weights.read_hub_object(model.source, model.revision, f"{part}/{file}".lstrip("/"))
+    return None
+
+
 def check_task(model: Model) -> None:
-    """CheckpointMismatch where a local directory or a known repository is of another pipeline in the catalog. Unknown
-    pipelines pass: `check_component` and `check_transformer` check their components."""
+    """CheckpointMismatch if a local directory or a known repository is of another pipeline in the catalog. Unknown
+    pipelines pass: `check_parts` checks their components."""
     folder = weights.local_folder(model.source)
     if folder is None:
-        pipelines = {family.pipelines[flavour.task] for family, flavour in find_published(model.source)}
+        pipelines = {family.pipelines.get(flavour.task) for family, flavour in find_published(model.source)}
+        _check_pipeline(model, {name for name in pipelines if name})
     elif (folder / weights.MODEL_INDEX).is_file():
-        index = weights.read_object(folder / weights.MODEL_INDEX)
-        pipelines = {str(index.get("_class_name"))}
-        _check_transformers(model, index)
-    else:
-        return
-    wanted, family = model.family_spec.pipelines[model.task], model.family_spec
+        check_index(model, weights.read_object(folder / weights.MODEL_INDEX))
+
+
+def _check_pipeline(model: Model, pipelines: set[str]) -> None:
+    """CheckpointMismatch if these classes are pipelines of the catalog, and none is the configured one."""
+    wanted, family = model.family_spec.pipelines.get(model.task), model.family_spec
     fitting = {*family.pipelines.values()} if family.one_checkpoint else {wanted}
     made_for = [
         f"{family.name} {task}"
@@ -49,14 +64,15 @@ def check_task(model: Model) -> None:
     if not fitting & pipelines and made_for:
         raise CheckpointMismatch(
             f"{model.source} is a checkpoint for {', '.join(made_for)} ({', '.join(sorted(pipelines))}), and the "
-            f"configuration says {model.family} {model.task} ({wanted})",
+            f"configuration says {model.family} {model.task}" + (f" ({wanted})" if wanted else ""),
             MODEL_HINT,
         )
 
 
-def _check_transformers(model: Model, index: dict[str, Any]) -> None:
-    """CheckpointMismatch where model_index.json has a transformer that the family does not, as each predicts a part of
-    the noise levels, or other parts than the flavour's."""
+def check_index(model: Model, index: Mapping[str, Any]) -> None:
+    """CheckpointMismatch if model_index.json is of another pipeline, has a transformer that the family does not have,
+    as each predicts a part of the noise levels, or has settings with which the pipeline would compute otherwise."""
+    _check_pipeline(model, {str(index.get("_class_name"))})
     known = model.family_spec.components
     present = [name for name, entry in index.items() if isinstance(entry, list) and entry[:1] != [None]]
     others = [name for name in present if name.startswith("transformer") and name not in known]
@@ -72,6 +88,14 @@ def _check_transformers(model: Model, index: dict[str, Any]) -> None:
             f"over from the other, and {model.flavour_spec.name} has {experts[0].lowest:g}",
             MODEL_HINT,
         )
+    for key, setting in model.family_spec.pipeline_settings.items():
+        if (stated := index.get(key, False)) != setting:
+            shown = f"{key}: {printable(json.dumps(stated))}" if key in index else f"no {key}, which means false"
+            raise CheckpointMismatch(
+                f"{model.source}: model_index.json has {shown}, and the pipeline of {model.family} needs "
+                f"{json.dumps(setting)}",
+                f"take model_index.json from {model.flavour_spec.repo}, or {MODEL_HINT}",
+            )
 
 
 def find_published(repo: str) -> list[tuple[Family, Flavour]]:
@@ -85,21 +109,44 @@ def find_published(repo: str) -> list[tuple[Family, Flavour]]:
 
 
 def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
-    """CheckpointMismatch where the flavour or the repository is known to be distilled to few steps, and there is no
-    `model.assistant`. A folder does not tell whether it is: warn says so, where the family has such checkpoints."""
-    if model.assistant is not None:
-        return
+    """CheckpointMismatch if the checkpoint is known to be distilled to few steps, and there is no `model.assistant`; or
+    known not to be, and there is one. warn: says if nothing tells which of both it is."""
     published = [flavour for _, flavour in find_published(model.source)]
-    for flavour in (model.flavour_spec, *published):
-        if flavour.distilled_from:
-            raise CheckpointMismatch(
-                f"{model.source}: {flavour.name} was distilled to few steps, which training would undo",
-                f"train {flavour.distilled_from} ({model.family_spec.flavours[flavour.distilled_from].repo}) instead: "
-                "correct model.flavour or model.path; or name an adapter that takes the distillation back in "
-                "model.assistant",
-            )
+    distilled = {row.name: row.distilled_from for row in (model.flavour_spec, *published) if row.distilled_from}
+    marked = _is_marked_distilled(model)
+    if not distilled and not marked:
+        _check_not_distilled(model, known=bool(published) or marked is False, warn=warn)
+    elif model.assistant is None:
+        name, original = next(iter(distilled.items()), ("", model.flavour_spec.name))
+        base = model.family_spec.flavours[original]
+        what = name or f"by {DISTILLED_MARK} in its model_index.json it"
+        raise CheckpointMismatch(
+            f"{model.source}: {what} was distilled to few steps, which training would undo",
+            f"train {base.name} ({base.repo}) instead: correct model.flavour or model.path; or name an adapter that "
+            "takes the distillation back in model.assistant",
+        )
+
+
+def _is_marked_distilled(model: Model) -> bool | None:
+    """Whether model_index.json says that the checkpoint is distilled; None if the pipeline reads no such mark, or the
+    file is not there."""
+    if not model.family_spec.distilled_mark:
+        return None
+    index = find_json(model, "", weights.MODEL_INDEX)
+    return None if index is None else bool(index.get(DISTILLED_MARK, False))
+
+
+def _check_not_distilled(model: Model, known: bool, warn: Callable[[str], object]) -> None:
+    """`check_distilled` of a checkpoint that is not known to be distilled. known: it is known not to be."""
     distilled = [flavour.name for flavour in model.family_spec.flavours.values() if flavour.distilled_from]
-    if distilled and not published:
+    if known and model.assistant is not None:
+        raise CheckpointMismatch(
+            f"model.assistant: {model.source} is not distilled, and an assistant is for a distilled checkpoint",
+            "remove model.assistant, or name the distilled checkpoint in model.path or model.flavour",
+        )
+    if model.assistant is not None and not known:
+        warn(f"model.assistant: nothing in {model.source} tells whether it is distilled, which an assistant is for")
+    elif distilled and not known:
         warn(
             f"model.path: nothing in {model.source} tells whether it is {' or '.join(distilled)}, "
             "distilled to few steps, which training would undo"
@@ -107,25 +154,32 @@ def check_distilled(model: Model, warn: Callable[[str], object]) -> None:
 
 
 def check_transformer(model: Model) -> None:
-    """CheckpointMismatch where a transformer's config.json is for another family or task."""
+    """CheckpointMismatch if a transformer's config.json is for another family or task."""
     for part in model.family_spec.components:
         check_component(model, part)
         config = weights.read_component_config(model.source, model.revision, part)
         _check_attention(model, config)
-        for key, wanted in model.family_spec.transformer_config[model.task].items():
-            stated = config.get(key, False if isinstance(wanted, bool) else wanted)
-            if stated != wanted:
-                raise CheckpointMismatch(
-                    f"{model.source}: {part}/config.json has {key} = {printable(stated)}, and {model.family} "
-                    f"{model.task} needs {wanted}: the checkpoint is made for something else",
-                    MODEL_HINT,
-                )
+        check_transformer_config(model, part, config)
+
+
+def check_transformer_config(model: Model, part: str, config: Mapping[str, Any]) -> None:
+    for key, wanted in model.family_spec.transformer_config[model.task].items():
+        stated = config.get(key, False if isinstance(wanted, bool) else wanted)
+        if stated != wanted:
+            raise CheckpointMismatch(
+                f"{model.source}: {part}/config.json has {key} = {printable(stated)}, and {model.family} "
+                f"{model.task} needs {wanted}: the checkpoint is made for something else",
+                MODEL_HINT,
+            )
 
 
 def check_autoencoder(model: Model) -> None:
-    """CheckpointMismatch where the autoencoder gives latents that the family's transformer can't read."""
+    """CheckpointMismatch if the autoencoder gives latents that the family's transformer can't read."""
     check_component(model, "vae")
-    config = weights.read_component_config(model.source, model.revision, "vae")
+    check_autoencoder_config(model, weights.read_component_config(model.source, model.revision, "vae"))
+
+
+def check_autoencoder_config(model: Model, config: Mapping[str, Any]) -> None:
     for key, wanted in model.family_spec.autoencoder_config.items():
         value = config.get(key, wanted)
         stated = len(value) if isinstance(value, list) else value
@@ -167,12 +221,15 @@ def check_preview_autoencoder(model: Model, source: str) -> None:
 
 
 def check_component(model: Model, part: str) -> None:
-    """CheckpointMismatch where a component is another kind of model than the family's."""
-    config = weights.read_component_config(model.source, model.revision, part)
+    """CheckpointMismatch if a component is another kind of model than the family's."""
+    check_class(model, part, weights.read_component_config(model.source, model.revision, part))
+
+
+def check_class(model: Model, part: str, config: Mapping[str, Any]) -> None:
     class_name, wanted = config.get("_class_name") or config.get("model_type"), model.family_spec.model_classes[part]
     if class_name != wanted:
         raise CheckpointMismatch(
-            f"{model.source}: {part} is a {class_name}, and {model.family} has a {wanted}", MODEL_HINT
+            f"{model.source}: {part} is a {printable(str(class_name))}, and {model.family} has a {wanted}", MODEL_HINT
         )
 
 
@@ -196,8 +253,10 @@ def bucket_side_multiple(model: Model) -> int:
 def _check_attention(model: Model, transformer_config: dict[str, Any]) -> None:
     """CheckpointMismatch where a published repository asks for sparse attention, and the catalog, and so the plan,
     does not. Buckets planned for sparse attention suit full attention."""
-    multiple, sparse = bucket_side_multiple(model), model.family_spec.sparse
-    if sparse is not None and sparse.asked(transformer_config) and multiple != sparse.side_multiple:
+    sparse = model.family_spec.sparse
+    if sparse is None or not sparse.asked(transformer_config):
+        return
+    if (multiple := bucket_side_multiple(model)) != sparse.side_multiple:
         raise CheckpointMismatch(
             f"{model.source}: transformer/config.json asks for {sparse.name} attention, which needs sides in multiples "
             f"of {sparse.side_multiple} pixels; buckets were planned in multiples of {multiple}, as published until "

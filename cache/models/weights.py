@@ -68,6 +68,7 @@ PATH_HINT = "set model.path to a checkpoint in diffusers layout; without it the 
 MOST_NAMED = 8  # entries of a folder that an error names
 REPLACE_CONFIG = "replace it with the one that the checkpoint was published with"
 _COUNTED, MOST_COUNTED = re.compile("layers|depth|blocks|stages|labels"), 10_000  # keys of a config.json
+ONE_CHECKPOINT = "take its config.json and its weights from one checkpoint, or replace it with a whole copy"
 COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -122,25 +123,43 @@ def fetch_components(source: str, revision: str | None, parts: Sequence[str]) ->
 
 
 def load_part(model_class: Any, source: str, revision: str | None, part: str, **settings: Any) -> Any:
-    """The model of one component of a checkpoint; only that is fetched. Raises WeightsError."""
-    return load_pretrained(model_class, fetch_components(source, revision, (part,)) / part, **settings)
+    """The model of one component of a checkpoint; only that is fetched. WeightsError also if its files have weights
+    that the model does not have, which the libraries would leave out."""
+    folder = fetch_components(source, revision, (part,)) / part
+    return load_pretrained(model_class, folder, may_leave_out=False, **settings)
 
 
-def load_pretrained(model_class: Any, folder: Path, unneeded: Collection[str] = (), **settings: Any) -> Any:
-    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights where the weights are pickled,
-    WeightsError where some are missing, which the libraries would draw at random; but below the paths `unneeded`."""
+def load_pretrained(
+    model_class: Any, folder: Path, unneeded: Collection[str] = (), may_leave_out: bool = True, **settings: Any
+) -> Any:
+    """`model_class.from_pretrained(folder)` of safetensors only. UnsafeWeights if the weights are pickled,
+    WeightsError if some are missing, which the libraries would draw at random, except below the paths `unneeded`; or if
+    some are of another shape. may_leave_out: files may have weights that the model does not have."""
     if problem := find_weights_problem(folder):
         raise UnsafeWeights(*problem)
     check_config(folder / "config.json")
     size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
     loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
     with loading, config_errors(f"{shown_path(folder)}/config.json"):
-        model, loaded = model_class.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **settings)
+        options = {
+            "use_safetensors": True,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }  # refused below
+        model, loaded = model_class.from_pretrained(folder, **options, **settings)
+    for name, given, wanted in sorted(loaded["mismatched_keys"]):
+        problem = f"{folder}: {name} is of shape {[*given]}, and by its config.json of {[*wanted]}"
+        raise WeightsError(problem, ONE_CHECKPOINT)
     counters = "num_batches_tracked"  # of batch norms, for training alone
     needed = [key for key in loaded["missing_keys"] if not key.startswith(tuple(unneeded)) and counters not in key]
     if missing := sorted(needed):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise WeightsError(f"{folder} lacks {', '.join(missing[:3])}{more}", "replace it with a whole copy")
+        raise WeightsError(f"{folder} lacks {_name_some(missing)}", "replace it with a whole copy")
+    if not may_leave_out and (surplus := sorted(loaded["unexpected_keys"])):
+        raise WeightsError(
+            f"{folder} has weights that a {model_class.__name__} of its config.json does not have: "
+            f"{_name_some(surplus)}",
+            ONE_CHECKPOINT,
+        )
     return model
 
 
@@ -163,6 +182,10 @@ def check_config(file: Path) -> None:
             raise UnsafeWeights(problem, "remove that key from the file, if you trust the rest of the checkpoint")
 
 
+def _name_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 @contextmanager
 def config_errors(file: str) -> Iterator[None]:
     """Around making a model by a config.json: WeightsError for what its class raises where it can't use a value, and
@@ -182,11 +205,16 @@ def read_component_config(source: str, revision: str | None, part: str) -> dict[
     """The config.json of one component; of a repository only that file is fetched. Raises WeightsError."""
     folder = local_folder(source)
     if folder is None:
-        from huggingface_hub import hf_hub_download
-
-        return read_object(Path(call_hub(hf_hub_download, source, revision, filename=f"{part}/config.json")))
+        return read_hub_object(source, revision, f"{part}/config.json")
     _check_components(folder, (part,))
     return read_object(folder / part / "config.json")
+
+
+def read_hub_object(repo: str, revision: str | None, file: str) -> dict[str, Any]:
+    """A JSON file of a repository; only that is fetched. Raises WeightsError."""
+    from huggingface_hub import hf_hub_download
+
+    return read_object(Path(call_hub(hf_hub_download, repo, revision, filename=file)))
 
 
 def read_object(path: Path) -> dict[str, Any]:

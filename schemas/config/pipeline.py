@@ -294,6 +294,9 @@ class Config(Section):
             if most and len(listed(prompt.image)) > most:
                 what = f"{len(listed(prompt.image))} images in prompt {prompt.name!r}"
                 yield (*here, "image"), f"{what}; {self.model.family} takes at most {most}"
+            if prompt.negative_prompt and self.model.family_spec.negative_prompt is None:
+                what = f"the pipeline of {self.model.family} takes no negative prompt, and guides with an empty one"
+                yield (*here, "negative_prompt"), f"{what}; remove it from prompt {prompt.name!r}"
 
         if self.validation.preview_autoencoder and self.model.family_spec.preview_autoencoder is None:
             have = [family.name for family in FAMILIES.values() if family.preview_autoencoder]

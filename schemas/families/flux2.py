@@ -126,6 +126,9 @@ FAMILIES = {
         normalization=Normalization(scale=None),  # by buffers of the autoencoder
         pipelines=dict.fromkeys(("t2i", "i2i"), "Flux2KleinPipeline"),
         one_checkpoint=True,
+        distilled_mark=True,
+        negative_prompt=None,
+        tokenizers={"tokenizer": "Qwen2Tokenizer"},
         comfyui_names=ComfyUINames(prefix="transformer."),  # with the other one it knows the original names only
         original_names=_ORIGINAL_NAMES,
         latent_settings={"tiling": False},

@@ -134,6 +134,7 @@ _IMAGE = Family(
     text_widths={"embeds": "in_text_dim", "pooled": "in_text_dim2"},
     layers=("num_visual_blocks",),
     pipelines={"t2i": "Kandinsky5T2IPipeline", "i2i": "Kandinsky5I2IPipeline"},
+    tokenizers={"tokenizer": "Qwen2Tokenizer", "tokenizer_2": "CLIPTokenizer"},
     own_sizes="resolutions",
     pipeline_packages=("torchvision",),
     latent_settings={"tiling": False},

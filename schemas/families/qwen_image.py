@@ -81,6 +81,7 @@ _QWEN_IMAGE = Family(
     text_widths={"embeds": "joint_attention_dim"},
     normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
     pipelines={"t2i": "QwenImagePipeline"},
+    tokenizers={"tokenizer": "Qwen2Tokenizer"},
     guidance_argument="true_cfg_scale",
     latent_settings={"tiling": False},
     tile=(256, 192),

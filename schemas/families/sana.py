@@ -75,6 +75,7 @@ FAMILIES = {
         text_widths={"embeds": "caption_channels"},
         convolves=True,
         pipelines={"t2i": "SanaPipeline"},
+        tokenizers={"tokenizer": "GemmaTokenizer"},
         own_sizes="use_resolution_binning",
         latent_settings={"tiling": False},
         latent_precision="float32",

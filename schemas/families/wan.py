@@ -83,6 +83,8 @@ _2_1 = Family(
     autoencoder_config={"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4},
     text_widths={"embeds": "text_dim"},
     pipelines={"t2v": "WanPipeline"},
+    pipeline_settings={"expand_timesteps": False},
+    tokenizers={"tokenizer": "T5Tokenizer"},
     comfyui_names=ComfyUINames(_ORIGINAL_NAMES),
     normalization=Normalization(scale=None, mean="latents_mean", deviation="latents_std"),
     latent_settings={"tiling": False},
@@ -118,6 +120,7 @@ _2_2_5B = replace(
     autoencoder_config={"z_dim": 48, "scale_factor_spatial": 16, "scale_factor_temporal": 4},
     pipelines={**_2_1.pipelines, "i2v": "WanImageToVideoPipeline"},
     one_checkpoint=True,
+    pipeline_settings={"expand_timesteps": True},  # a noise level for each token, as the first frame has none
     tile=(512, 384),
     frames=121,
     frame_rate=24.0,

@@ -52,6 +52,7 @@ FAMILIES = {
         text_widths={"embeds": "cap_feat_dim"},
         layers=("n_layers",),
         pipelines={"t2i": "ZImagePipeline"},
+        tokenizers={"tokenizer": "Qwen2Tokenizer"},
         normalization=Normalization(mean="shift_factor"),
         latent_settings={"tiling": False},
         shift_by_tokens=ShiftByTokens(clamped=False),

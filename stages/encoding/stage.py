@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 import typer
 
 from cache.models.compatibility import pin_revision
+from cache.models.parts import check_parts
 from cache.sets import rejects
 from cache.sets.plans import Plan, Unit
 from cache.sets.set_lookup import current_plan
@@ -170,6 +171,8 @@ class EncodingStage:
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
         if not options.dry_run and self.reads_checkpoint:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
+        if self.reads_checkpoint:
+            check_parts(config, ask_hub=not options.dry_run)
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
         overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
         if config.cache.limit is not None and self.only_units is None and self.item_request is None:

@@ -151,7 +151,9 @@ def _loading(config: Config, repo: str, facts: Facts) -> str:
     model, adapter = config.model, config.train.adapter
     if adapter.type != "full" and "diffusers" not in adapter.formats:
         return "## Use\n\nLoad `comfyui_lora.safetensors` in ComfyUI."
-    pipeline, base = model.family_spec.pipelines[model.task], base_model(config)
+    pipeline, base = model.family_spec.pipelines.get(model.task), base_model(config)
+    if pipeline is None:
+        return f"## Use\n\nLoad it with the pipeline of [{base}](https://huggingface.co/{base}): diffusers has none."
     part, transformer = config.part, model.family_spec.model_classes[config.part]
     names = [pipeline, transformer] if adapter.type == "full" else [pipeline]
     utilities = ["export_to_video"] if model.family_spec.video else []

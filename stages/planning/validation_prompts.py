@@ -155,7 +155,7 @@ def add_validation_prompts(
             if template.with_image:
                 columns = (table.column(name).combine_chunks() for name in ("dataset", "path", "media_id", "geometry"))
                 image = prompt_image_columns(*columns)
-        negative = family.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
+        negative = family.negative_prompt or "" if prompt.negative_prompt is None else prompt.negative_prompt
         rows = plan_text(config, prompt.prompt, image=image), plan_text(config, negative, negative=True, image=image)
         plan.texts = drop_duplicate_ids(pa.concat_tables([plan.texts, *rows]), "text_id")
         text, negative_text = (row.column("text_id")[0].as_py() for row in rows)

@@ -81,7 +81,8 @@ def test_rows_agree_with_each_other(name):
     family = FAMILIES[name]
     assert family.name == name and family.default_flavour in family.flavours
     tasks = {flavour.task for flavour in family.flavours.values()}
-    assert tasks == set(family.templates) == set(family.pipelines) == set(family.transformer_config)
+    assert tasks == set(family.templates) == set(family.transformer_config)
+    assert set(family.pipelines) in (tasks, set()), "none where diffusers has none"
     assert set(family.conditions) <= tasks
     assert {*family.components, "text_encoder", "vae"} <= set(family.model_classes)
     for condition in family.conditions.values():

@@ -142,8 +142,9 @@ class FamilyModule(Protocol):
         device: torch.device | str = "cpu",
         part: str = "transformer",
     ) -> Any:
-        """Only a transformer of a checkpoint (a folder or repo), a diffusers ModelMixin. part: its sub-folder.
-        ValueError or OSError where it can't be trained."""
+        """Only a transformer of a checkpoint (a folder or repo): a ModelMixin and ConfigMixin of diffusers, of a class
+        that diffusers need not have. Its blocks are checkpointed if it calls them by `_gradient_checkpointing_func`, as
+        diffusers' models do. part: its sub-folder. ValueError or OSError where it can't be trained."""
 
     def untrained(self, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
         """A transformer as `load` would return, made from a config.json, with weights of no meaning. On the meta device

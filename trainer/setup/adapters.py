@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard, TypeVar
 
 import torch
-from peft import LoKrConfig, LoraConfig, get_peft_model_state_dict
+from peft import LoKrConfig, LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.lokr.layer import Linear, LoKrLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -19,7 +19,7 @@ ADAPTER_NAME = "default"
 MUTATING_INITS = ("pissa", "olora")
 WHOLE_PATHS = "Correct the regular expression, which must match whole paths, as '.*to_query' does."
 T = TypeVar("T")
-Model = Any  # a diffusers ModelMixin with PeftAdapterMixin, which has no type annotations
+Model = Any  # a diffusers ModelMixin, which has no type annotations
 
 
 def choose_targets(model: Model, patterns: Sequence[str], left_out: Sequence[torch.nn.Module] = ()) -> list[str]:
@@ -120,7 +120,7 @@ def add_lora(
             init_lora_weights=True if init_weights == "default" else init_weights,  # type: ignore[arg-type]
             **patterns,
         )
-        model.add_adapter(settings, ADAPTER_NAME)
+        inject_adapter_in_model(settings, model, ADAPTER_NAME)
     if init_weights in MUTATING_INITS:
         model.initial_lora = {name: value.detach().cpu().clone() for name, value in lora_state(model).items()}
     finish_adapter(model, [*scales])
@@ -216,7 +216,7 @@ def add_lokr(
         decompose_both=decompose_both,
         **patterns,
     )
-    model.add_adapter(config, ADAPTER_NAME)
+    inject_adapter_in_model(config, model, ADAPTER_NAME)
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, Linear):
             r, scale = scales[path]

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import xxhash
 from safetensors import SafetensorError
@@ -15,7 +14,7 @@ from cache.models.weights import config_errors, fetch_components, fingerprint_we
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from trainer.families.base import FamilyModule
+from trainer.families.base import FamilyModule, module_of
 from trainer.run.run_state import RunError, train_precision
 
 
@@ -46,11 +45,11 @@ def choose_dtypes(config: Config) -> tuple[torch.dtype, torch.dtype | None]:
 
 
 def empty_transformer(config: Config) -> Any:
-    """The transformer on the meta device, by its config.json: names and shapes without weights."""
+    """The transformer on the meta device, as the family makes it by its config.json: names and shapes, no weights."""
     model, part = config.model, config.part
     settings = read_component_config(model.source, model.revision, part)
     with torch.device("meta"), config_errors(f"{model.source}/{part}/config.json"):
-        return getattr(diffusers, model.family_spec.model_classes[part]).from_config(settings)
+        return module_of(model.family_spec).untrained(settings)
 
 
 def model_shape(model: Any) -> dict[str, Any]:

@@ -197,3 +197,19 @@ def test_a_distilled_checkpoint_is_known_by_flavour_and_repository(tmp_path):
     assert remarks == []
     check_distilled(Model(family="z-image", path=str(tmp_path)), remarks.append)
     assert len(remarks) == 1 and "whether it is z-image-turbo" in remarks[0]
+
+
+def test_an_assistant_of_a_checkpoint_that_is_not_distilled_is_refused(tmp_path):
+    """Of a folder nothing is known, which is said."""
+    assistant, remarks = "file.safetensors", list[str]()
+    for model in (
+        Model(family="z-image", assistant=assistant),
+        Model(family="sana", assistant=assistant),
+        Model(family="z-image", path="Tongyi-MAI/Z-Image", assistant=assistant),
+    ):
+        with pytest.raises(CheckpointMismatch, match=r"model\.assistant: .* is not distilled") as caught:
+            check_distilled(model, remarks.append)
+        assert "remove model.assistant" in caught.value.next_step
+    assert remarks == []
+    check_distilled(Model(family="sana", path=str(tmp_path), assistant=assistant), remarks.append)
+    assert len(remarks) == 1 and "whether it is distilled, which an assistant is for" in remarks[0]

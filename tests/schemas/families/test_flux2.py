@@ -1,5 +1,7 @@
 """What the rows of FLUX.2 klein say, where it is in force."""
 
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -27,6 +29,35 @@ def test_distilled_flavours_and_repositories_are_refused(size):
             check_distilled(model, print)
         assert f"train {base.name} ({base.repo})" in caught.value.next_step
     check_distilled(made(flavour=base.name).model, pytest.fail)
+
+
+def test_model_index_says_whether_a_folder_is_distilled(tmp_path):
+    """As the pipeline reads it: a missing key means that it is not."""
+    index, remarks = tmp_path / "model_index.json", list[str]()
+    model = made(model={"path": str(tmp_path)}).model
+    assisted = made(model={"path": str(tmp_path), "assistant": "file.safetensors"}).model
+    check_distilled(model, remarks.append)
+    assert "nothing in" in remarks.pop() and not remarks, "without a model_index.json"
+    index.write_text(json.dumps({"_class_name": FAMILY.pipelines["t2i"], "is_distilled": True}))
+    with pytest.raises(
+        CheckpointMismatch, match=r"by is_distilled in its model_index\.json it was distilled"
+    ) as caught:
+        check_distilled(model, pytest.fail)
+    assert "train klein-base-4b" in caught.value.next_step
+    check_distilled(assisted, pytest.fail)
+    for settings in ({"is_distilled": False}, {}):
+        index.write_text(json.dumps({"_class_name": FAMILY.pipelines["t2i"], **settings}))
+        check_distilled(model, pytest.fail)
+        with pytest.raises(CheckpointMismatch, match=r"model\.assistant: .* is not distilled"):
+            check_distilled(assisted, pytest.fail)
+
+
+def test_a_negative_prompt_is_refused():
+    prompt = {"name": "one", "prompt": "a cat"}
+    with pytest.raises(ValueError, match="takes no negative prompt, and guides with an empty one; remove it"):
+        made(validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
+    made(validation={"prompts": [prompt | {"negative_prompt": ""}]})
+    made("z-image", validation={"prompts": [prompt | {"negative_prompt": "blurred"}]})
 
 
 def test_blocks_are_counted_of_both_kinds():

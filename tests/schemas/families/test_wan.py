@@ -54,7 +54,10 @@ def test_one_checkpoint_is_for_both_tasks_and_other_families_are_told_apart(tiny
         check_transformer(model)
         check_autoencoder(model)
     other = model_of(folder, "wan2.1", "t2v-1.3b")
-    check_task(other)
+    with pytest.raises(
+        CheckpointMismatch, match=r"has expand_timesteps: true, and the pipeline of wan2\.1 needs false"
+    ):
+        check_task(other)
     with pytest.raises(CheckpointMismatch, match=r"in_channels = 48, and wan2\.1 t2v needs 16"):
         check_transformer(other)
     with pytest.raises(CheckpointMismatch, match="z_dim = 48"):
@@ -73,3 +76,16 @@ def test_a_checkpoint_of_two_experts_is_refused(tmp_path, second):
         check_task(model)
     (tmp_path / "model_index.json").write_text(json.dumps(index | {second: [None, None]}))
     check_task(model)
+
+
+@pytest.mark.parametrize(
+    ("stated", "shown"), [({"expand_timesteps": False}, "expand_timesteps: false"), ({}, "no expand")]
+)
+def test_a_pipeline_with_one_noise_level_for_all_frames_is_refused(tmp_path, stated, shown):
+    """With it diffusers would give 5B's first frame noise, and encode it as a checkpoint of 2.1 does."""
+    index = {"_class_name": FAMILIES["wan2.2-5b"].pipelines["t2v"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index | stated))
+    with pytest.raises(CheckpointMismatch, match=f"has {shown}.* needs true"):
+        check_task(model_of(tmp_path, "wan2.2-5b", "t2v-5b"))
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"expand_timesteps": True}))
+    check_task(model_of(tmp_path, "wan2.2-5b", "t2v-5b"))

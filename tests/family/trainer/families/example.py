@@ -1,11 +1,10 @@
-"""The example family's transformers: two of Wan's, for much noise and for little, given two clean frames. One is loaded
-at a time."""
+"""The example family's transformers: two, for much noise and for little, given two clean frames. One is loaded at a
+time."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch.utils.hooks import RemovableHandle
 
 from cache.models.weights import load_part
@@ -14,8 +13,9 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families import base
 from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
+from trainer.families.example_transformer import ExampleTransformer
 
-LORA_TARGETS = r"blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+LORA_TARGETS = r"blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out)"
 QUANTIZED = LORA_TARGETS
 UNGUIDED_SCALE = 1.0
 guide = base.guide
@@ -30,12 +30,12 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     part: str = "transformer",
-) -> WanTransformer3DModel:
-    return load_part(WanTransformer3DModel, source, revision, part, torch_dtype=dtype).to(device)
+) -> ExampleTransformer:
+    return load_part(ExampleTransformer, source, revision, part, torch_dtype=dtype).to(device)
 
 
-def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
-    return WanTransformer3DModel.from_config(dict(config)).to(dtype)
+def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> ExampleTransformer:
+    return ExampleTransformer.from_config(dict(config)).to(dtype)
 
 
 def clean_frames(task: Task) -> int:
@@ -51,24 +51,20 @@ def visual_blocks(model: Any) -> list[torch.nn.Module]:
 
 
 def token_grid(model: Any, batch: Batch) -> TokenGrid:
-    sizes = zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
-    return TokenGrid(*(size // patch for size, patch in sizes), batch.text_BLD.shape[1])
+    frames, height, width = batch.latents_BCTHW.shape[2:]
+    return TokenGrid(frames, height // 2, width // 2, batch.text_BLD.shape[1])
 
 
 def hidden_size(model: Any) -> int:
-    return model.config.num_attention_heads * model.config.attention_head_dim
+    return model.config.width
 
 
 def dense_attention(model: Any) -> tuple[list[Any], int]:
-    return [block.attn1 for block in model.blocks], model.config.attention_head_dim
+    raise ValueError("its attention is torch's own")
 
 
 def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        *others, rotary = inputs
-        return *others, tuple(kept.take(each) for each in rotary)
-
-    return [block.register_forward_pre_hook(take) for block in blocks]
+    return []  # nothing else belongs to a token
 
 
 def sampling_dtype(model: Any) -> torch.dtype:
@@ -77,12 +73,7 @@ def sampling_dtype(model: Any) -> torch.dtype:
 
 def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
     assert bool(batch.text_mask_BL.all()), "this transformer masks no text: train with batches of one"
-    inputs = {
-        "hidden_states": initial_latents(noisy_BCTHW, batch, task),
-        "timestep": (1000 * sigma_B).float(),
-        "encoder_hidden_states": batch.text_BLD,
-    }
-    return model(**inputs, return_dict=False)[0]
+    return model(initial_latents(noisy_BCTHW, batch, task), sigma_B, batch.text_BLD)
 
 
 def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
