@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except LatentpressError as error:
         sys.exit(f"error: {error}")
     for config in configs:
+        if not config.model.family_spec.pipelines:
+            sys.exit(f"error: diffusers has no pipeline of {config.model.family}")
         if not result_folder(config).is_dir():
             sys.exit(f"error: {result_folder(config)} is not there; train it first: latentpress train")
         if arguments.prompt is None:

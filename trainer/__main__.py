@@ -43,6 +43,7 @@ from trainer.run.run_state import (
     check_layers,
     check_methods,
     check_parallel,
+    check_text_width,
     find_resume_state,
     is_finished,
     read_shape,
@@ -108,7 +109,9 @@ def run(
         ):
             compatibility.check_transformer(config.model)
             parts.check_scheduler(config)
-            check_layers(config, read_shape(config))
+            shape = read_shape(config)
+            check_layers(config, shape)
+            check_text_width(config, data, shape)
             if main:
                 require_trackers(config.train)
             with follow_encoding(config, data, summary["skipped"], world, main, console, stop):

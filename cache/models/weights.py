@@ -148,8 +148,8 @@ def load_pretrained(
         }  # refused below
         model, loaded = model_class.from_pretrained(folder, **options, **settings)
     for name, given, wanted in sorted(loaded["mismatched_keys"]):
-        problem = f"{folder}: {name} is of shape {[*given]}, and by its config.json of {[*wanted]}"
-        raise WeightsError(problem, ONE_CHECKPOINT)
+        shapes = f"is of shape {[*given]}, and by its config.json of {[*wanted]}"
+        raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
     counters = "num_batches_tracked"  # of batch norms, for training alone
     needed = [key for key in loaded["missing_keys"] if not key.startswith(tuple(unneeded)) and counters not in key]
     if missing := sorted(needed):

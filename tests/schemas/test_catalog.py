@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -46,6 +47,13 @@ def test_every_task_of_every_family_is_compared():
     compared = {name: family for name, family in FAMILIES.items() if family.pipelines}
     tasks = {(name, flavour.task) for name, family in compared.items() for flavour in family.flavours.values()}
     assert tasks == {(name, task) for name, family in compared.items() for task in family.templates} == set(PIPELINES)
+
+
+def test_the_docs_say_the_shift_of_every_flavour():
+    said = (Path(__file__).resolve().parents[2] / "docs/methods.md").read_text().partition("## Noise levels")[2]
+    defaults = said.partition("The default is the flavour's:")[2].partition(". A published")[0]
+    shifts = {f"{flavour.shift:g}" for family in FAMILIES.values() for flavour in family.flavours.values()}
+    assert shifts <= {*re.findall(r"[\d.]+", defaults)}
 
 
 @pytest.mark.parametrize("key", KANDINSKY)

@@ -14,8 +14,10 @@ import xxhash
 from cache.models import weights
 from cache.order.schedule import BatchSchedule
 from cache.runs.training_run import RESULT_NOTE, read_result_step
+from cache.sets.planned_set import PlannedSet
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
+from cache.shards.tensor_checks import kind_of
 from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.methods import Method, Regularization
@@ -113,6 +115,23 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
         for key, problem in method.layer_problems(count):
             option = ".".join(map(str, ("train.methods", name, *key)))
             raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
+
+
+def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -> None:
+    """RunError if a transformer with this config.json reads texts of another width than the set has, by its first text;
+    of a set whose shards are encoded meanwhile the encoding stages check it."""
+    if isinstance(data, PlannedSet):
+        return
+    names = [name for name in data.part_locations(0) if kind_of(name) == "text"][:1]
+    for tensor, key in config.model.family_spec.text_widths.items():
+        for row in data.part_rows(0, names).values():
+            width = row.tensors[tensor].shape[-1] if tensor in row.tensors and row.tensors[tensor].shape else None
+            if isinstance(shape.get(key), int) and width not in (None, shape[key]):
+                raise RunError(
+                    f"the texts of set {data.id} are {width} wide ({tensor}), and the transformer of "
+                    f"{config.model.source} reads {shape[key]} ({key}): they were encoded for another model",
+                    "Correct model.path or model.flavour, or name a set that was made for this model in train.set.",
+                )
 
 
 def data_signature(data: TrainSet, needs: Collection[str] = ()) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import torch
 
 from cache.order.schedule import BatchSchedule
+from cache.sets.trainset import TrainSet
 from schemas.config.pipeline import Config
 from schemas.devices import device_name
 from trainer import flow
@@ -14,8 +15,10 @@ from trainer.setup.assistant import match_modules
 from trainer.setup.attach import fit_initial, unfreeze
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
 from trainer.setup.quantize import NF4_COLUMN_MULTIPLE, base_matrices, can_quantize
+from trainer.validation import load_scheduler
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
+PROBED_TOKENS = 1024  # of an image for which a scheduler is tried
 
 
 def check_setup(config: Config, family: FamilyModule, device: torch.device) -> None:
@@ -60,6 +63,24 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
             f"convolutions: {', '.join(convolutions[:3])} ...",
             "Set train.adapter.init_weights to default or gaussian, or train.adapter.targets to linear layers only.",
         )
+
+
+def check_scheduler(config: Config, family: FamilyModule, data: TrainSet) -> None:
+    """RunError if the checkpoint's scheduler, by which validation prompts are denoised, is missing, or can't have the
+    family's noise levels or validation.shift."""
+    if not data.meta["validation"]:
+        return
+    model, steps = config.model, config.model.family_spec.steps
+    try:
+        scheduler = load_scheduler(model.source, model.revision, config.validation.shift)
+        family.set_timesteps(scheduler, steps, PROBED_TOKENS, torch.device("cpu"))
+    except Exception as error:  # whatever a scheduler of another family raises
+        raise RunError(
+            f"{model.source}/scheduler can't denoise validation prompts as {model.family}'s pipeline does: "
+            f"{str(error) or type(error).__name__}",
+            f"Take scheduler/ from the checkpoint's own repository, such as {model.flavour_spec.repo}, or correct "
+            "validation.shift.",
+        ) from error
 
 
 def check_noise_levels(config: Config, schedule: BatchSchedule) -> None:

@@ -39,7 +39,7 @@ from trainer.run.sharded import is_sharded
 from trainer.setup.assistant import add_assistant
 from trainer.setup.attach import make_trainable
 from trainer.setup.blocks import check_compile, check_offload, compile_blocks, loading_device, reduce_memory
-from trainer.setup.checks import check_noise_levels, check_setup
+from trainer.setup.checks import check_noise_levels, check_scheduler, check_setup
 from trainer.setup.ema import MovingAverage
 from trainer.setup.load import (
     choose_dtypes,
@@ -199,6 +199,7 @@ def prepare_run(
     check_setup(config, family, device)
     check_attention(config, family, device)
     check_noise_levels(config, schedule)
+    check_scheduler(config, family, data)
     methods = make_methods(run_state.used_methods(config, data))
     set_up_methods(methods, config, family, data)
     signature, bad_steps = run_state.resume_signature(config, data, schedule), BadStepCounter(settings.max_bad_steps)

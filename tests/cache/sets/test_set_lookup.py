@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cache.sets.set_lookup import open_set
+from cache.sets.set_lookup import diff_recipes, open_set
 from cache.sets.trainset import SetNotFound
 from cache.store.store import Store
+from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, USAGE
+from schemas.recipe import build_recipe
 from stages import bucket, discover, encode_latents, encode_text, export, index, status
+from tests.project import SETTINGS
 from trainer.__main__ import run as train
 
 STAGES = (discover, bucket, encode_text, encode_latents, index)
@@ -98,6 +101,18 @@ def test_a_changed_configuration_has_no_set_until_it_is_made(photos) -> None:
     assert "latentpress index" in photos.run(status.run, "text.max_length=64").details["training_set"]
     assert trained_on(photos) == first
     assert made(photos, *changes) == trained_on(photos, *changes) != first
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_recipe_equals_itself_once_it_was_written(kind: str) -> None:
+    """Whatever type a setting has, such as the tuple of the hidden states that are stored."""
+    model, datasets = SETTINGS[kind], [{"id": "a", "instance_data_dir": "a", "conditioning_data": "b"}]
+    if kind.endswith("v"):
+        datasets = [{"id": "a", "instance_data_dir": "a", "dataset_type": "video"}]
+    train = {"experts": "both"} if "a14b" in kind else {}
+    config = Config.model_validate({"root": "r", "model": model, "datasets": datasets, "train": train})
+    recipe = build_recipe(config, 16)
+    assert diff_recipes(json.loads(json.dumps(recipe)), recipe) == []
 
 
 @pytest.mark.slow
