@@ -1,6 +1,7 @@
 """A checkpoint that lacks a weight is refused by name: the libraries would draw it at random and go on. So is one with
 weights of other shapes or, of what diffusers loads, with more of them: its config.json is another model's."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -80,3 +81,18 @@ def test_each_part_with_weights_of_another_model(tiny: Callable[[str], Path], tm
         add = lambda weights: weights.update({"blocks.99.weight": torch.zeros(3)})  # noqa: E731
         with pytest.raises(WeightsError, match=r"has weights that .* does not have: blocks\.99\.weight"):
             load(with_weights(whole, tmp_path / f"{part} more", part, add), kind, part)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_text_encoder_knows(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its last tokens would be found to be missing in the middle of encoding."""
+
+    def shorten(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "embed_tokens" in name]:
+            weights[name] = weights[name][:100].clone()
+
+    folder = with_weights(tiny("z-image"), tmp_path / "model", "text_encoder", shorten)
+    file = folder / "text_encoder" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 100}))
+    with pytest.raises(WeightsError, match=r"its tokenizer has \d+ tokens, and its text encoder knows 100") as caught:
+        load(folder, "z-image", "text_encoder")
+    assert "take tokenizer/" in caught.value.next_step

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from cache.models.weights import config_errors, fetch_components, load_pretrained
+from cache.models.weights import WeightsError, config_errors, fetch_components, load_pretrained
 from schemas.config.captioning import Caption
 from schemas.config.encoding import Text
 from schemas.config.pipeline import Config
@@ -159,6 +159,12 @@ class TextEncoder(ABC, Generic[Reader]):
     def _language_model(self, model_class: Any, folder: Path, unused: Sequence[str] = ()) -> Any:
         folder /= "text_encoder"
         model = load_language_model(model_class, folder, self.dtype, self.device, self._options, unused)
+        known, read = model.get_input_embeddings().weight.shape[0], len(self._tokenizer)
+        if read > known:
+            raise WeightsError(
+                f"{self.source}: its tokenizer has {read} tokens, and its text encoder knows {known}",
+                "take tokenizer/ from the repository that text_encoder/ is from",
+            )
         if self._options.quantization == "nf4-bnb":
             self.unquantized = unquantized_layers(model)
         return model

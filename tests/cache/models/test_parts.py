@@ -103,3 +103,21 @@ def test_bucket_and_encoding_refuse_another_size_of_text_encoder(tiny: Tiny, pro
         with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, of 3 layers 12288, .*_attention_dim = 96"):
             home.run(program)
     assert not home.shards("text")
+
+
+def test_parts_of_a_repository(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared by the encoding stages, which ask the hub; `bucket` asks nothing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commit, repository = "1" * 40, tmp_path / "hub" / "models--someone--mixed"
+    folder = small_files(tiny, "z-image", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    config = configured(Path("someone/mixed"), "z-image")
+    check_parts(config, ask_hub=True)
+    change(folder / "text_encoder" / "config.json", hidden_size=4096)
+    check_parts(config, ask_hub=False)
+    with pytest.raises(CheckpointMismatch, match=r"hidden_size = 4096, and transformer/config\.json has cap_feat_dim"):
+        check_parts(config, ask_hub=True)
+    (folder / "transformer" / "config.json").unlink()  # as where only the encoders were downloaded
+    check_parts(config, ask_hub=True)
