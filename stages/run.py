@@ -36,9 +36,9 @@ from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
 from schemas.cli.starting import install_command
-from schemas.config.encoding import CACHE_LIMIT, StageName
+from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
-from schemas.errors import DAMAGE, INCOMPLETE, OK, LatentpressError
+from schemas.errors import DAMAGE, INCOMPLETE, OK
 from schemas.libraries import require_libraries
 from schemas.text_format import describe_exit, shown_path
 from stages.discovery.media_table import OtherSettings
@@ -61,7 +61,6 @@ MADE_BY: dict[str, StageName] = {
 }
 MOST_PLANS = 3  # that are made again where the configuration is edited between two stages
 STOPPED_S = 10.0  # for the report of a run that was stopped: schedulers wait 30 s before they kill
-PROMPT_STAGES = ("bucket", *ENCODE_PROGRAMS.values(), "index")  # those that new validation prompts need
 
 
 @for_each_expert(in_order=True)
@@ -74,34 +73,22 @@ def run(
     allow_missing: Annotated[
         bool, typer.Option("--allow-missing", help="For index: leave out the samples whose media were missing.")
     ] = False,
-    prompts: Annotated[
-        bool,
-        typer.Option(
-            "--prompts",
-            help="Only what new validation prompts need: plan and encode them, and make a set with them, which a run "
-            "that is training takes them from.",
-        ),
-    ] = False,
 ) -> Report:
     refuse_partition(options, "run")
     refuse_ranks()
     check_models(config)
-    require_libraries(config, "train" in config.stage_order and not prompts)
-    if prompts and config.cache.limit is not None:
-        what = f"--prompts: with {CACHE_LIMIT}, validation prompts are encoded when training begins"
-        raise LatentpressError(what, "Stop the run, and start `latentpress run` again.")
-    order = [stage for stage in _stage_order(config, options) if not prompts or stage in PROMPT_STAGES]
+    require_libraries(config, "train" in config.stage_order)
+    order = _stage_order(config, options)
     folder = config.run_folder
-    aside = options.dry_run or prompts  # of the run itself: nothing is told, recorded or uploaded
-    note = nullcontext() if aside else noted("run", folder / LOGS)
+    note = nullcontext() if options.dry_run else noted("run", folder / LOGS)
     processes = StageProcesses({"index": ["--allow-missing"]} if allow_missing else {})
     followers = EncodingFollowers(config, options, processes)
     stop_handler = StopHandler(max_time, followers.stop_all)
     watchers = Watchers(config, options, console, stop_handler)
-    if not aside and "train" in order and is_running(folder):
+    if not options.dry_run and "train" in order and is_running(folder):
         raise OutputLocked(folder)
-    with console.keep_log(None if aside else folder), stop_handler.stop_on_signals(), note, watchers:
-        if not aside:
+    with console.keep_log(None if options.dry_run else folder), stop_handler.stop_on_signals(), note, watchers:
+        if not options.dry_run:
             check_writable(folder)
             clear_failure(folder)
             remove_unfinished(folder)
@@ -109,23 +96,23 @@ def run(
         try:
             report = _run_stages(order, config, options, console, processes, stop_handler, followers, watchers)
         except StageFailed as failed:
-            if not aside and read_failure(folder) is None:  # training records its own
+            if not options.dry_run and read_failure(folder) is None:  # training records its own
                 record_failure(folder, failed.stage, failed.reason, failed.advice)
             if (folder / METRICS_FILE).exists() and (page := _make_report(options, console, processes)):
                 console.log(f"the report of what was done: {shown_path(page)}")
             raise
-        if not aside and (page := _find_report(config, report, options, console, processes, stop_handler)):
+        if not options.dry_run and (page := _find_report(config, report, options, console, processes, stop_handler)):
             report.details["report"] = page
-        if not (aside or stop_handler.reason):
+        if not (options.dry_run or stop_handler.reason):
             if config.hub.repo and "train" in order and not report.remaining:
                 _push(report, options, console, processes)
             for row in report.details["stages"]:
                 if row["remaining"] and read_failure(folder) is None:
                     record_failure(folder, row["stage"], f"it left {row['remaining']} to do", *report.next_steps[:1])
-    if not aside:
+    if not options.dry_run:
         report.details = sort_results(report.details | find_folders(folder))
         if report.set_aside:
-            report.next_steps.append("latentpress status --rejects   # what was set aside, by reason")
+            report.next_steps.append("latentpress status --rejects   # what was rejected, by reason")
     if watchers.failed:
         report.details["watchers_that_failed"] = watchers.failed
     if stop_handler.reason:

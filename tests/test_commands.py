@@ -147,7 +147,7 @@ class Typist:
                 self.rehearsal.write(named)
         writes_nothing = program in ALONE or ("--dry-run" in command and (program in BEGIN or "--card" in command))
         if not writes_nothing and file not in self.begun:
-            if program not in BEGIN or "--prompts" in command:
+            if program not in BEGIN:
                 self._finish(file)
             self.begun.add(file)
         if OTHER in command:

@@ -24,7 +24,6 @@ from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.interruption import MaxTimeOption
 from schemas.cli.progress import activity, show_activities
 from schemas.config.encoding import CACHE_LIMIT
-from schemas.config.loading import load_config
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
@@ -35,7 +34,6 @@ from trainer.run.interruption import StopRequest, StopTraining, describe_progres
 from trainer.run.metrics import describe_results, require_trackers
 from trainer.run.new_data import first_step
 from trainer.run.output_folder import lock_output
-from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.run_state import (
     RunError,
     RunFinished,
@@ -118,9 +116,9 @@ def run(
                 with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
                     from trainer.train import train
 
-                device, prompts = options.device or config.train.device, follow_prompts(config, data, options, console)
+                device = options.device or config.train.device
                 try:
-                    summary = train(config, data, schedule, console, device, stop, prompts)
+                    summary = train(config, data, schedule, console, device, stop)
                 except StopTraining:  # before the first step, while data were waited for
                     console.log(f"stopped by {stop.reason}")
     except RunFinished:
@@ -160,18 +158,6 @@ def _report_damage(report: Report, damage: DamageError) -> Report:
     report.damage.append({**location, "reason": "damaged", "message": message})
     report.next_steps = [rebuild_advice(damage.path)]
     return report
-
-
-def follow_prompts(config: Config, data: TrainSet, options: Options, console: Console) -> PromptUpdates | None:
-    """None where the set was named, or rolls: its prompts are those of the run."""
-    if config.train.set != "current" or config.cache.limit is not None or not config.datasets:
-        return None
-    return PromptUpdates(
-        config,
-        data,
-        lambda: load_config(options.config, options.overrides),
-        lambda message: console.warn(options.add_given_options(message)),
-    )
 
 
 def report_finished(report: Report, config: Config) -> Report:

@@ -30,7 +30,6 @@ from trainer.run import checkpoint, metrics, run_state
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
 from trainer.run.new_data import recorded_changes
 from trainer.run.output_folder import explain_failures
-from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.sharded import gather
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.experts import other_expert
@@ -47,7 +46,6 @@ def train(
     console: Console,
     device: str,
     stop: StopRequest | None = None,
-    updates: PromptUpdates | None = None,
 ) -> dict[str, Any]:
     """Train to config.train.steps and save the result under <output>/<run>, or a checkpoint where `stop` asks for it;
     returns details for the report, of which "saved" is there only at the end.
@@ -57,7 +55,6 @@ def train(
     """
     with explain_failures(config.run_folder):
         run = prepare_training(config, data, schedule, console, device)
-        run.updates = updates
         with unwrap_at_end(run):
             return train_loop(run, stop)
 
@@ -264,13 +261,12 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
                 predict, reader, settings, batch_size, device, run.skip_frames, shown.advance, run.data_changes
             )
         record({"step": done, **losses, "eval_weights": weights})
-    config, prompts = run.updates.check(run.files) if run.updates else (run.config, reader.data)
-    if prompts.meta["validation"]:
-        samples, share = validation.list_samples(config, prompts), run.validation_share
+    if reader.data.meta["validation"]:
+        samples, share = validation.list_samples(run.config, reader.data), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
         with shows as shown, run.files.collected(folder) as target:
-            write = partial(validation.write_validation_latents, run.model, run.family, config, prompts)
+            write = partial(validation.write_validation_latents, run.model, run.family, run.config, reader.data)
             target_folder = target if run.is_main or share[1] > 1 else None
             write(target_folder, device, share, predict.autocast, shown.advance, partial(other_expert, run))
         run.log(f"step {done}: {len(samples)} validation latents in {shown_path(folder)}")

@@ -42,8 +42,6 @@ MAX_VALUE_CHARS = 60  # of a value in a message
 _LIST_ITEM = object()  # in place of a value: the start of a section or of an item of a list
 RUN_HINT = "Run `latentpress run`, which makes what is missing and indexes it"
 
-PROMPTS_HINT = "Run `latentpress run --prompts`, which encodes the validation prompts and makes a set with them"
-
 JsonDict = dict[str, Any]
 
 
@@ -204,12 +202,10 @@ def find_configured_id(store: Store, config: Config) -> str:
         other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
         differences = diff_recipes(record["recipe"], recipe) + other
     differences = differences or ["nothing, and only the file that points to it is missing"]
-    only_prompts = all(difference.startswith("validation.") for difference in differences)
-    hint = PROMPTS_HINT if only_prompts and config.cache.limit is None else RUN_HINT
     raise SetNotFound(
         f"no training set under {store.path('sets')} is what this configuration makes; the newest of "
         f"{config.model.family} {config.model.task}, {newest}, was made otherwise: {_join_first(differences)}",
-        f"{hint}; or, to use that set as it is, name it: train.set: {newest}.",
+        f"{RUN_HINT}; or, to use that set as it is, name it: train.set: {newest}.",
     )
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from cache.runs.training_run import LOCK_NAME
 from cache.sets.set_lookup import open_configured_set
-from cache.sets.trainset import SetNotFound
 from schemas import libraries
 from schemas.cli.console import Console, Options, Report, run_program
 from schemas.config.loading import load_config
@@ -31,7 +30,6 @@ from tests.processes import PATIENCE_S
 from tests.project import Project
 from tests.reports import odd_keys
 from trainer.__main__ import run as train
-from trainer.run.run_state import data_signature
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {
@@ -146,9 +144,10 @@ def a_dry_run_of_what_is_done_does_nothing(home: Project) -> None:
         report = home.run(program, dry_run=True)
         assert report.done == report.remaining == 0 < report.skipped, name
     place = str(home.folder / "export")
-    assert home.run(export.run, to=place, dry_run=True).remaining == home.run(export.run, to=place).done == 2
+    shards = home.run(export.run, to=place, dry_run=True).remaining
+    assert shards == home.run(export.run, to=place).done > 1
     report = home.run(export.run, to=place, dry_run=True)
-    assert (report.done, report.remaining, report.skipped) == (0, 0, 2)
+    assert (report.done, report.remaining, report.skipped) == (0, 0, shards)
     report = home.run(run.run, "datasets.photos.prepend=new", dry_run=True)
     assert (report.done, report.skipped, report.remaining) == (0, 1, 1)  # what follows bucket depends on its result
 
@@ -300,31 +299,3 @@ def test_what_is_edited_between_stages_is_planned(forked_programs, home: Project
     assert [row["stage"] for row in log if row["failed"]] == []
     prompts = [prompt.prompt for prompt in open_configured_set(home.config(), pytest.fail).validation]
     assert "yet another colour" in prompts and "another colour" not in prompts
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_new_prompts_alone(forked_programs: None, home: Project) -> None:
-    """--prompts plans, encodes and indexes them, and leaves alone what came to the media since; nothing is trained."""
-    for program in ("discover", "bucket", "encode-text", "encode-latents", "index"):
-        assert home.run(STAGES[program]).exit_code == 0
-    before = open_configured_set(home.config(), pytest.fail)
-    (home.folder / "more.yaml").write_text("two: another colour\nthree: {prompt: a third, size: [64x64, 96x64]}\n")
-    home.settings["validation"]["prompts_file"] = "more.yaml"
-    home.image("late.png", (64, 64), "a late colour", 9)
-    with pytest.raises(SetNotFound) as caught:
-        open_configured_set(home.config(), pytest.fail)
-    assert "latentpress run --prompts" in caught.value.next_step
-    code, report, _, log = latentpress(home, "run", "--prompts")
-    assert code == 0, log
-    done = {row["stage"]: row["done"] for row in report.details["stages"]}
-    assert [*done] == ["bucket", "encode-text", "encode-latents", "index"] and done["encode-text"] == 2
-    after = open_configured_set(home.config(), pytest.fail)
-    prompts = [(prompt.name, prompt.bucket) for prompt in after.validation]
-    assert prompts == [("one", "64x64@1"), ("two", "64x64@1"), ("three", "64x64@1"), ("three", "96x64@1")]
-    assert data_signature(after)["digest"] == data_signature(before)["digest"]
-    assert not (home.folder / "output").exists() or not list((home.folder / "output").glob("*/checkpoints"))
-    home.settings["cache"] = {"rolling": {"max_gb": 1}}
-    home.config()
-    code, _, document, _ = latentpress(home, "run", "--prompts")
-    assert code != 0 and "cache.rolling" in document["error"]["message"]

@@ -32,7 +32,6 @@ from trainer.run import checkpoint, resume, run_state
 from trainer.run.changed_settings import describe_rank, find_changed_settings, refuse_differences
 from trainer.run.interruption import StopRequest
 from trainer.run.new_data import Change, first_step, list_changes
-from trainer.run.prompt_updates import PromptUpdates
 from trainer.run.rank_watch import RankWatch
 from trainer.run.run_files import RunFiles
 from trainer.run.sharded import is_sharded
@@ -77,7 +76,6 @@ class TrainState:
     average: MovingAverage | None = field(init=False)
     reads_late: bool = field(init=False)  # see `can_read_late`
     stop: StopRequest | None = None
-    updates: PromptUpdates | None = None  # None: the prompts of the set, to the end
     data_changes: list[Change] = field(default_factory=list)
     new_set: str | None = None  # on which the run goes on, if it is not that of the step before
 
