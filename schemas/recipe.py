@@ -28,11 +28,11 @@ PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalis
 # those that read references
 PROMPT_REFERENCE = "torch-uint8-bicubic-antialias;fused-normalize"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
-MASK = "grey-over-black;pillow-bilinear;area-mean"
-# stages/media: image.py, color.py and header.py
+MASK = "gray-over-black;pillow-bilinear;area-mean"
+# stages/media: image.py, color.py, profiles.py and header.py
 COLOR = (
-    "srgb8-over-white;yuv-tagged-else-709-above-576-lines-601-below;wide-primaries-to-709;mirrored-as-shown;"
-    "hdr-and-interlaced-refused"
+    "srgb8-rounded-over-white;yuv-tagged-else-709-above-576-lines-601-below;profiles-and-wide-primaries-to-srgb;"
+    "mirrored-as-shown;main-track;hdr-and-interlaced-refused"
 )
 #: Of vision features: the model's pixels, and its patch tokens.
 VISION_PIXELS = "aspect-kept-to-multiples-of-14;pillow-bicubic;imagenet-mean-deviation"

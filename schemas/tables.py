@@ -10,10 +10,10 @@ import pyarrow as pa
 from schemas.references import REFERENCE_PARTS, SOURCE_ROLES
 
 FORMAT_VERSION = 1  # of shards
-TABLES_VERSION = 3  # a version of its own, so that a new table leaves shards readable
-#: Of a training set: TABLES_VERSION, 4 where its samples have rows in shards of further kinds, 5 where they have
+TABLES_VERSION = 6  # a version of its own, so that a new table leaves shards readable
+#: Of a training set: TABLES_VERSION, 7 where its samples have rows in shards of further kinds, 8 where they have
 #: reference images (`index_schema`).
-SET_VERSIONS = (TABLES_VERSION, 4, 5)
+SET_VERSIONS = (TABLES_VERSION, 7, 8)
 
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
@@ -30,13 +30,14 @@ _DRAWS = [("repeats", _int), ("weight", _float), ("regularisation", pa.bool_())]
 GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)])
 
 #: media/<dataset>/media.arrow: what discover found, one row per item, sorted by path. A path names an item within its
-#: source, always with "/": a file below the folder, "shard-000.tar/000123.jpg", a row of a table. size: bytes.
-#: version: changes when the item may have changed (modification time, ETag, ...). width, height: pixels as shown
-#: (orientation applied). frames, rate (frames per second), duration (seconds), constant_rate (whether frames follow
-#: each other evenly): null for images. scenes: seconds at which each new scene begins, null where not looked for.
-#: captions_version: of the caption file, null where the listing has the captions. source, mask: paths of companions
-#: within their own source. Further source images follow as source_2, ..., the largest face as face (`media_schema`),
-#: and columns of a manifest as "extra.<name>", with their own types.
+#: source, always with "/": a file below the folder, "shard-000.tar/000123.jpg", a row of a table. size: bytes. version:
+#: changes when the item may have changed (modification time, ETag, ...). width, height: pixels as shown (orientation
+#: applied). frames, rate (frames per second), duration (seconds), constant_rate (whether frames follow each other
+#: evenly): null for images. track: number of the video track that is read, from 0; null if there is only one. scenes:
+#: seconds at which each new scene begins, null where not looked for. captions_version: of the caption file, null where
+#: the listing has the captions. source, mask: paths of companions within their own source. Further source images follow
+#: as source_2, ..., the largest face as face (`media_schema`), and columns of a manifest as "extra.<name>", with their
+#: own types.
 MEDIA_SCHEMA = pa.schema(
     [
         ("path", _str),
@@ -45,6 +46,7 @@ MEDIA_SCHEMA = pa.schema(
         *_fields(_int, "width", "height", "frames"),
         *_fields(_float, "rate", "duration"),
         ("constant_rate", pa.bool_()),
+        ("track", _int),
         ("scenes", pa.list_(_float)),
         ("captions", pa.list_(_str)),
         *_fields(_str, "captions_version", "source", "source_version", "source_id"),

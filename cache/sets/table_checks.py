@@ -105,6 +105,7 @@ def check_media(table: pa.Table) -> None:
         for name in (side, *(f"{role}_{side}" for role in roles)):
             _check_numbers(table, name, 1, 1 << 31)
     _check_numbers(table, "frames", 0, 1 << 31)
+    _check_numbers(table, "track", 0, 1 << 31)
     for name in ("rate", "duration"):
         _check_numbers(table, name, 0, 1e12)
     _check_lists(table, "captions", 0)

@@ -24,10 +24,11 @@ _THUMBNAIL_EDGE = 240
 
 def probe_media(path: MediaPath, kind: str, *, animations: str = "first-frame", scenes: bool = False) -> dict[str, Any]:
     """Columns of schemas.tables.MEDIA_SCHEMA by name: media_id, kind, width, height, frames, rate, duration,
-    constant_rate, scenes. Raises MediaError.
+    constant_rate, track, scenes. Raises MediaError.
 
     kind: "image" or "video", as listed; with animations="video" an animated image becomes a video. Images have None for
-    frames, rate, duration, constant_rate and scenes; videos for scenes if they are not detected.
+    frames, rate, duration, constant_rate, track and scenes; videos for track if there is only one, and for scenes if
+    they are not detected.
     """
     columns = _probe_file(path, kind, animations)
     if scenes and columns["kind"] == "video":
@@ -36,7 +37,7 @@ def probe_media(path: MediaPath, kind: str, *, animations: str = "first-frame", 
 
 
 def probe_companion(path: MediaPath, kind: str) -> dict[str, Any]:
-    """Columns of an i2i source or a mask: id, kind, width, height, frames, rate, duration, constant_rate. Raises
+    """Columns of an i2i source or a mask: id, kind, width, height, frames, rate, duration, constant_rate, track. Raises
     MediaError."""
     columns = _probe_file(path, kind, "first-frame")
     del columns["scenes"]
@@ -48,7 +49,7 @@ def _probe_file(path: MediaPath, kind: str, animations: str) -> dict[str, Any]:
     if isinstance(info, ImageInfo) and info.is_animated and animations == "video":
         info = animation.probe_animation(path)
     columns = {"kind": "video" if isinstance(info, VideoInfo) else "image", "width": info.width, "height": info.height}
-    names = ("frames", "rate", "duration", "constant_rate", "scenes")
+    names = ("frames", "rate", "duration", "constant_rate", "track", "scenes")
     return columns | {name: getattr(info, name, None) for name in names}  # an image has none of these
 
 

@@ -19,7 +19,10 @@ from stages.discovery.sources.columns import hash_texts, to_mask
 
 #: Columns of MEDIA_SCHEMA by what must be read for them.
 COLUMN_GROUPS = {
-    "media": ("media_id", "kind", "width", "height", "frames", "rate", "duration", "constant_rate", "scenes", FACE),
+    "media": (
+        *("media_id", "kind", "width", "height", "frames", "rate", "duration"),
+        *("constant_rate", "track", "scenes", FACE),
+    ),
     "captions": ("captions",),
     **{role: (f"{role}_id", f"{role}_width", f"{role}_height") for role in SOURCE_ROLES},
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),

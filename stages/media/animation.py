@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from schemas.clips import TIME_TOLERANCE
-from stages.media.container import TimedFrame, require_ascending, select_frames
+from stages.media.container import TimedFrame, require_ascending, require_size, select_frames
 from stages.media.files import MediaError, MediaPath, open_media, unreadable_error
-from stages.media.image import open_image, probe_image, to_srgb
+from stages.media.image import iter_chunks, open_image, probe_image, to_srgb
 from stages.media.video import VideoInfo
 
 _MIN_DURATION_S, _DEFAULT_DURATION_S = 0.010, 0.100
@@ -34,27 +34,32 @@ def probe_animation(path: MediaPath) -> VideoInfo:
     return VideoInfo(info.width, info.height, 0, frames, frames / total, total, constant_rate, info.format.lower())
 
 
-def read_frames(path: MediaPath, times: Sequence[float]) -> Iterator[np.ndarray]:
+def read_frames(path: MediaPath, times: Sequence[float], *, background: str = "white") -> Iterator[np.ndarray]:
     """For each time, ascending, the frame that is shown: uint8 (height, width, 3), RGB, as
     `stages.media.video.read_frames`. Always decodes from the beginning."""
     require_ascending(times)
     if not times:
         return
-    last: Image.Image | None = None
-    for picture in select_frames(_decode_frames(path), times, TIME_TOLERANCE, path):
-        if picture is not last:
-            last, pixels = picture, np.asarray(picture)
+    info = probe_image(path)
+    last: TimedFrame | None = None
+    for shown in select_frames(_decode_frames(path, background), times, TIME_TOLERANCE, path):
+        if shown is not last:
+            require_size(path, shown, shown.frame.size, (info.width, info.height))
+            last, pixels = shown, np.asarray(shown.frame)
         yield pixels
 
 
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
     """(seconds, uint8 (height, width, 3), RGB) of every frame, at most `edge` pixels wide and high."""
-    for time, _, picture in _decode_frames(path):
+    info = probe_image(path)
+    for shown in _decode_frames(path):
+        picture: Image.Image = shown.frame
+        require_size(path, shown, picture.size, (info.width, info.height))
         picture.thumbnail((edge, edge))
-        yield time, np.asarray(picture)
+        yield shown.time, np.asarray(picture)
 
 
-def _decode_frames(path: MediaPath) -> Iterator[TimedFrame]:
+def _decode_frames(path: MediaPath, background: str = "white") -> Iterator[TimedFrame]:
     durations = _frame_durations(path)
     starts = accumulate(durations, initial=0.0)
     with open_image(path) as image:
@@ -62,7 +67,7 @@ def _decode_frames(path: MediaPath) -> Iterator[TimedFrame]:
         skipped = 1 if getattr(image, "default_image", False) else 0
         for index, (start, duration) in enumerate(zip(starts, durations, strict=False)):
             image.seek(index + skipped)
-            yield TimedFrame(start, duration, to_srgb(image, path))
+            yield TimedFrame(start, duration, index, to_srgb(image, path, background))
 
 
 def _frame_durations(path: MediaPath) -> list[float]:
@@ -121,28 +126,14 @@ def _gif_durations(file: BinaryIO) -> Iterator[float]:
 
 def _webp_durations(file: BinaryIO) -> Iterator[float]:
     """Seconds of each frame, from the chunks ANMF. The file is read to its real end, not the declared one."""
-    for name, content in _iter_chunks(file, 12, "<4sI", 0, 2):
+    for name, content in iter_chunks(file, 12, "<4sI", 0, 2):
         if name == b"ANMF":
             yield int.from_bytes(content[12:15], "little") / 1000
 
 
 def _png_durations(file: BinaryIO) -> Iterator[float]:
     """Seconds of each frame, from the chunks fcTL."""
-    for name, content in _iter_chunks(file, 8, ">I4s", 4, 1):
+    for name, content in iter_chunks(file, 8, ">I4s", 4, 1):
         if name == b"fcTL":
             numerator, denominator = struct.unpack_from(">HH", content, 20)
             yield numerator / (denominator or 100)
-
-
-def _iter_chunks(file: BinaryIO, at: int, layout: str, checksum: int, align: int) -> Iterator[tuple[bytes, bytes]]:
-    """(name, first 26 bytes) of chunks with headers of this layout, each padded to `align` bytes and followed by
-    `checksum` bytes."""
-    while True:
-        file.seek(at)
-        head = file.read(8 + 26)
-        if len(head) < 8:
-            return
-        first, second = struct.unpack_from(layout, head)
-        name, size = (first, second) if isinstance(first, bytes) else (second, first)
-        yield name, head[8:]
-        at += 8 + size + size % align + checksum

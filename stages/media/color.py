@@ -3,22 +3,23 @@
 The matrix and range are those that the stream declares; by default, as in players, limited range and BT.709 from 577
 lines or 1280 columns on, else BT.601. swscale rounds accurately and interpolates the chroma: its fast path takes a
 fifth of the time, but is 1 to 1.5 levels of 255 too dark everywhere, and the conversion costs less than the resize.
-More than 8 bits are rounded.
+More than 8 bits are rounded: by swscale for YUV, here for RGB and gray, to which swscale would add half a level.
 
-Wide primaries of standard dynamic range (BT.2020, Display P3) are converted to those of sRGB and clipped, as for a
-photo with such a profile. Primaries of standard-definition television differ little and are kept, as in players. High
-dynamic range (PQ, HLG, Dolby Vision) is refused: tone mapping is a matter of taste.
+ICC profiles and wide primaries are converted as for pictures (stages/media/profiles.py). Primaries of
+standard-definition television differ little and are kept, as in players. High dynamic range (PQ, HLG, Dolby Vision) is
+refused: tone mapping is a matter of taste. Transparency is composited over a background, with straight alpha.
 """
 
-from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from av.video.codeccontext import VideoCodecContext
+from av.video.format import VideoFormat
 from av.video.frame import VideoFrame
-from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, Interpolation, VideoReformatter
-from PIL import Image, ImageFilter
+from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
+from PIL import Image
 
+from stages.media import profiles
 from stages.media.files import MediaError, MediaPath
 
 _TO_RGB_SCALER = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
@@ -34,18 +35,8 @@ _MATRICES = {
 }
 _RGB_MATRIX, _UNSPECIFIED = 0, (2, 3)
 _BT709, _SMPTE170M = 1, 6  # ITU-T H.273; 6 is BT.601 as a matrix
-_HDR_TRANSFERS = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
+_FLOAT_ENDINGS = ("f16le", "f16be", "f32le", "f32be")
 _DOLBY_TAGS = ("dvh1", "dvhe", "dva1", "dvav", "dav1")
-# Chromaticities (x, y) of red, green and blue; white is D65 in all of them (ITU-R BT.709, BT.2020, SMPTE EG 432-1).
-# `to_rgb` converts the wide ones, by FFmpeg's AVColorPrimaries, to those of sRGB.
-_SRGB_PRIMARIES = ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060))
-WIDE_PRIMARIES = {
-    int(ColorPrimaries.BT2020): ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046)),
-    int(ColorPrimaries.SMPTE432): ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060)),
-}
-_WHITE_POINT = (0.3127, 0.3290)
-# Points on each axis of the color table that converts primaries; interpolation errors are below one level.
-_LUT_SIZE = 49
 
 
 class ColorTags(NamedTuple):
@@ -77,27 +68,56 @@ def default_matrix(width: int, height: int) -> int:
     return _BT709 if height > 576 or width >= 1280 else _SMPTE170M
 
 
-def require_convertible(tags: ColorTags, path: MediaPath, codec_tag: str = "") -> None:
-    """Raise MediaError ("hdr", "unsupported-colour") for colors that can't be converted to sRGB."""
-    if tags.transfer in _HDR_TRANSFERS or codec_tag in _DOLBY_TAGS:
+def require_convertible(
+    tags: ColorTags, pixels: VideoFormat | None, path: MediaPath, codec_tag: str = "", profile: bytes = b""
+) -> None:
+    """Raise MediaError ("hdr", "unsupported-colour", "unsupported-samples") for what can't be converted to sRGB.
+
+    pixels: format of the frames, None if unknown.
+    """
+    if tags.transfer in profiles.HDR_TRANSFERS or codec_tag in _DOLBY_TAGS or profiles.is_hdr_profile(profile):
         advice = "tone-map it to standard range (BT.709), for example with zscale and tonemap of FFmpeg"
         raise MediaError("hdr", path, "has high dynamic range (PQ, HLG or Dolby Vision)", advice)
     if tags.matrix not in (*_MATRICES, _RGB_MATRIX, *_UNSPECIFIED):
         problem = f"has a color matrix that is not converted here (number {tags.matrix} of ITU-T H.273)"
         raise MediaError("unsupported-colour", path, problem, "convert it to BT.709")
+    if pixels is not None and pixels.name.endswith(_FLOAT_ENDINGS):
+        problem = f"has samples without a fixed white ({pixels.name})"
+        raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
+
+
+def profile_of(frame: VideoFrame) -> bytes:
+    """The ICC profile of a frame, of the codec (PNG, MJPEG) or of the container (colr in MOV); empty if it has none."""
+    profile: Any = frame.side_data.get("ICC_PROFILE")
+    return b"" if profile is None else bytes(profile)
+
+
+def has_alpha(pixels: VideoFormat) -> bool:
+    """Whether frames of this format may be transparent."""
+    return pixels.has_palette or any(component.is_alpha for component in pixels.components)
 
 
 def to_rgb(
-    converter: VideoReformatter, frame: VideoFrame, tags: ColorTags, size: tuple[int, int] | None = None
+    converter: VideoReformatter,
+    frame: VideoFrame,
+    tags: ColorTags,
+    size: tuple[int, int] | None = None,
+    background: str = "white",
+    may_lack_alpha: bool = False,
 ) -> np.ndarray:
-    """uint8 (height, width, 3), not rotated; with `size` (width, height) scaled to it in low quality."""
+    """uint8 (height, width, 3), not rotated.
+
+    size: (width, height) to scale to in low quality. background: color that transparent parts get. may_lack_alpha:
+    whether a frame whose alpha is zero everywhere is opaque.
+    """
     full = tags.range == ColorRange.JPEG or frame.format.name.startswith("yuvj")
     width, height = size or (frame.width, frame.height)
+    layered = has_alpha(frame.format)
     converted = converter.reformat(
         frame,
         width=width,
         height=height,
-        format="rgb24",
+        format=_rgb_format(frame.format, layered),
         src_colorspace=_MATRICES.get(tags.matrix, _MATRICES[default_matrix(frame.width, frame.height)]),
         src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
         dst_color_range=ColorRange.JPEG,
@@ -105,9 +125,29 @@ def to_rgb(
         threads=1,
     )
     pixels = converted.to_ndarray()
-    if tags.primaries in WIDE_PRIMARIES:
-        return np.asarray(Image.fromarray(pixels).filter(_wide_to_srgb_lut(tags.primaries)))
-    return pixels
+    if pixels.dtype == np.uint16:
+        pixels = profiles.round_to_8_bits(pixels)
+    profile = profile_of(frame)
+    if not (layered or profile or tags.primaries in profiles.WIDE_PRIMARIES):
+        return pixels
+    picture = Image.fromarray(pixels[..., :3])
+    if profile:
+        picture = profiles.profile_to_srgb(picture, profile)
+    else:
+        picture = profiles.primaries_to_srgb(picture, tags.primaries, tags.transfer)
+    if layered and not (may_lack_alpha and not pixels[..., 3].any()):
+        below = Image.new("RGB", picture.size, background)
+        below.paste(picture, mask=Image.fromarray(pixels[..., 3]))
+        picture = below
+    return np.asarray(picture)
+
+
+def _rgb_format(pixels: VideoFormat, layered: bool) -> str:
+    """FFmpeg's name of the format to convert to: of 16 bits for RGB and gray of more than 8 bits."""
+    deep = max(component.bits for component in pixels.components) > 8
+    if deep and (pixels.is_rgb or len(pixels.components) < 3):
+        return "rgba64le" if layered else "rgb48le"
+    return "rgba" if layered else "rgb24"
 
 
 def output_tags(width: int, height: int) -> ColorTags:
@@ -127,23 +167,3 @@ def to_yuv420p(converter: VideoReformatter, pixels_HWC: np.ndarray, tags: ColorT
         interpolation=_TO_YUV_SCALER,
         threads=1,
     )
-
-
-@cache
-def _wide_to_srgb_lut(primaries: int) -> ImageFilter.Color3DLUT:
-    """A table from colors with wide primaries to those with sRGB's, both with BT.709's transfer."""
-    matrix = np.linalg.inv(_to_xyz(_SRGB_PRIMARIES)) @ _to_xyz(WIDE_PRIMARIES[primaries])
-    axis = np.linspace(0.0, 1.0, _LUT_SIZE)
-    blue, green, red = np.meshgrid(axis, axis, axis, indexing="ij")  # red varies fastest
-    values = np.stack([red, green, blue], axis=-1).reshape(-1, 3)
-    light = np.where(values < 0.081, values / 4.5, ((values + 0.099) / 1.099) ** (1 / 0.45))
-    light = np.clip(light @ matrix.T, 0.0, 1.0)
-    table = np.where(light < 0.018, 4.5 * light, 1.099 * light**0.45 - 0.099)
-    return ImageFilter.Color3DLUT(_LUT_SIZE, table.astype(np.float32).ravel())
-
-
-def _to_xyz(primaries: tuple[tuple[float, float], ...]) -> np.ndarray:
-    """(3, 3) matrix from linear RGB to CIE XYZ, for these chromaticities and white D65 (SMPTE RP 177)."""
-    columns = np.array([(x / y, 1.0, (1 - x - y) / y) for x, y in primaries]).T
-    x, y = _WHITE_POINT
-    return columns * np.linalg.solve(columns, [x / y, 1.0, (1 - x - y) / y])

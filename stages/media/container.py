@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 import av
 from av.container import InputContainer
 from av.packet import Packet
+from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
@@ -33,18 +34,48 @@ REMUX_ADVICE = "convert it, for example with ffmpeg -i IN OUT.mp4"
 _BUFFER_BYTES = 1 << 16
 
 
+# FFmpeg's decoders that read the transparency in Matroska's block additions, by the codec's name; its own drop it.
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+
+
 class OpenVideo(NamedTuple):
-    """An open video and its first real video stream. file: that FFmpeg reads from, or None if it opened the path."""
+    """An open video and the stream of its track that is read.
+
+    decoder: of the stream's packets. size: declared width and height of stored frames, zeros if undeclared. file: that
+    FFmpeg reads from, or None if it opened the path.
+    """
 
     container: InputContainer
     stream: VideoStream
+    decoder: VideoCodecContext
+    size: tuple[int, int]
     path: MediaPath
     file: BinaryIO | None
+
+    @property
+    def may_lack_alpha(self) -> bool:
+        """Whether the fourth byte of a pixel may be unused, and zero: in uncompressed AVI (BI_RGB)."""
+        return self.container.format.name == "avi" and self.decoder.name == "rawvideo"
+
+
+def video_tracks(container: InputContainer) -> list[VideoStream]:
+    """The video streams, without cover images."""
+    return [stream for stream in container.streams.video if not stream.disposition & stream.disposition.attached_pic]
+
+
+def main_track(tracks: list[VideoStream]) -> VideoStream | None:
+    """The track that is marked as default; the largest if several are or none is."""
+
+    def pixels(stream: VideoStream) -> int:
+        return stream.width * stream.height if stream.codec_context else 0
+
+    marked = [stream for stream in tracks if stream.disposition & stream.disposition.default]
+    return max(marked or tracks, key=pixels, default=None)
 
 
 @contextmanager
 def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
-    """The container and its first real video stream, closed at the end. Errors until then become MediaError.
+    """The container and its main track, closed at the end. Errors until then become MediaError.
 
     The decoder refuses damaged data instead of concealing it (`err_detect=explode`). A Blob is read in the ranges that
     FFmpeg requests.
@@ -54,19 +85,18 @@ def open_video(path: MediaPath, threads: int = 1) -> Iterator[OpenVideo]:
         with ExitStack() as stack:
             file = stack.enter_context(open_media(path)) if isinstance(path, Blob) else None
             container = stack.enter_context(_open_container(path, file))
-            # Cover images are video streams, too.
-            streams = [s for s in container.streams.video if not s.disposition & s.disposition.attached_pic]
-            if not streams:
+            stream = main_track(video_tracks(container))
+            if stream is None:
                 raise MediaError("no-video-stream", path, "has no video in it", "remove it from the dataset")
-            stream = streams[0]
             if stream.codec_context is None:
                 problem = "has a codec that this FFmpeg can't decode, or its header is damaged"
                 raise MediaError("unknown-codec", path, problem, REMUX_ADVICE)
-            stream.codec_context.options = {"err_detect": "explode"}
-            stream.thread_count = threads
+            decoder = _find_decoder(stream, path)
+            decoder.options = {"err_detect": "explode"}
+            decoder.thread_count = threads
             if threads > 1:
-                stream.thread_type = "AUTO"
-            yield OpenVideo(container, stream, path, file)
+                decoder.thread_type = "AUTO"
+            yield OpenVideo(container, stream, decoder, (stream.width, stream.height), path, file)
     except MemoryError as error:  # also FFmpeg's own
         raise out_of_memory_error(path, error) from error
     except av.error.FFmpegError as error:
@@ -92,6 +122,21 @@ def _open_container(path: MediaPath, file: BinaryIO | None) -> InputContainer:
         raise MediaError("unreadable", path, problem, "check its permissions and the disk, then run again") from error
 
 
+def _find_decoder(stream: VideoStream, path: MediaPath) -> VideoCodecContext:
+    """The stream's own decoder; for transparency that this one drops, another."""
+    context = stream.codec_context
+    if not any(key.lower() == "alpha_mode" and value != "0" for key, value in stream.metadata.items()):
+        return context
+    name = _ALPHA_DECODERS.get(context.name)
+    if name not in av.codecs_available:
+        problem = f"has transparency, which this FFmpeg does not decode ({context.name})"
+        raise MediaError("unsupported-alpha", path, problem, "convert it to ProRes 4444, or put it on a background")
+    decoder = av.CodecContext.create(name, "r")
+    assert isinstance(decoder, VideoCodecContext)
+    decoder.extradata = context.extradata
+    return decoder
+
+
 def packets_from_keyframe(reader: OpenVideo) -> Iterator[Packet]:
     """The stream's next packets, from the first keyframe on."""
     return dropwhile(lambda packet: not packet.is_keyframe, reader.container.demux(reader.stream))
@@ -110,7 +155,7 @@ def decode_packets(packets: Iterable[Packet], reader: OpenVideo) -> Iterator[Vid
             start = packet.pts
         leading = packet.pts is not None and start is not None and packet.pts < start
         try:
-            frames = reader.stream.decode(packet)
+            frames = reader.decoder.decode(packet)
         except av.error.InvalidDataError:
             if leading:
                 continue
@@ -131,10 +176,14 @@ def average_rate(stream: VideoStream) -> float:
 
 
 class TimedFrame(NamedTuple):
-    """A decoded frame with its time and duration in seconds from the clip's first frame."""
+    """A decoded frame with its time and duration in seconds from the clip's first frame.
+
+    number: of frames that were decoded before it.
+    """
 
     time: float
     duration: float
+    number: int
     frame: Any
 
 
@@ -156,7 +205,7 @@ def time_tolerance(stream: VideoStream) -> float:
 
 def select_frames(
     shown: Iterator[TimedFrame], times: Sequence[float], tolerance: float, path: MediaPath
-) -> Iterator[Any]:
+) -> Iterator[TimedFrame]:
     """For each time, ascending, the last frame at or before it. Reads one frame of `shown` ahead."""
     current = next(shown, None)
     if current is None:
@@ -167,7 +216,7 @@ def select_frames(
             current, ahead = ahead, next(shown, None)
         if ahead is None:
             require_time_within(path, time, current.time + current.duration, tolerance)
-        yield current.frame
+        yield current
 
 
 def require_time_within(path: MediaPath, time: float, end: float, tolerance: float) -> None:
@@ -175,3 +224,11 @@ def require_time_within(path: MediaPath, time: float, end: float, tolerance: flo
     if time > end - min(tolerance, TIME_TOLERANCE):
         problem = f"ends at {end:.3f} s, before the frame at {time:.3f} s"
         raise MediaError("truncated", path, problem, f"{REPLACE_ADVICE}, or run discover again if it changed")
+
+
+def require_size(path: MediaPath, frame: TimedFrame, size: tuple[int, int], planned: tuple[int, int]) -> None:
+    """Raise MediaError ("variable-size") for a frame of another size than the file's header declares."""
+    if size != planned:
+        sizes = f"{size[0]}x{size[1]} pixels in frame {frame.number} ({frame.time:.3f} s)"
+        problem = f"has {sizes}, and {planned[0]}x{planned[1]} in its header"
+        raise MediaError("variable-size", path, problem, "cut it where the size changes, or encode it in one size")

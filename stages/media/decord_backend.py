@@ -1,11 +1,12 @@
 """`read_frames` with decord, for clips of constant frame rate on x86-64.
 
 decord is unmaintained since 2022. Refused is what it decodes wrongly: files of variable frame rate (it returns wrong
-frames), mirrored videos and wide primaries (it ignores both), and high definition without a declared matrix (it assumes
-BT.601). After a seek it returns wrong frames where a keyframe is not a fresh start (open groups of pictures, x265's
-default; gradual refresh; MPEG-4 with B-frames): such files are decoded from their beginning. It applies rotations
-itself, and reads a Blob into memory completely. Its colors differ from PyAV's by a few levels, because it uses
-swscale's fast path; the decoder is therefore part of a cache's fingerprint.
+frames), mirrored videos, wide primaries, ICC profiles and transparency (it ignores them), frames that change their size
+(it stretches them), several video tracks (it has its own choice), and high definition without a declared matrix (it
+assumes BT.601). After a seek it returns wrong frames where a keyframe is not a fresh start (open groups of pictures,
+x265's default; gradual refresh; MPEG-4 with B-frames): such files are decoded from their beginning. It applies
+rotations itself, and reads a Blob into memory completely. Its colors differ from PyAV's by a few levels, because it
+uses swscale's fast path; the decoder is therefore part of a cache's fingerprint.
 """
 
 import os
@@ -15,8 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from stages.media.color import is_assumed_bt709
-from stages.media.container import OpenVideo, open_video, require_ascending, require_time_within, time_tolerance
+from stages.media import color
+from stages.media.container import (
+    OpenVideo,
+    TimedFrame,
+    decode_packets,
+    open_video,
+    packets_from_keyframe,
+    require_ascending,
+    require_size,
+    require_time_within,
+    time_tolerance,
+)
 from stages.media.files import Blob, MediaError, MediaPath, open_media, out_of_memory_error, unreadable_error
 from stages.media.video import VideoInfo, probe_video
 
@@ -51,12 +62,14 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
             problem = f"is in a container that decord reads wrongly ({container})"
             raise MediaError("unreadable", path, problem, _ADVICE)
         if info.mirrored or info.wide:
-            problem = "is shown mirrored" if info.mirrored else "has colors beyond sRGB"
-            raise MediaError("unreadable", path, f"{problem}, which decord ignores", _ADVICE)
-        if is_assumed_bt709(reader.stream.codec_context):
+            raise _ignored_error(path, "is shown mirrored" if info.mirrored else "has colors beyond sRGB")
+        if info.track is not None:
+            raise _ignored_error(path, f"has several video tracks, of which number {info.track} is the main one")
+        if color.is_assumed_bt709(reader.stream.codec_context):
             problem = "is of high definition and names no color matrix; decord assumes BT.601, players assume BT.709"
             raise MediaError("unsupported-colour", path, problem, _ADVICE)
         tolerance, can_seek = time_tolerance(reader.stream), _can_seek(reader)
+    _check_frames(path, times[-1], info.rate)
     try:
         with ExitStack() as stack:
             # An absolute path is never taken as the name of a protocol.
@@ -70,6 +83,33 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
     except (decord.DECORDError, RuntimeError) as error:
         first_line = str(error).strip().splitlines()[0][:200]
         raise MediaError("unreadable", path, f"can't be decoded by decord ({first_line})", _ADVICE) from error
+
+
+def _ignored_error(path: MediaPath, problem: str) -> MediaError:
+    return MediaError("unreadable", path, f"{problem}, which decord ignores", _ADVICE)
+
+
+def _check_frames(path: MediaPath, end: float, rate: float) -> None:
+    """Raise MediaError if decoded frames until `end` seconds have what decord ignores. With most codecs only keyframes
+    can differ from the frames before them."""
+    with open_video(path) as reader:
+        stream, decoder = reader.stream, reader.decoder
+        if decoder.format and color.has_alpha(decoder.format):
+            raise _ignored_error(path, "has transparency")
+        every = decoder.name == "vp9" or reader.container.format.name == "avi"
+        if not every:
+            decoder.skip_frame = "NONKEY"
+        for number, frame in enumerate(decode_packets(packets_from_keyframe(reader), reader)):
+            if color.has_alpha(frame.format):
+                raise _ignored_error(path, "has transparency")
+            if color.profile_of(frame):
+                raise _ignored_error(path, "has an ICC profile")
+            if not every and frame.pts is not None and stream.time_base:
+                number = round((frame.pts - (stream.start_time or 0)) * stream.time_base * rate)
+            shown = TimedFrame(number / rate, 1 / rate, number, frame)
+            require_size(path, shown, (frame.width, frame.height), reader.size)
+            if shown.time > end:
+                return
 
 
 def _can_seek(reader: OpenVideo) -> bool:

@@ -1,24 +1,26 @@
 """Images: headers without decoding, and pixels as plain 8-bit sRGB.
 
-Loading applies the EXIF (or XMP) orientation; converts an embedded ICC profile to sRGB (a broken one is ignored, as
-viewers do; without one the pixels are taken as sRGB); composites transparency over white; converts gray, palette, CMYK
-and 16-bit samples to 8-bit RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
+Loading applies the EXIF (or XMP) orientation; converts declared colors to sRGB (stages/media/profiles.py; undeclared
+ones are taken as sRGB); composites transparency over white; converts gray, palette, CMYK and 16-bit samples to 8-bit
+RGB; and takes the first frame of an animation. High dynamic range (PQ, HLG) is refused.
 """
 
-import io
+import re
 import struct
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageCms
+from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
 from cache.runs.derived import Mark
+from stages.media import profiles
 from stages.media.files import MediaError, MediaPath, media_size, open_media, out_of_memory_error, unreadable_error
 
 # A fixed list, so that Pillow never tries its interpreter of programs (EPS) or its text formats (XPM) on a dataset.
@@ -28,7 +30,7 @@ MAX_PIXELS = 178_956_970
 # Formats whose animations can be read as videos (stages/media/animation.py).
 ANIMATED_FORMATS = ("GIF", "WEBP", "PNG")
 
-_ORIENTATION_TAG = 0x0112
+_ORIENTATION_TAG, _PHOTOMETRIC_TAG = 0x0112, 0x0106
 _TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -44,9 +46,14 @@ _DECODE_ERRORS = (RuntimeError, SyntaxError, ValueError, EOFError, TypeError, *_
 # Brands of the HEIF container (ISO/IEC 23008-12) that Pillow can't read without a plug-in.
 _HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF_BRANDS = (b"avif", b"avis")
-# Transfer characteristics of ITU-T H.273: PQ and HLG.
-_HDR_TRANSFERS = (16, 18)
-_HEADER_BYTES = 4096
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# Name of a profile that stands for PQ (W3C, "Using the ITU BT.2100 PQ EOTF with the PNG Format").
+_PQ_PROFILE = b"ITUR_2100_PQ_FULL\0"
+# Pillow's rawmodes of 16-bit color end in the order of bytes: little, big, native. The other order of each.
+_DEEP_RAWMODE = re.compile(r"(?!I)\w+;16[LBN]")
+_OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
+_UNDECLARED = 2  # in H.273
+_INFO_COLORS = "declared colors"
 
 
 @dataclass(frozen=True)
@@ -79,22 +86,19 @@ def to_srgb(image: Image.Image, path: MediaPath, background: str = "white") -> I
     """The current frame of an open image: decoded, upright, in mode RGB."""
     # EXIF is read before the pixels, so that the size agrees with `probe_image` wherever the file keeps its EXIF.
     transpose = _TRANSPOSES.get(_exif_orientation(image))
-    image.load()
-    profile = image.info.get("icc_profile")
-    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
-        # 16-bit gray, which Pillow may store in 32 bits; every other mode is 8-bit already.
-        samples = np.asarray(image)
-        if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
-            problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
-            raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
-        image = Image.fromarray(((samples.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+    colors, profile, declared = image.info.get(_INFO_COLORS), image.info.get("icc_profile"), image.size
+    image = _load_8_bits(image, path)
+    if image.size != declared:
+        problem = f"has {image.width}x{image.height} pixels, and {declared[0]}x{declared[1]} in its header"
+        raise MediaError("variable-size", path, problem, "replace it with an intact copy")
     if image.has_transparency_data:
         gray = image.mode in ("L", "LA", "La")
         layered = image.convert("LA" if gray else "RGBA")
         picture = Image.new("RGB", image.size, background)
-        picture.paste(_colors_to_srgb(layered.convert("L" if gray else "RGB"), profile), mask=layered.getchannel("A"))
+        upper = _colors_to_srgb(layered.convert("L" if gray else "RGB"), profile, colors)
+        picture.paste(upper, mask=layered.getchannel("A"))
     else:
-        picture = _colors_to_srgb(image, profile)
+        picture = _colors_to_srgb(image, profile, colors)
     return picture if transpose is None else picture.transpose(transpose)
 
 
@@ -104,16 +108,14 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
     media_size(path)
     try:
         with open_media(path) as file:
-            head = file.read(_HEADER_BYTES)
-            formats = (*FORMATS, *_required_plugin(head, path))
-            if _is_hdr(head):
-                advice = "tone-map it to standard range (sRGB) or remove it"
-                raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
+            plugin = _required_plugin(file, path)
+            colors = None if plugin else _read_code_points(file)
             file.seek(0)
             with warnings.catch_warnings():
                 # Pillow warns at half of its limit; here only the limit counts, and exceeding it is an error.
                 warnings.simplefilter("ignore")
-                with Image.open(file, formats=formats) as image:
+                with Image.open(file, formats=(*FORMATS, *plugin)) as image:
+                    _correct_info(image, colors, path)
                     yield image
     except MemoryError as error:
         raise out_of_memory_error(path, error) from error
@@ -132,13 +134,28 @@ def open_image(path: MediaPath) -> Iterator[Image.Image]:
         raise MediaError(reason, path, problem, "replace it with an intact copy") from error
 
 
-def _required_plugin(head: bytes, path: MediaPath) -> tuple[str, ...]:
+def iter_chunks(file: BinaryIO, at: int, layout: str, checksum: int, align: int) -> Iterator[tuple[bytes, bytes]]:
+    """(name, first 26 bytes) of chunks with headers of this layout, each padded to `align` bytes and followed by
+    `checksum` bytes."""
+    while True:
+        file.seek(at)
+        head = file.read(8 + 26)
+        if len(head) < 8:
+            return
+        first, second = struct.unpack_from(layout, head)
+        name, size = (first, second) if isinstance(first, bytes) else (second, first)
+        yield name, head[8 : 8 + size]
+        at += 8 + size + size % align + checksum
+
+
+def _required_plugin(file: BinaryIO, path: MediaPath) -> tuple[str, ...]:
     """Register the plug-in for a HEIC file and return its format; nothing for other files."""
+    head = file.read(16)
     if head[4:8] != b"ftyp":
         return ()
-    length = min(int.from_bytes(head[:4], "big"), 256)
-    brands = [head[i : i + 4] for i in range(8, length, 4) if i != 12]
-    if any(brand in _AVIF_BRANDS for brand in brands) or not any(brand in _HEIC_BRANDS for brand in brands):
+    compatible = file.read(max(0, int.from_bytes(head[:4], "big") - 16))
+    brands = {head[8:12], *(compatible[i : i + 4] for i in range(0, len(compatible), 4))}
+    if brands.intersection(_AVIF_BRANDS) or not brands.intersection(_HEIC_BRANDS):
         return ()
     try:
         import pillow_heif
@@ -147,15 +164,6 @@ def _required_plugin(head: bytes, path: MediaPath) -> tuple[str, ...]:
         raise MediaError("needs-extra", path, "is a HEIC image, and pillow-heif is not installed", advice) from error
     pillow_heif.register_heif_opener()
     return ("HEIF",)
-
-
-def _is_hdr(head: bytes) -> bool:
-    """Whether the header of an AVIF, HEIC (box colr) or PNG (chunk cICP) declares PQ or HLG."""
-    if head[4:8] == b"ftyp":
-        at = head.find(b"colrnclx")
-        return at > 0 and int.from_bytes(head[at + 10 : at + 12], "big") in _HDR_TRANSFERS
-    at = head.find(b"cICP") if head.startswith(b"\x89PNG") else -1
-    return at > 0 and len(head) > at + 5 and head[at + 5] in _HDR_TRANSFERS
 
 
 def _exif_orientation(image: Image.Image) -> int:
@@ -170,22 +178,137 @@ def _exif_orientation(image: Image.Image) -> int:
     return value if value in _TRANSPOSES else 1
 
 
-def _colors_to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+# -- colors ----------------------------------------------------------------------------------------------------------
+
+
+class _CodePoints(NamedTuple):
+    """Declared primaries and transfer, as numbers of ITU-T H.273."""
+
+    primaries: int
+    transfer: int
+
+
+def _read_code_points(file: BinaryIO) -> _CodePoints | None:
+    """The colors that a PNG declares before its pixels (chunk cICP), or an AVIF; None for other formats."""
+    file.seek(0)
+    head = file.read(12)
+    if head.startswith(_PNG_SIGNATURE):
+        for name, content in iter_chunks(file, len(_PNG_SIGNATURE), ">I4s", 4, 1):
+            if name == b"cICP" and len(content) == 4:
+                return _CodePoints(content[0], content[1])
+            if name == b"iCCP" and content.startswith(_PQ_PROFILE):
+                return _CodePoints(9, 16)
+            if name == b"IDAT":
+                break
+    elif head[4:8] == b"ftyp":
+        return _CodePoints(*_read_avif_colors(file))
+    return None
+
+
+def _read_avif_colors(file: BinaryIO) -> tuple[int, int]:
+    """Primaries and transfer of the main picture: those of the container, else those of the bitstream."""
+    import av  # not needed for other formats
+
+    from stages.media.container import main_track
+
+    # Without a decoder FFmpeg reads the container alone, in a thousandth of the time.
+    for options in ({"codec_whitelist": "none"}, {}):
+        file.seek(0)
+        try:
+            with av.open(file, "r", metadata_errors="replace", options=options) as container:
+                stream = main_track(list(container.streams.video))
+                context = stream.codec_context if stream else None
+                if context is not None and context.color_trc != _UNDECLARED:
+                    return context.color_primaries, context.color_trc
+        except av.error.FFmpegError:
+            break
+    return _UNDECLARED, _UNDECLARED
+
+
+def _correct_info(image: Image.Image, colors: _CodePoints | None, path: MediaPath) -> None:
+    """Add declared colors to what Pillow found in the header, and scale the transparent gray of a PNG as its samples.
+    Raises MediaError for high dynamic range."""
+    if (found := image.info.get("nclx_profile")) is not None:  # of a HEIC file
+        colors = _CodePoints(found["color_primaries"], found["transfer_characteristics"])
+    profile = image.info.get("icc_profile") or b""
+    if (colors is not None and colors.transfer in profiles.HDR_TRANSFERS) or profiles.is_hdr_profile(profile):
+        advice = "tone-map it to standard range (sRGB) or remove it"
+        raise MediaError("hdr", path, "has high dynamic range (PQ or HLG)", advice)
+    if image.format == "PNG" and colors is not None:
+        image.info.pop("icc_profile", None)  # cICP precedes it
+    image.info[_INFO_COLORS] = colors
+    key = image.info.get("transparency")
+    if image.format == "PNG" and image.mode == "L" and isinstance(key, int):
+        most = {"L;2": 3, "L;4": 15}.get(_rawmode(image), 255)
+        image.info["transparency"] = (key & most) * (255 // most)
+
+
+def _colors_to_srgb(image: Image.Image, profile: bytes | None, colors: _CodePoints | None) -> Image.Image:
     if image.mode not in ("L", "RGB", "CMYK", "LAB", "YCbCr"):
         image = image.convert("RGB")
-    if profile:
-        with suppress(ImageCms.PyCMSError, OSError, ValueError):
-            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-            if not ImageCms.getProfileDescription(source).startswith("sRGB"):
-                converted = ImageCms.profileToProfile(image, source, _srgb_profile(), outputMode="RGB")
-                assert converted is not None  # None only when converting in place
-                return converted
-    return image.convert("RGB")
+    if profile or colors is None:
+        return profiles.profile_to_srgb(image, profile)
+    return profiles.primaries_to_srgb(image.convert("RGB"), *colors)
 
 
-@cache
-def _srgb_profile() -> ImageCms.ImageCmsProfile:
-    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
+# -- samples ---------------------------------------------------------------------------------------------------------
+
+
+def _rawmode(image: Image.Image) -> str:
+    """Pillow's name for the layout of stored samples, before they are loaded."""
+    tiles = getattr(image, "tile", None)
+    arguments = tiles[0].args if tiles else ""
+    return str(arguments[0] if isinstance(arguments, tuple) else arguments)
+
+
+def _load_8_bits(image: Image.Image, path: MediaPath) -> Image.Image:
+    """The current frame, decoded, with 8-bit samples. Raises MediaError for samples without a fixed white."""
+    key, rawmode = image.info.get("transparency"), _rawmode(image)
+    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+        samples = _load_gray(image, rawmode, path)[..., None]
+    elif image.tell() == 0 and _DEEP_RAWMODE.fullmatch(rawmode):
+        samples = _load_color(image, rawmode, path)
+    else:
+        image.load()
+        return image
+    mode = {1: "L", 2: "LA"}.get(samples.shape[-1], image.mode)
+    shown = Image.frombytes(mode, image.size, profiles.round_to_8_bits(samples).tobytes())
+    if key is not None and mode in ("L", "RGB"):
+        alpha = (samples != np.asarray(key)).any(-1)
+        shown.putalpha(Image.fromarray(alpha.astype(np.uint8) * 255))
+    return shown
+
+
+def _load_gray(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
+    """uint16 (H, W) of gray with more than 8 bits, which Pillow may store in 32."""
+    image.load()
+    samples = np.asarray(image)
+    if image.mode == "F" or samples.min() < 0 or samples.max() > 65535:
+        problem = f"has samples without a fixed white ({image.mode}, 32 bits)"
+        raise MediaError("unsupported-samples", path, problem, "convert it to 8 or 16 bits")
+    samples = samples.astype(np.uint16)
+    if rawmode == "I;12":
+        samples = samples << 4 | samples >> 8
+    is_negative = image.format == "TIFF" and image.getexif().get(_PHOTOMETRIC_TAG) == 0  # white is zero
+    return 65535 - samples if is_negative else samples
+
+
+def _load_color(image: Image.Image, rawmode: str, path: MediaPath) -> np.ndarray:
+    """uint16 (H, W, bands) of color with 16 bits. Pillow keeps the upper byte of a sample; the lower one is found by
+    decoding a second time, as if the bytes were in the other order."""
+    # Pillow does not know gray with alpha in the other order, so its four bytes are read as four bands.
+    other = "RGBA" if rawmode == "LA;16B" else rawmode[:-1] + _OTHER_ORDER[rawmode[-1]]
+    image.load()
+    with open_image(path) as second:
+        assert isinstance(second, ImageFile.ImageFile)
+        second.tile = [
+            tile._replace(args=(other, *tile.args[1:]) if isinstance(tile.args, tuple) else other)
+            for tile in second.tile
+        ]
+        low = np.asarray(second)
+    if other == "RGBA":
+        return low[..., ::2].astype(np.uint16) << 8 | low[..., 1::2]
+    return np.asarray(image).astype(np.uint16) << 8 | low
 
 
 def png_info(mark: Mark) -> PngInfo:

@@ -88,12 +88,15 @@ def read_sample_mask(path: MediaPath, kind: str, geometry: dict, times: Sequence
     if kind == "image":
         image = load_image(path, background="black")
         return resize_and_crop_mask(image, crop, bucket, path=path)[None].repeat(max(1, len(times)), axis=0)
-    frames = _iter_frames(path, times, "pyav")
+    frames = _iter_frames(path, times, "pyav", background="black")
     return np.stack([resize_and_crop_mask(Image.fromarray(frame), crop, bucket, path=path) for frame in frames])
 
 
-def _iter_frames(path: MediaPath, times: Sequence[float], decoder: str) -> Iterator[np.ndarray]:
+def _iter_frames(
+    path: MediaPath, times: Sequence[float], decoder: str, background: str = "white"
+) -> Iterator[np.ndarray]:
     if animation.is_animation(path):
-        return animation.read_frames(path, times)
-    backend = decord_backend if decoder == "decord" else video
-    return backend.read_frames(path, times)
+        return animation.read_frames(path, times, background=background)
+    if decoder == "decord":
+        return decord_backend.read_frames(path, times)
+    return video.read_frames(path, times, background=background)

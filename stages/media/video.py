@@ -2,8 +2,8 @@
 
 Times are seconds from the first presented frame, so start offsets and edit lists have no influence. Frames are turned
 and mirrored as they are displayed (FFmpeg stores that without applying it), and have their stored number of pixels: if
-pixels are not square, `VideoInfo` has the display size, and the resize that follows stretches them. For colors see
-stages/media/color.py.
+pixels are not square, `VideoInfo` has the display size, and the resize that follows stretches them. For colors and
+transparency see stages/media/color.py. Of several video tracks the main one is read (`container.main_track`).
 
 Interlaced videos are refused. Which filter restores full frames depends on how the material was made (filmed in fields,
 or film spread over them), which no header tells, and its result at a frame depends on the frames around it.
@@ -18,7 +18,7 @@ import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
-from stages.media import color, header
+from stages.media import color, header, profiles
 from stages.media.color import ColorTags
 from stages.media.container import (
     REMUX_ADVICE,
@@ -30,8 +30,10 @@ from stages.media.container import (
     open_video,
     packets_from_keyframe,
     require_ascending,
+    require_size,
     select_frames,
     time_tolerance,
+    video_tracks,
 )
 from stages.media.files import MediaError, MediaPath, media_size
 from stages.media.header import Orientation, no_frames_error, read_timing
@@ -42,7 +44,8 @@ _SEEK_AFTER_S = 0.5
 # FFmpeg's AVFieldOrder: unknown and progressive. The others are interlaced.
 _PROGRESSIVE_FIELD_ORDERS = (0, 1)
 # Reasons for which reading from the beginning would fail as well.
-_FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "unsupported-colour", "odd-rotation", "missing")
+_UNSUPPORTED = ("unsupported-colour", "unsupported-samples", "unsupported-alpha")
+_FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "odd-rotation", "missing", *_UNSUPPORTED)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class VideoInfo:
     stored frame upright (0, 90, 180, 270). frames: that are shown. rate: average frames per second. duration: seconds
     from the start of the first frame to the end of the last. constant_rate: frames are 1 / rate apart, except for
     rounded timestamps. codec: FFmpeg's name. mirrored: left to right, before the rotation. wide: its primaries are
-    wider than sRGB's.
+    wider than sRGB's. track: number of the video track that is read, from 0, among several; None if there is one.
     """
 
     width: int
@@ -66,6 +69,7 @@ class VideoInfo:
     codec: str
     mirrored: bool = False
     wide: bool = False
+    track: int | None = None
 
 
 def probe_video(path: MediaPath) -> VideoInfo:
@@ -76,16 +80,14 @@ def probe_video(path: MediaPath) -> VideoInfo:
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
             raise MediaError("truncated", path, "is shorter than its own index says", REPLACE_ADVICE)
         _header_tags(reader)
-        turned = header.orientation_of_header(reader)
         timing = read_timing(reader)
-        width, height = context.width, context.height
-        if turned is None or not width:
-            turned, width, height = _probe_keyframe(path)
+        turned, (width, height) = _planned_shape(reader)
         width = max(1, round(width * (stream.sample_aspect_ratio or 1)))
         if turned.transposed:
             width, height = height, width
         if width * height > MAX_PIXELS:
             raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
+        tracks = video_tracks(reader.container)
         return VideoInfo(
             width,
             height,
@@ -93,12 +95,17 @@ def probe_video(path: MediaPath) -> VideoInfo:
             *timing,
             codec=context.name,
             mirrored=turned.is_mirrored,
-            wide=context.color_primaries in color.WIDE_PRIMARIES,
+            wide=context.color_primaries in profiles.WIDE_PRIMARIES,
+            track=tracks.index(stream) if len(tracks) > 1 else None,
         )
 
 
-def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) -> Iterator[np.ndarray]:
+def read_frames(
+    path: MediaPath, times: Sequence[float], *, threads: int = 1, background: str = "white"
+) -> Iterator[np.ndarray]:
     """For each time, ascending, the last frame at or before it: uint8 (height, width, 3), RGB, upright.
+
+    background: color that transparent parts get.
 
     Times of the same frame give the same array. Rounded timestamps are allowed for: by one tick of the time base or a
     millisecond, but at most a quarter of a frame. A time before the first frame gives the first. Decoding starts at the
@@ -109,34 +116,46 @@ def read_frames(path: MediaPath, times: Sequence[float], *, threads: int = 1) ->
     delivered = 0
     if times and times[0] > _SEEK_AFTER_S:
         try:
-            for picture in _decode_at_times(path, times, threads, seek=True):
+            for picture in _decode_at_times(path, times, threads, background, seek=True):
                 yield picture
                 delivered += 1
         except MediaError as error:
             # After a seek, an open group of pictures or a gradual refresh depends on frames that were skipped.
-            # Real damage fails again from the beginning.
+            # Real damage fails again from the beginning, and a frame of another size is numbered from there.
             if error.reason in _FINAL_REASONS:
                 raise
     if delivered < len(times):
-        yield from _decode_at_times(path, times[delivered:], threads, seek=False)
+        yield from _decode_at_times(path, times[delivered:], threads, background, seek=False)
 
 
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
     """(seconds, uint8 (height, width, 3) RGB) of every frame, at most `edge` pixels wide and high, not rotated."""
     with open_video(path) as reader:
-        converter, declared = VideoReformatter(), _header_tags(reader)
-        for time, _, frame in _iter_timed_frames(reader, None):
-            tags = _frame_tags(frame, declared, path)
-            scale = min(1.0, edge / max(frame.width, frame.height))
-            size = max(2, round(frame.width * scale)), max(2, round(frame.height * scale))
-            yield time, color.to_rgb(converter, frame, tags, size)
+        to_rgb, (_, planned) = _Converter(reader, "white"), _planned_shape(reader)
+        scale = min(1.0, edge / max(planned))
+        size = max(2, round(planned[0] * scale)), max(2, round(planned[1] * scale))
+        for shown in _iter_timed_frames(reader, None):
+            require_size(path, shown, (shown.frame.width, shown.frame.height), planned)
+            yield shown.time, to_rgb(shown.frame, size)
+
+
+class _Converter:
+    """Converts frames to RGB pixels, not rotated. Raises MediaError for a frame that can't be converted."""
+
+    def __init__(self, reader: OpenVideo, background: str) -> None:
+        self._reader, self._background = reader, background
+        self._scaler, self._declared = VideoReformatter(), _header_tags(reader)
+
+    def __call__(self, frame: VideoFrame, size: tuple[int, int] | None = None) -> np.ndarray:
+        tags, lacks = _frame_tags(frame, self._declared, self._reader.path), self._reader.may_lack_alpha
+        return color.to_rgb(self._scaler, frame, tags, size, background=self._background, may_lack_alpha=lacks)
 
 
 def _header_tags(reader: OpenVideo) -> ColorTags:
     """The colors that the header declares. Raises MediaError if they can't be converted or it is interlaced."""
     context = reader.stream.codec_context
     tags = ColorTags.of(context)
-    color.require_convertible(tags, reader.path, context.codec_tag)
+    color.require_convertible(tags, context.format, reader.path, context.codec_tag)
     if context.field_order not in _PROGRESSIVE_FIELD_ORDERS:
         raise _interlaced_error(reader.path)
     return tags
@@ -144,7 +163,7 @@ def _header_tags(reader: OpenVideo) -> ColorTags:
 
 def _frame_tags(frame: VideoFrame, declared: ColorTags, path: MediaPath) -> ColorTags:
     tags = ColorTags.of(frame).fill_from(declared)
-    color.require_convertible(tags, path)
+    color.require_convertible(tags, frame.format, path, profile=color.profile_of(frame))
     if frame.interlaced_frame:
         raise _interlaced_error(path)
     return tags
@@ -155,34 +174,46 @@ def _interlaced_error(path: MediaPath) -> MediaError:
     return MediaError("interlaced", path, "is interlaced: each frame holds halves of two moments", advice)
 
 
-def _probe_keyframe(path: MediaPath) -> tuple[Orientation, int, int]:
-    """(orientation, stored width and height) of the first keyframe. Opens the file again, from its beginning."""
+def _planned_shape(reader: OpenVideo) -> tuple[Orientation, tuple[int, int]]:
+    """Orientation and size of stored frames, on which a plan relies: by the header, else by the first keyframe."""
+    turned, size = header.orientation_of_header(reader), reader.size
+    if turned is None or not all(size):
+        turned, found = _probe_keyframe(reader.path)
+        size = size if all(size) else found
+    return turned, size
+
+
+def _probe_keyframe(path: MediaPath) -> tuple[Orientation, tuple[int, int]]:
+    """Orientation and size of the first keyframe. Opens the file again, from its beginning."""
     with open_video(path) as reader:
-        declared = _header_tags(reader)
-        for packet in reader.container.demux(reader.stream):
+        declared, stream = _header_tags(reader), reader.stream
+        for packet in reader.container.demux(stream):
             if packet.is_keyframe and packet.size:
-                # Draining the decoder after one packet is cheaper than filling its delay.
-                if frames := reader.stream.decode(packet) or reader.stream.decode(None):
+                # Draining the decoder after one packet is cheaper than filling its delay. The stream's own decoder,
+                # unlike another, has the matrices of the container.
+                if frames := stream.decode(packet) or stream.decode(None):
                     _frame_tags(frames[0], declared, path)
-                    return header.orientation_of_frame(frames[0], path), frames[0].width, frames[0].height
-                reader.stream.codec_context.flush_buffers()
+                    return header.orientation_of_frame(frames[0], path), (frames[0].width, frames[0].height)
+                stream.codec_context.flush_buffers()
     raise no_frames_error(path)
 
 
-def _decode_at_times(path: MediaPath, times: Sequence[float], threads: int, *, seek: bool) -> Iterator[np.ndarray]:
+def _decode_at_times(
+    path: MediaPath, times: Sequence[float], threads: int, background: str, *, seek: bool
+) -> Iterator[np.ndarray]:
     with open_video(path, threads) as reader:
-        declared, colors = header.orientation_of_header(reader), _header_tags(reader)
+        to_rgb, (planned_turn, planned_size) = _Converter(reader, background), _planned_shape(reader)
         shown = _iter_timed_frames(reader, times[0] if seek else None)
-        converter = VideoReformatter()
         last: VideoFrame | None = None
-        for frame in select_frames(shown, times, time_tolerance(reader.stream), path):
+        for selected in select_frames(shown, times, time_tolerance(reader.stream), path):
+            frame: VideoFrame = selected.frame
             if frame is not last:
-                tags = _frame_tags(frame, colors, path)
                 turned = header.orientation_of_frame(frame, path)
-                if turned != (declared or turned):  # the plan relies on the header
+                if turned != planned_turn:
                     problem = "has another orientation in its frames than its header"
                     raise MediaError("odd-rotation", path, problem, REPLACE_ADVICE)
-                last, picture = frame, turned.apply(color.to_rgb(converter, frame, tags))
+                require_size(path, selected, (frame.width, frame.height), planned_size)
+                last, picture = frame, turned.apply(to_rgb(frame))
             yield picture
 
 
@@ -197,7 +228,7 @@ def _iter_timed_frames(reader: OpenVideo, start: float | None) -> Iterator[Timed
     if reader.container.format.name == "avi":
         # AVI has no presentation times, and with B-frames its timestamps are out of order; but its rate is constant.
         for index, frame in enumerate(frames):
-            yield TimedFrame(index / rate, 1 / rate, frame)
+            yield TimedFrame(index / rate, 1 / rate, index, frame)
         return
     origin = _require_pts(first, path)
     if start is not None:
@@ -205,14 +236,14 @@ def _iter_timed_frames(reader: OpenVideo, start: float | None) -> Iterator[Timed
         start += tick / 2
         frames = _seek_before(reader, origin, origin + math.floor(start / tick))
     previous = -math.inf
-    for frame in frames:
+    for index, frame in enumerate(frames):
         time = (_require_pts(frame, path) - origin) * tick
         if time < previous:
             raise MediaError("bad-timestamps", path, f"goes back in time at {previous:.3f} s", REMUX_ADVICE)
         if start is not None and previous < 0 and time > start:
             raise _unseekable_error(path)
         previous = time
-        yield TimedFrame(time, frame.duration * tick if frame.duration else 1 / rate, frame)
+        yield TimedFrame(time, frame.duration * tick if frame.duration else 1 / rate, index, frame)
 
 
 def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoFrame]:
@@ -225,6 +256,7 @@ def _seek_before(reader: OpenVideo, origin: int, target: int) -> Iterator[VideoF
     second = max(1, round(1 / stream.time_base)) if stream.time_base else 1
     for back in (0, 1, 4, 16):
         reader.container.seek(max(origin, target - back * second), stream=stream, backward=True)
+        reader.decoder.flush_buffers()  # PyAV flushes the stream's own
         packets = packets_from_keyframe(reader)
         key = next(packets, None)
         if key is not None and key.pts is not None and key.pts <= target:

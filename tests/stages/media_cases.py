@@ -210,6 +210,10 @@ VIDEOS: dict[str, Case] = {
     "ten-bits.mp4": (plain(codec=media_files.DEEP), USUAL),
     "anamorphic.mp4": (plain(frames=media_files.clip(size=(48, 64)), prepare=media_files.anamorphic), USUAL),
     "hdr.mp4": (plain(codec=media_files.DEEP, prepare=media_files.colors(16, 9, 9)), Reject("discover", "hdr")),
+    "clear.mov": (
+        lambda path: media_files.video(path, media_files.clear_clip(), ("qtrle", "argb", {})),
+        Sample(CLIP, (*COLORS[:3], WHITE), levels(*range(9))),
+    ),
     "interlaced.mp4": (
         plain(codec=("libx264", "yuv420p", {"x264-params": "tff=1"})),
         Reject("discover", "interlaced"),

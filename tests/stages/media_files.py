@@ -172,6 +172,13 @@ def clip(frames: int = FRAMES, turn: Callable[[Pixels], Pixels] = lambda p: p, s
     return (np.ascontiguousarray(turn(scene(STEP * index, size))) for index in range(frames))
 
 
+def clear_clip(frames: int = FRAMES) -> Iterator[av.VideoFrame]:
+    """The yellow quarter is transparent, and black under it."""
+    for pixels in clip(frames):
+        alpha = np.where((pixels == YELLOW).all(-1), 0, 255).astype(np.uint8)
+        yield av.VideoFrame.from_ndarray(np.dstack([pixels * (alpha[..., None] > 0), alpha]), format="rgba")
+
+
 def numbered(numbers: Iterable[int], height: int = 64) -> Iterator[Pixels]:
     """Frames of 256 pixels width that carry their numbers in binary as sixteen black or white blocks."""
     for number in numbers:

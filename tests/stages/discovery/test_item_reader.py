@@ -93,7 +93,7 @@ def test_an_image_has_no_time(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     found = probe_media(tmp_path / "a.png", "image", scenes=True)
     known = {"media_id": hash_file(tmp_path / "a.png"), "kind": "image", "width": 30, "height": 20}
-    assert found == known | dict.fromkeys(("frames", "rate", "duration", "constant_rate", "scenes"))
+    assert found == known | dict.fromkeys(("frames", "rate", "duration", "constant_rate", "track", "scenes"))
     assert set(found) <= set(MEDIA_SCHEMA.names)
 
 
