@@ -221,8 +221,7 @@ def _becomes(draft: Draft, line: Line) -> str:
 
 app = make_app(
     "import-config",
-    "The configuration of another trainer as a pipeline.yaml: SimpleTuner, musubi-tuner, ai-toolkit, diffusion-pipe, "
-    "kohya's sd-scripts.",
+    "The configuration of another trainer as a pipeline.yaml: SimpleTuner, musubi-tuner, ai-toolkit.",
     run,
     unused=NOT_DIVIDED,
     needs_config=False,

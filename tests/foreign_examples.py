@@ -137,89 +137,8 @@ config:
 meta: {name: "[name]"}
 """
 }
-DIFFUSION_PIPE = {
-    "main.toml": """
-output_dir = 'runs'
-dataset = 'dataset.toml'
-epochs = 1000
-max_steps = 2
-micro_batch_size_per_gpu = 1
-pipeline_stages = 1
-gradient_accumulation_steps = 2
-gradient_clipping = 1.0
-warmup_steps = 1
-save_every_n_steps = 2
-activation_checkpointing = true
-save_dtype = 'bfloat16'
-steps_per_print = 1
-
-[model]
-type = 'qwen_image'
-diffusers_path = '/models/Qwen-Image'
-dtype = 'float32'
-timestep_sample_method = 'logit_normal'
-
-[adapter]
-type = 'lora'
-rank = 4
-dtype = 'float32'
-
-[optimizer]
-type = 'adamw'
-lr = 2e-5
-betas = [0.9, 0.99]
-weight_decay = 0.01
-eps = 1e-8
-""",
-    "dataset.toml": """
-resolutions = [64]
-enable_ar_bucket = true
-min_ar = 0.5
-max_ar = 2.0
-num_ar_buckets = 7
-[[directory]]
-path = 'media'
-num_repeats = 1
-""",
-}
-SD_SCRIPTS = {
-    "arguments.toml": """
-pretrained_model_name_or_path = "sd_xl_base_1.0.safetensors"
-dataset_config = "dataset.toml"
-output_dir = "out"
-output_name = "cat"
-[network]
-network_module = "networks.lora"
-network_dim = 4
-[training]
-learning_rate = 1e-4
-optimizer_type = "AdamW"
-lr_scheduler = "cosine"
-max_train_steps = 2
-save_every_n_steps = 2
-mixed_precision = "no"
-gradient_checkpointing = true
-cache_latents = true
-""",
-    "dataset.toml": """
-[general]
-caption_extension = ".txt"
-shuffle_caption = true
-keep_tokens = 1
-enable_bucket = true
-[[datasets]]
-resolution = 64
-batch_size = 2
-  [[datasets.subsets]]
-  image_dir = "media"
-  num_repeats = 2
-""",
-}
-#: Name of --from -> files, the first of which is given to the command; kind of the tiny checkpoint; exit code.
 EXAMPLES = {
     "simpletuner": (SIMPLETUNER, "kandinsky5-image-t2i", 0),
     "musubi-tuner": (MUSUBI, "wan2.1-t2v", 0),
     "ai-toolkit": (AI_TOOLKIT, "z-image", 0),
-    "diffusion-pipe": (DIFFUSION_PIPE, "qwen-image", 0),
-    "sd-scripts": (SD_SCRIPTS, "sana", 0),
 }

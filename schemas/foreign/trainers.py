@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.foreign import ai_toolkit, diffusion_pipe, kohya, musubi, simpletuner
+from schemas.foreign import ai_toolkit, musubi, simpletuner
 from schemas.foreign.draft import Draft, Files, Section
 
 
@@ -25,7 +25,5 @@ TRAINERS = {
         "simpletuner": simpletuner,
         "musubi-tuner": musubi,
         "ai-toolkit": ai_toolkit,
-        "diffusion-pipe": diffusion_pipe,
-        "sd-scripts": kohya,
     }.items()
 }

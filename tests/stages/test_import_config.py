@@ -19,7 +19,6 @@ from tests.forms import long
 from tests.project import Project
 
 FIRST = {name: next(iter(files)) for name, (files, _, _) in EXAMPLES.items()}
-FAMILY = {"sd-scripts": ["--set", "model.family=sana"]}  # it trains none of ours
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -60,7 +59,7 @@ def arguments(folder: Path, **given: Any) -> tuple[Config, dict[str, str]]:
 def test_an_example_of_each_trainer_becomes_a_configuration_that_loads(name: str, tmp_path: Path) -> None:
     files, _, code = EXAMPLES[name]
     write(tmp_path, files)
-    ended, report = program(tmp_path, FIRST[name], *FAMILY.get(name, []))
+    ended, report = program(tmp_path, FIRST[name])
     assert ended == code, report["failed"]
     config = load_config(tmp_path / "pipeline.yaml")
     dataset = config.datasets[0]
@@ -70,30 +69,28 @@ def test_an_example_of_each_trainer_becomes_a_configuration_that_loads(name: str
     text = (tmp_path / "pipeline.yaml").read_text()
     assert report["details"]["pipeline"] == text
     assert "hf_0123456789" not in text + json.dumps(report)
-    ended, again = program(tmp_path, FIRST[name], *FAMILY.get(name, []))
+    ended, again = program(tmp_path, FIRST[name])
     assert ended == USAGE and "is there already" in again["error"]["message"]
-    assert program(tmp_path, FIRST[name], *FAMILY.get(name, []), "--overwrite")[0] == code
+    assert program(tmp_path, FIRST[name], "--overwrite")[0] == code
 
 
 def test_values_have_the_meaning_that_they_have_there(tmp_path: Path) -> None:
-    made = {name: imported(tmp_path / name, EXAMPLES[name][0], *FAMILY.get(name, []))[0] for name in EXAMPLES}
+    made = {name: imported(tmp_path / name, EXAMPLES[name][0])[0] for name in EXAMPLES}
     train = {name: config.train for name, config in made.items()}
     assert {name: config.model.family for name, config in made.items()} == {
         "simpletuner": "kandinsky5-image",
         "musubi-tuner": "wan2.1",
         "ai-toolkit": "z-image",
-        "diffusion-pipe": "qwen-image",
-        "sd-scripts": "sana",
     }
     # repeats: extra passes there for SimpleTuner alone
-    assert [config.datasets[0].repeats for config in made.values()] == [10, 2, 1, 0, 1]
-    # without an alpha kohya's is 1, diffusion-pipe's the rank
-    assert [section.adapter.alpha for section in train.values()] == [None, 1.0, 4.0, None, 1.0]
+    assert [config.datasets[0].repeats for config in made.values()] == [10, 2, 1]
+    # without an alpha musubi's is 1
+    assert [section.adapter.alpha for section in train.values()] == [None, 1.0, 4.0]
     # diffusers' constant schedule has no warm-up
-    assert [section.optimizer.warmup for section in train.values()] == [0, 0, 0, 1, 0]
-    assert [section.caption_dropout for section in train.values()] == [0.1, 0.0, 0.05, 0.0, 0.0]
-    assert [section.shift for section in train.values()] == [1.5, 3.0, 1.0, None, None]
-    assert [section.batch_size * section.accumulate for section in train.values()] == [2, 1, 2, 2, 2]
+    assert [section.optimizer.warmup for section in train.values()] == [0, 0, 0]
+    assert [section.caption_dropout for section in train.values()] == [0.1, 0.0, 0.05]
+    assert [section.shift for section in train.values()] == [1.5, 3.0, 1.0]
+    assert [section.batch_size * section.accumulate for section in train.values()] == [2, 1, 2]
     assert train["musubi-tuner"].optimizer.weight_decay == 0.05
     assert made["musubi-tuner"].datasets[0].video.num_frames == 9
     assert made["simpletuner"].datasets[0].crop_style == "random"  # its default
@@ -103,7 +100,6 @@ def test_values_have_the_meaning_that_they_have_there(tmp_path: Path) -> None:
         "a clip of the sea", "64x64@9", 7, 2, 5.0, "blurry",
     )  # fmt: skip
     assert made["simpletuner"].validation.prompts[0].prompt == "a photo of <token>"
-    assert made["sd-scripts"].datasets[0].tag_shuffle.keep == 1
 
 
 def test_a_key_that_is_unknown_or_has_no_counterpart_is_named_and_the_rest_carried_over(tmp_path: Path) -> None:
@@ -214,17 +210,15 @@ export TRAINER_EXTRA_ARGS="${{TRAINER_EXTRA_ARGS}} --validation_guidance 4.5"
     [
         ("simpletuner", '"--train_batch_size": 2', '"--train_batch_size": [{}]'),
         ("ai-toolkit", "{type: lora, linear: 4, linear_alpha: 4}", "[4]"),
-        ("diffusion-pipe", "resolutions = [64]", "resolutions = [[1], 'x']\nmin_ar = 0"),
-        ("sd-scripts", "batch_size = 2", "batch_size = 'two'"),
         long("musubi-tuner", "target_frames = [9]", "target_frames = 'nine'"),
         long("ai-toolkit", "prompts: [a cat on a wall]", "prompts: {a: [1]}"),
     ],
 )
 def test_a_value_of_another_kind_is_named(name: str, old: str, new: str, tmp_path: Path) -> None:
-    files = {file: text.replace(old, new).replace("min_ar = 0.5\n", "") for file, text in EXAMPLES[name][0].items()}
+    files = {file: text.replace(old, new) for file, text in EXAMPLES[name][0].items()}
     assert files != EXAMPLES[name][0]
     write(tmp_path, files)
-    code, report = program(tmp_path, FIRST[name], *FAMILY.get(name, []))
+    code, report = program(tmp_path, FIRST[name])
     assert code in (OK, INCOMPLETE, USAGE), report
     assert code == OK or "error" in report or any(row["reason"] == "refused" for row in report["failed"])
 
@@ -290,7 +284,7 @@ def test_an_imported_example_runs_as_a_rehearsal(name: str, tmp_path: Path, tiny
 
     files, kind, _ = EXAMPLES[name]
     write(tmp_path, files)
-    program(tmp_path, FIRST[name], *FAMILY.get(name, []))
+    program(tmp_path, FIRST[name])
     settings = parse_yaml((tmp_path / "pipeline.yaml").read_text()).value
     project = Project(tmp_path, settings)
     settings["model"] |= {"path": str(tiny(kind)), "precision": "float32"}

@@ -48,14 +48,10 @@ def test_trainers_are_told_apart_by_content():
         "simpletuner": {"--model_family": "sana", "--data_backend_config": "b.json"},
         "musubi-tuner": {"(program)": "src/musubi_tuner/wan_train_network.py", "dataset_config": "d.toml", "dit": "x"},
         "ai-toolkit": {"job": "extension", "config": {"name": "a", "process": [{"type": "sd_trainer"}]}},
-        "diffusion-pipe": {"dataset": "d.toml", "model": {"type": "wan"}},
-        "sd-scripts": {"pretrained_model_name_or_path": "x.safetensors", "train_data_dir": "p"},
     }
     datasets = {
         "simpletuner": [{"id": "a", "type": "local", "instance_data_dir": "p"}],
         "musubi-tuner": {"datasets": [{"image_directory": "p"}]},
-        "diffusion-pipe": {"directory": [{"path": "p"}]},
-        "sd-scripts": {"datasets": [{"subsets": [{"image_dir": "p"}]}]},
     }
     for contents, role in ((claimed, "arguments"), (datasets, "datasets")):
         for name, content in contents.items():
