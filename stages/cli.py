@@ -59,6 +59,8 @@ From folders of images and videos to a trained adapter, by cached stages.
 latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --config names another."""
 
 
+#: Programs that are asked often, and have no use for pandas, which pyarrow imports where it is installed.
+WITHOUT_PANDAS = ("status", "queue")
 #: Programs of the trainer -> module.
 TRAINER_PROGRAMS = {"train": "trainer", "export-adapter": "trainer.export_adapter"}
 
@@ -102,9 +104,11 @@ def main() -> None:
     show_starting(name)
     if name in TRAINER_PROGRAMS:
         os.execv(sys.executable, [sys.executable, "-P", "-m", program_module(name), *rest])
-    from schemas.import_time import garbage_collection_paused
+    from schemas.import_time import garbage_collection_paused, leave_out_pandas
 
     with garbage_collection_paused():
+        if name in WITHOUT_PANDAS:
+            leave_out_pandas()
         app = importlib.import_module(program_module(name)).app
     app(args=rest, prog_name=f"latentpress {name}")
 

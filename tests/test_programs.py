@@ -91,6 +91,23 @@ def test_help_and_an_unknown_option_are_answered_before_a_program_is_imported(tm
     assert lines == expected, "modules of ours, and libraries that take long"
 
 
+@pytest.mark.slow
+def test_status_imports_neither_pandas_nor_what_only_an_error_needs(tmp_path: Path) -> None:
+    (tmp_path / "media").mkdir()
+    (tmp_path / "pipeline.yaml").write_text(
+        "root: work\nmodel: {family: sana}\ndatasets: [{id: a, instance_data_dir: media}]\n"
+    )
+    code = """
+import atexit, sys
+from stages import cli
+atexit.register(lambda: print([name for name in ("pandas", "schemas.foreign") if name in sys.modules]))
+sys.argv = ["latentpress", "status"]
+cli.main()
+"""
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 3 and done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_table_answers_as_the_program_does(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     app = import_module("trainer.__main__" if program == "train" else program_module(program)).app

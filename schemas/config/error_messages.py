@@ -7,7 +7,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
@@ -16,9 +16,10 @@ from schemas.config.pipeline import Config
 from schemas.config.section import ONE_TAG, PATTERNS, SEVERAL_TAG, InconsistentValues, Problem, Section
 from schemas.config.sharing import URL_ADVICE
 from schemas.config.yaml_reader import KeyPath, parse_yaml
-from schemas.foreign.draft import Row
-from schemas.foreign.trainers import TRAINERS
 from schemas.text_format import shorten
+
+if TYPE_CHECKING:
+    from schemas.foreign.draft import Row
 
 #: Keys of no trainer's configuration that people write.
 _OTHERS = {
@@ -154,6 +155,8 @@ def find_hint(path: tuple[str | int, ...]) -> str | None:
 @cache
 def hints() -> Mapping[str, str]:
     """Key -> hint; "datasets.KEY": below datasets only. Without keys that the configuration has elsewhere."""
+    from schemas.foreign.trainers import TRAINERS  # imported only for an error
+
     rows: dict[str, list[tuple[str, str, Row]]] = {}
     config_keys, dataset_keys = set(_keys(Config)), set(_keys(Dataset))
     for trainer in TRAINERS.values():
@@ -167,7 +170,7 @@ def hints() -> Mapping[str, str]:
     return {key: _join(origins) for key, origins in rows.items()} | _OTHERS
 
 
-def _join(origins: list[tuple[str, str, Row]]) -> str:
+def _join(origins: "list[tuple[str, str, Row]]") -> str:
     """One hint of the rows of a key: those that lead to a key here before others, each place once."""
     leading = [origin for origin in origins if origin[2].to] or origins[:1]
     places = {row.to: (trainer, row.describe(above)) for trainer, above, row in reversed(leading)}
