@@ -153,7 +153,8 @@ def _require_training_samples(plan: DraftPlan) -> None:
     )
     excluded = summary.count_excluded(plan.rejects)
     if not items:
-        why = "no media was found in any dataset"
+        why = "discover found no usable media in any dataset"
+        step = "add media; `latentpress status --rejects` says why files were rejected"
     elif plan.rejects.num_rows:
         reasons = ", ".join(f"{row['items']} {row['rule']}" for row in excluded)
         examples = (escape_unprintable(f"  {row['example']}") for row in excluded[:MAX_EXAMPLES])

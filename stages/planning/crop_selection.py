@@ -205,7 +205,7 @@ def _choose_crops(dataset: Dataset, items: CandidateItems, sizes: BucketSizes, s
 
     crop = crop_of(width, height, faces)
     source, differs = None, np.zeros(len(items), bool)
-    if sources and items.table.column("source_id").null_count < len(items):
+    if sources and (not len(items) or items.table.column("source_id").null_count < len(items)):
         # Items without their source were dropped before, so every row has one. The target's crop, in numbers, shows
         # the same part of the source whatever its size, unless the source has another aspect.
         differs = _differs_in_aspect(items, "source_")

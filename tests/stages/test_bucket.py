@@ -256,6 +256,22 @@ def test_it_refuses_only_when_nothing_could_be_trained(photos, override, words):
         photos.run(bucket.run, override)
 
 
+def test_it_refuses_a_set_with_conditions_when_nothing_could_be_trained(project):
+    """None left by a rule, and none that `discover` could read."""
+    made = project("kandinsky5-image-i2i")
+    made.settings["datasets"][0]["conditioning_data"] = "one"
+    made.image("a.png", (64, 64))
+    source = made.image("../one/a.png", (64, 64))
+    made.run(discover.run)
+    with pytest.raises(LatentpressError, match="nothing to train on: of 1 items none is left: 1 filtered"):
+        made.run(bucket.run, "datasets.photos.where=width > 5000")
+    source.write_bytes(b"no picture")
+    made.run(discover.run)
+    with pytest.raises(LatentpressError, match="discover found no usable media in any dataset") as caught:
+        made.run(bucket.run)
+    assert "`latentpress status --rejects`" in caught.value.next_step
+
+
 def test_a_plan_of_another_version_is_none(photos):
     plan(photos)
     store = Store(photos.root)
