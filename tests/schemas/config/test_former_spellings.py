@@ -36,7 +36,7 @@ def test_both_spellings_are_one_configuration(tmp_path: Path) -> None:
 
 def test_what_is_stored_keeps_the_former_spelling(tmp_path: Path) -> None:
     config = loaded(tmp_path, NAMES)
-    assert plan_key(config, 16) == "fd93f599e7d071ddb3274eccb8895415"
+    assert plan_key(config, 16) == "0c49e51fd19dd4e89927769df2c77e99"
     assert config.train.methods.used.keys() == {"masked_loss", "regularisation"}
     assert config.train.methods.used["masked_loss"].model_dump()["normalise_area"] is True
 
