@@ -265,9 +265,9 @@ def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, 
         samples, share = validation.list_samples(run.config, reader.data), run.validation_share
         steps = sum(sample.steps for sample, _ in validation.divide_samples(samples, share))
         shows = run.console.progress(steps, f"step {done}: validation", "denoising steps")
-        with shows as shown, run.files.collected(folder) as target:
+        with shows as shown:
             write = partial(validation.write_validation_latents, run.model, run.family, run.config, reader.data)
-            target_folder = target if run.is_main or share[1] > 1 else None
+            target_folder = folder if run.is_main or share[1] > 1 else None
             write(target_folder, device, share, predict.autocast, shown.advance, partial(other_expert, run))
         run.log(f"step {done}: {len(samples)} validation latents in {shown_path(folder)}")
 

@@ -58,11 +58,13 @@ def changed(command: list[str], **values: str) -> list[str]:
 
 @dataclass
 class Cluster:
-    """Two hosts. The root is on the store; each has its own pipeline.yaml and output, at the same place."""
+    """Two hosts. The root is on the store, the output folder is mounted on both; each has its own pipeline.yaml, at the
+    same place."""
 
     hosts: list[Host]
     home: Project
     place: Path  # where each host has its own folder
+    shared: Path  # the output folder of both
 
     def train(self, commands: list[list[str]], meanwhile: Callable[[], object] = lambda: None) -> list[tuple[int, str]]:
         """Start a command on each host; their exit codes and what they said."""
@@ -84,8 +86,9 @@ class Cluster:
             settings["train"] |= changes
             (host.folder / "pipeline.yaml").write_text(json.dumps(settings))
 
-    def output(self, number: int) -> Path:
-        return self.hosts[number].folder / "output" / "r"
+    @property
+    def output(self) -> Path:
+        return self.shared / "r"
 
 
 def losses(folder: Path, key: str = "loss") -> dict[int, float]:
@@ -123,9 +126,12 @@ def cluster(project: Callable[..., Project], tmp_path: Path, monkeypatch) -> Ite
         for program in (discover, bucket, encode_text, encode_latents, index):
             assert home.run(program.run).exit_code == 0
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lphome", dir="/tmp")))
+        (shared := tmp_path / "shared").mkdir()
         for host, _ in made:
             host.mounts[place] = host.folder
-        yield Cluster([host for host, _ in made], home, place)
+            (host.folder / "output").mkdir()
+            host.mounts[place / "output"] = shared
+        yield Cluster([host for host, _ in made], home, place, shared)
         s3fs.S3FileSystem().rm(BUCKET, recursive=True)
 
 
@@ -151,62 +157,52 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("launcher", LAUNCHES)
 def test_losses_are_those_of_one_process(cluster: Cluster, launcher: str) -> None:
-    """The same global batches. Rank 0's machine has all that is written; the run goes on over both, where the other
-    machine does not see the checkpoint, and on one machine; there is nothing to do where it is finished."""
+    """The same global batches. The run is resumed on both machines and on one; nothing is left to do once it has
+    finished."""
     alone = cluster.home.folder / "output" / "r"
     cluster.configure()
     for code, said in cluster.train(LAUNCHES[launcher]):
         assert code == 0, said
     cluster.home.run(train, "train.accumulate=2")
-    assert losses(cluster.output(0)) == pytest.approx(losses(alone), rel=1e-5) and len(losses(alone)) == 3
-    assert losses(cluster.output(0), "eval_loss") == pytest.approx(losses(alone, "eval_loss"), rel=1e-4)
+    assert losses(cluster.output) == pytest.approx(losses(alone), rel=1e-5) and len(losses(alone)) == 3
+    assert losses(cluster.output, "eval_loss") == pytest.approx(losses(alone, "eval_loss"), rel=1e-4)
     for step in ("step-000000", "step-000003"):
         for name in ("tree", "house", "boat"):
             found, expected = (
-                load_file(f / "validation" / step / f"{name}.safetensors") for f in (cluster.output(0), alone)
+                load_file(f / "validation" / step / f"{name}.safetensors") for f in (cluster.output, alone)
             )
             assert (found["latent"] - expected["latent"]).abs().max() < 1e-3
-    assert not [path for path in cluster.output(1).rglob("*") if path.is_file()], "nothing is written elsewhere"
     if launcher == "accelerate":
         return
     cluster.configure(steps=5)
     for code, said in cluster.train(LAUNCHES[launcher]):
         assert code == 0, said
     cluster.home.run(train, "train.accumulate=2", "train.steps=5")
-    assert losses(cluster.output(0)) == pytest.approx(losses(alone), rel=1e-4) and len(losses(alone)) == 5
-    assert not [path for path in cluster.output(1).rglob("*") if path.is_file()]
+    assert losses(cluster.output) == pytest.approx(losses(alone), rel=1e-4) and len(losses(alone)) == 5
     (code, said), (other, _) = cluster.train(LAUNCHES[launcher])
     assert (code, other) == (0, 0) and "0 done, 5 skipped" in said
-    output = f"output={cluster.output(0).parent}"
+    output = f"output={cluster.output.parent}"
     cluster.home.run(train, "train.accumulate=2", "train.steps=6", output)
     cluster.home.run(train, "train.accumulate=2", "train.steps=6")
-    assert losses(cluster.output(0)) == pytest.approx(losses(alone), rel=1e-4) and len(losses(alone)) == 6
+    assert losses(cluster.output) == pytest.approx(losses(alone), rel=1e-4) and len(losses(alone)) == 6
 
 
-def test_a_checkpoint_that_only_another_machine_has(cluster: Cluster) -> None:
-    """It is not begun again on top: the message names the machine."""
-    cluster.configure()
-    assert [code for code, _ in cluster.train(LAUNCHES["static"])] == [0, 0]
-    swapped = in_order("node_rank", *TORCHRUN, "--node-rank", nproc_per_node="1", master_addr="second")[::-1]
-    (code, _), (other, said) = cluster.train(swapped)
-    assert code and other
-    assert "first has a checkpoint of step 3" in said and "rank 0 on second has none" in said
-
-
-def test_fsdp2_needs_one_output_folder(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_machines_need_one_output_folder(cluster: Cluster, strategy: str) -> None:
     alone = cluster.home.folder / "output" / "r"
-    cluster.configure(parallel={"strategy": "fsdp2"})
+    cluster.configure(parallel={"strategy": strategy})
+    mounts = [host.mounts.pop(cluster.place / "output") for host in cluster.hosts]
     (code, said), (other, _) = cluster.train(LAUNCHES["static"])
     assert code and other and "second can't see" in said and "loading the transformer" not in said
-    (tmp_path / "shared").mkdir()
-    for host in cluster.hosts:
+    for host, mount in zip(cluster.hosts, mounts, strict=True):
         shutil.rmtree(host.folder / "output")
         (host.folder / "output").mkdir()
-        host.mounts[cluster.place / "output"] = tmp_path / "shared"
-    for code, said in cluster.train(LAUNCHES["static"]):
-        assert code == 0, said
-    cluster.home.run(train, "train.accumulate=2")
-    assert losses(tmp_path / "shared" / "r") == pytest.approx(losses(alone), rel=1e-5) and len(losses(alone)) == 3
+        host.mounts[cluster.place / "output"] = mount
+    if strategy == "fsdp2":
+        for code, said in cluster.train(LAUNCHES["static"]):
+            assert code == 0, said
+        cluster.home.run(train, "train.accumulate=2")
+        assert losses(cluster.output) == pytest.approx(losses(alone), rel=1e-5) and len(losses(alone)) == 3
 
 
 @pytest.mark.parametrize("lost", [1, 0])
@@ -215,7 +211,7 @@ def test_a_host_that_is_lost_is_named(cluster: Cluster, lost: int) -> None:
     lost_at: list[float] = []
 
     def meanwhile() -> None:
-        wait_for(lambda: len(losses(cluster.output(0))) > 12)
+        wait_for(lambda: len(losses(cluster.output)) > 12)
         cluster.hosts[lost].lose()
         lost_at.append(time.monotonic())
 
@@ -249,11 +245,7 @@ def ray_nodes(cluster: Cluster) -> Iterator[None]:
 
 def test_ray_train(cluster: Cluster, tmp_path: Path) -> None:
     """Two Ray nodes. A rank that is killed ends the job, which is started again and goes on."""
-    alone, shared = cluster.home.folder / "output" / "r", tmp_path / "shared"
-    shared.mkdir()
-    for host in cluster.hosts:
-        (host.folder / "output").mkdir()
-        host.mounts[cluster.place / "output"] = shared
+    alone = cluster.home.folder / "output" / "r"
     cluster.configure(steps=8)
     command = changed(documented("python examples/ray_train.py"), workers="2", gpus="0")
     command[command.index("--config") + 1] = str(cluster.place / "pipeline.yaml")
@@ -261,7 +253,7 @@ def test_ray_train(cluster: Cluster, tmp_path: Path) -> None:
     with ray_nodes(cluster):
         log = cluster.hosts[0].folder / "log"
         process = cluster.hosts[0].start(command, log)
-        wait_for(lambda: len(losses(shared / "r")) > 3 or process.poll() is not None)
+        wait_for(lambda: len(losses(cluster.output)) > 3 or process.poll() is not None)
         trainers = [
             number
             for number in cluster.hosts[1].processes()
@@ -271,6 +263,6 @@ def test_ray_train(cluster: Cluster, tmp_path: Path) -> None:
         code = process.wait(LIMIT_S)
         assert code == 0, log.read_text()
     cluster.home.run(train, "train.accumulate=2", "train.steps=8")
-    assert losses(shared / "r") == pytest.approx(losses(alone), rel=1e-4) and len(losses(alone)) == 8
-    rows = (shared / "r" / "metrics.jsonl").read_text()
+    assert losses(cluster.output) == pytest.approx(losses(alone), rel=1e-4) and len(losses(alone)) == 8
+    rows = (cluster.output / "metrics.jsonl").read_text()
     assert rows.count('"resumed"') == 1, "it went on from a checkpoint"

@@ -53,7 +53,9 @@ def other_expert(run: TrainState) -> Iterator[Any]:
     device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
     moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
     config = config_of_other(run.config)
-    result = run.files.from_main(find_result(config) if run.is_main and run.files.shared else None)
+    found = find_result(config) if run.is_main else None
+    name = run.files.from_main(None if found is None else str(found))
+    result = None if name is None else Path(name)
     which = "that of the checkpoint" if result is None else f"with {shown_path(result)}"
     run.log(f"samples: the expert {config.train.experts} is {which}")
     try:

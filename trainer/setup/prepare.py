@@ -149,12 +149,11 @@ def prepare_training(
     accelerator = make_accelerator(device)
     watch = RankWatch(accelerator, console, parallel.timeout, store)
     with watch.sharing_errors():
-        files = RunFiles(accelerator, config.run_folder, watch.note)
+        files = RunFiles(accelerator, config.run_folder)
         if store is not None:
             signature = run_state.resume_signature(config, data, schedule)
             refuse_differences(files.gathered(describe_rank(config, data, signature)), files.hosts)
-        if uses_sharding(parallel, accelerator.num_processes):
-            files.require_shared("train.parallel.strategy: fsdp2")
+            files.require_shared()
         state = run_state.find_resume_state(config, data, schedule) if files.main else None
         if store is not None:
             begun = (state["step"], first_step(state["data changes"])) if state else (0, 0)
@@ -164,7 +163,6 @@ def prepare_training(
             local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             ranks = Ranks(accelerator.process_index, accelerator.num_processes, local)
             supply_from_copies(config.train, data, schedule, range(done, config.train.steps), ranks, console.warn)
-        files.refuse_newer(state["step"] if state else 0)
         return prepare_run(config, data, schedule, console, accelerator, watch, files, load)
 
 
@@ -292,10 +290,10 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
             assert newest is not None
             run.console.warn(checkpoint.quarantine(path, reason, newest))
     run.watch.note("resuming")
-    with run.files.checkpoint(newest) as newest:
-        if newest is not None:
-            with activity(f"reading {newest.path.name}"):
-                restore_run(run, newest)
+    newest = run.files.checkpoint(newest)
+    if newest is not None:
+        with activity(f"reading {newest.path.name}"):
+            restore_run(run, newest)
     if run.is_main:
         if newest is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
             run.log(f"changed since this run was started last: {'; '.join(changed)}")
