@@ -227,7 +227,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def local_folder(source: str, advice: str = PATH_HINT) -> Path | None:
     """The directory `source`, or None where it is a repository's id. WeightsError where it is neither."""
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))  # as it is where there is no such user
     if folder.is_dir():
         return folder
     if _REPO_PATTERN.fullmatch(source) and not folder.exists():

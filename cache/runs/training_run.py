@@ -7,6 +7,7 @@ removed when another begins. stages.jsonl: a line for each stage that `latentpre
 
 import errno
 import fcntl
+import io
 import json
 import math
 import re
@@ -53,11 +54,10 @@ def read_last_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_tail(path: Path) -> bytes:
-    if not path.exists():
-        return b""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+    with suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL_BYTES))
         return file.read()
+    return b""
 
 
 def parse_metrics(content: bytes, earlier: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:

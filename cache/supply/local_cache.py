@@ -4,6 +4,7 @@ whether that suits a run."""
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,14 +40,17 @@ class Ranks(NamedTuple):
 def cache_folder(settings: LocalCache) -> Path:
     """train.local_cache.folder, by default latentpress/shards in the user's folder for caches."""
     if settings.folder is not None:
-        return Path(settings.folder).expanduser()
+        return Path(settings.folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latentpress" / "shards"
 
 
 def free_bytes(folder: Path) -> int:
     """Return the bytes that its disk has for the copies; those that it has already count as free."""
     there = next(part for part in (folder, *folder.parents) if part.is_dir())
-    present = sum(entry.stat().st_blocks * 512 for entry in os.scandir(folder)) if folder.is_dir() else 0
+    present = 0
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another process has just removed it
+            present += entry.stat().st_blocks * 512
     return shutil.disk_usage(there).free + present
 
 

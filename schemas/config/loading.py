@@ -269,6 +269,7 @@ def _resolve_paths(config: dict[str, Any], folder: Path) -> None:
     _map_texts(config.get("train"), ("set",), lambda text: absolute(text) if "/" in text else text)
     train = config.get("train")
     _map_texts(train.get("adapter") if isinstance(train, dict) else None, ("init",), absolute)
+    _map_texts(train.get("local_cache") if isinstance(train, dict) else None, ("folder",), absolute)
     for dataset in _list_items(config, "datasets"):
         named = isinstance(dataset, dict) and dataset.get("source") == "huggingface"  # perhaps a dataset of the hub
         _map_texts(dataset, ("instance_data_dir",), absolute_if_there if named else absolute)
@@ -289,7 +290,7 @@ def _portable_paths(dataset: Any, folder: Path) -> dict[str, str]:
         text = dataset.get(key) if isinstance(dataset, dict) else None
         if isinstance(text, str) and text:
             text = text.removeprefix("file://")
-            path = Path(text).expanduser() if "://" not in text else Path()
+            path = Path(os.path.expanduser(text)) if "://" not in text else Path()
             inside = path.relative_to(folder) if path.is_relative_to(folder) else path
             portable[key] = text.partition("?")[0] if "://" in text else os.path.normpath(inside)
     return portable

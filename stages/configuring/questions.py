@@ -197,7 +197,7 @@ class Questions:
             default = Path(self.there.datasets[0].root)
 
         def parse(text: str) -> tuple[Path, Listing]:
-            folder = Path(text.strip()).expanduser()
+            folder = Path(os.path.expanduser(text.strip()))
             if "://" in text or not folder.is_dir():
                 raise ValueError(f"{text} is no folder of this machine (docs/datasets.md has stores and tables)")
             listing = list_folder(folder)
@@ -246,7 +246,7 @@ class Questions:
             default = Path(listed(self.there.datasets[0].conditioning_data)[0])
 
         def parse(text: str) -> Path:
-            folder = Path(text.strip()).expanduser()
+            folder = Path(os.path.expanduser(text.strip()))
             if not text.strip() or not folder.is_dir():
                 raise ValueError(f"{text or 'nothing'} is no folder of this machine; each picture needs its source")
             if not list_folder(folder).stems & listing.stems:

@@ -3,6 +3,7 @@ recently by others. Where a configuration has no plan, its use is not known, and
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 from cache.sets import plans, set_lookup
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, current_plan, parse_set_path, read_pointer
-from cache.store.files import Entry
+from cache.store.files import Entry, walk
 from cache.store.json_checks import printable
 from cache.store.store import Store
 from schemas.config.pipeline import VALIDATION, Config
@@ -108,8 +109,11 @@ def _sets_of_runs(output: Path, since: float) -> set[str]:
 
     sets = set()
     for settings in output.glob("*/config.yaml"):
-        paths = [settings.parent, *settings.parent.rglob("*")]
-        if max(path.stat().st_mtime for path in paths if path.exists()) < since:
+        written = [0.0]
+        for _, entry in walk(settings.parent):
+            with suppress(OSError):  # removed meanwhile
+                written.append(entry.stat().st_mtime)
+        if max(written) < since:
             continue
         try:
             record = YAML(typ="safe").load(settings.read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ from stages.discovery.sources.object_store import (
     walk_objects,
 )
 from stages.discovery.sources.urls import join_url, open_filesystem, strip_secrets
+from stages.discovery.sources.walk import BACKSLASH_ADVICE
 from stages.media.files import RESTORE_ADVICE, Blob, FileWindow, MediaError, MediaPath, media_size, open_media
 
 #: Blocks and types of members, from POSIX.1-2001 (ustar and pax) and GNU tar.
@@ -297,11 +298,12 @@ def file_version(path: MediaPath) -> str:
 
 def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterator[TarEntry]:
     if not os.path.isdir(base):
-        raise LatentpressError(f"there is no folder {base}", _LOCATION_ADVICE)
+        step = BACKSLASH_ADVICE if "\\" in base else _LOCATION_ADVICE
+        raise LatentpressError(f"there is no folder {base}", step)
     names: list[str] = []
     for pattern in patterns:
         names += sorted(glob.glob(pattern, root_dir=base, recursive=True)) if _is_glob(pattern) else [pattern]
-    for folder, folders, entries in os.walk(base) if not patterns else ():
+    for folder, folders, entries in os.walk(base, onerror=_refuse_unreadable) if not patterns else ():
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = os.path.relpath(folder, base).replace(os.sep, "/")
         names += [name if prefix == "." else f"{prefix}/{name}" for name in sorted(entries)]
@@ -309,8 +311,16 @@ def _local_tars(base: str, patterns: list[str], ignored: Counter[str]) -> Iterat
         try:
             yield name, file_version(os.path.join(base, name))
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and name not in patterns:  # removed since it was listed
+                continue
             message = f"{os.path.join(base, name)}: {error.strerror}"
             raise LatentpressError(message, f"restore it; {_LOCATION_ADVICE}") from error
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    """LatentpressError for a folder whose tars would leave the training set unnoticed."""
+    if not isinstance(error, FileNotFoundError):  # removed since its parent was listed
+        raise LatentpressError(f"{error.filename}: {error.strerror}", "give read permission to the folder") from error
 
 
 def _tars_only(names: Iterable[str], ignored: Counter[str]) -> Iterator[str]:

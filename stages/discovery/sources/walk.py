@@ -11,6 +11,7 @@ import stat
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,12 +59,26 @@ def caption_version(status: os.stat_result) -> str:
     return str(modified) if modified == changed else f"{modified}:{changed}"
 
 
+#: What to do with a file that is probably a table, by its extension.
+_TABLE_ADVICE = {
+    ".ndjson": "rename it: a table of JSON lines ends with .jsonl",
+    ".json": "a table is JSON lines: write one object a line, into a file that ends with .jsonl",
+    ".tsv": "rename it: a table with tabs between its cells ends with .csv, too",
+    ".xlsx": "save it as .csv",
+    ".zip": "unpack it, and name the folder",
+}
+BACKSLASH_ADVICE = "write / in place of each backslash: paths of Windows are not read"
+
+
 def require_folder(folder: str, key: str) -> None:
     """Raise LatentpressError, naming the option, unless `folder` is one."""
     if os.path.isdir(folder):
         return
     if os.path.exists(folder):
-        raise LatentpressError(f"{key}: {folder} is a file, not a folder", "name the folder that it is in")
+        step = _TABLE_ADVICE.get(os.path.splitext(folder)[1].lower(), "name the folder that it is in")
+        raise LatentpressError(f"{key}: {folder} is a file, not a folder", step)
+    if "\\" in folder:
+        raise LatentpressError(f"{key}: there is no folder {folder}", BACKSLASH_ADVICE)
     step = "mount its disk, or correct the path (media_root: where media are on this machine)"
     if key.endswith(".instance_data_dir"):
         step += "; for a dataset of the Hugging Face Hub set source: huggingface"
@@ -83,7 +98,8 @@ def walk(
     """Every folder below `top` with its files of `kinds` (extension with dot -> kind), in no order.
 
     texts: look for caption files too (".txt"). `ignored` counts what is left alone, by extension or reason. Raises
-    LatentpressError for a folder that can't be read: its files would leave the training set unnoticed.
+    LatentpressError for a folder that can't be read: its files would leave the training set unnoticed. What others
+    remove meanwhile is left out.
     """
     endings = _KindByExtension({ending[1:]: kind for ending, kind in kinds.items()})
     if texts:
@@ -120,7 +136,8 @@ def walk(
                     try:
                         status = entry.stat()
                     except OSError as error:
-                        if kind != CAPTION_KIND:  # a broken link is no caption
+                        removed = isinstance(error, FileNotFoundError) and not link  # since the folder was listed
+                        if kind != CAPTION_KIND and not removed:  # a broken link is no caption
                             files.add_problem(name, kind, *_stat_problem(error))
                         continue
                     size, time = status.st_size, status.st_mtime_ns
@@ -135,6 +152,8 @@ def walk(
                     else:
                         files.add_problem(name, kind, f"unreadable: {NOT_REGULAR}", "point the dataset at files")
         except OSError as error:
+            if above is not None and isinstance(error, FileNotFoundError):  # removed since its parent was listed
+                continue
             step = "give read permission to the folder, or run again if it was being moved"
             raise LatentpressError(f"{path}: {error.strerror}", step) from error
         yield files
@@ -142,11 +161,12 @@ def walk(
 
 def _is_ancestor(folder: str, chain: _ParentChain | None) -> bool:
     """Whether `folder` is one of those through which it was reached."""
-    status = os.stat(folder)
-    while chain is not None:
-        parent, chain = chain
-        if os.path.samestat(status, os.stat(parent)):
-            return True
+    with suppress(FileNotFoundError):  # removed meanwhile
+        status = os.stat(folder)
+        while chain is not None:
+            parent, chain = chain
+            if os.path.samestat(status, os.stat(parent)):
+                return True
     return False
 
 

@@ -20,7 +20,7 @@ def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder(LocalCache()) == tmp_path / ".cache/latentpress/shards"
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert cache_folder(LocalCache()) == Path("/elsewhere/latentpress/shards")
-    assert cache_folder(LocalCache(folder="~/copies")) == tmp_path / "copies"
+    assert cache_folder(LocalCache(folder="/copies")) == Path("/copies")
 
 
 def test_no_test_writes_to_the_folder_of_the_user(cache_home: Path) -> None:

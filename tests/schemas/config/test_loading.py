@@ -78,6 +78,22 @@ def test_other_paths_are_resolved_too(write, tmp_path):
     assert config.validation.prompts[0].image == str(tmp_path / "i.png")
 
 
+def test_a_tilde_is_a_home_only_where_there_is_one(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    places = {
+        "./~scans": tmp_path / "~scans",
+        "~/scans": "/home/me/scans",
+        "~no-such-user/a": tmp_path / "~no-such-user/a",
+    }
+    for text, expected in places.items():
+        table = [f"datasets.photos.{key}" for key in ("caption_strategy=csv", f"caption_file={text}")]
+        places = [f"datasets.photos.instance_data_dir={text}", f"train.local_cache.folder={text}", f"root={text}"]
+        config = load_config(write(), [*table, *places])
+        (photos, _), folder = config.datasets, config.train.local_cache.folder
+        found = {photos.root, photos.caption_file, folder, config.root}
+        assert found == {str(expected)}
+
+
 def test_a_section_of_which_every_key_is_commented_out_has_its_defaults(write):
     config = load_config(write(BASE + "text:\n  # batch_tokens: 5\nstages:\n  encode-text:\n"))
     assert config.text.batch_tokens == Config.model_fields["text"].default.batch_tokens

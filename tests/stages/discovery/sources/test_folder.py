@@ -1,4 +1,6 @@
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,26 @@ def test_a_folder_that_is_gone_while_walking_is_an_error(tmp_path: Path, monkeyp
     assert "read permission" in caught.value.next_step
 
 
+def test_what_is_removed_while_it_is_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "kept.png", "kept.txt", "gone.png", "gone.txt", "sub/a.png")
+    (tmp_path / "broken.png").symlink_to(tmp_path / "nowhere")
+    original = os.scandir
+
+    @contextmanager
+    def scandir(path: str) -> Iterator[Iterator[os.DirEntry]]:
+        with original(path) as entries:
+            found = list(entries)
+        for name in ("gone.png", "gone.txt", "sub/a.png"):
+            (tmp_path / name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (tmp_path / "sub").rmdir()
+        yield iter(found)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    rows = listed(tmp_path)
+    assert {path: reason(row) for path, row in rows.items()} == {"kept.png": None, "broken.png": "missing"}
+
+
 def test_an_absent_folder_is_named_with_its_option(tmp_path: Path) -> None:
     with pytest.raises(LatentpressError, match=r"datasets\.d\.instance_data_dir: there is no folder .*none"):
         listed(tmp_path / "none")
@@ -177,8 +199,25 @@ def test_an_absent_folder_is_named_with_its_option(tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(b"x")
     with pytest.raises(LatentpressError, match=r"instance_data_dir: .*one\.png is a file, not a folder"):
         listed(tmp_path / "one.png")
-    with pytest.raises(LatentpressError, match=r"conditioning_column: a folder has no columns"):
-        listed(tmp_path, conditioning_column="source")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("list.json", "a table is JSON lines"),
+        ("list.ndjson", "ends with .jsonl"),
+        ("list.TSV", "ends with .csv, too"),
+        ("photos.zip", "unpack it"),
+        ("a.png", "name the folder"),
+        ("no\\photos", "write / in place of each backslash"),
+    ],
+)
+def test_what_is_not_a_folder_is_named(tmp_path: Path, name: str, step: str) -> None:
+    if "\\" not in name:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(LatentpressError) as caught:
+        listed(tmp_path / name)
+    assert step in caught.value.next_step
 
 
 def test_an_empty_folder_has_an_empty_listing(tmp_path: Path) -> None:
