@@ -5,16 +5,19 @@ anew. state.json has the changes, oldest first, each {"step": first step on the 
 before}, and the `held_out_digest` that was compared with these sets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets import plans
 from cache.sets.trainset import TrainSet
 from cache.store.damage import DamageError
+from cache.store.files import StoreError
 from schemas.identity import hash_bytes
+from schemas.text_format import escape_unprintable, shorten
 from trainer.run.resume import NEW_RUN_HINT, Checkpoint, ResumeError
 
 MOST_NAMED = 3  # samples
@@ -85,6 +88,63 @@ def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Cha
             "Set `eval` and `eval_fraction` of the datasets back and run `latentpress run`, so that its losses stay "
             f"those of samples that it never saw. {NEW_RUN_HINT}",
         )
+
+
+def describe_changes(data: TrainSet, id: str) -> list[str]:
+    """How the samples of a training set and their captions differ from those of the set `id`: counts, and MOST_NAMED
+    names of each. Empty where that set can't be read."""
+    try:
+        before = _open(data, id)
+        return [] if before is None else [*_list_differences(before, data)]
+    except (DamageError, StoreError):
+        return []
+
+
+def _list_differences(before: TrainSet, data: TrainSet) -> Iterator[str]:
+    (old_ids, old_texts), (ids, texts) = _texts_by_sample(before), _texts_by_sample(data)
+    rows = pc.index_in(ids, value_set=old_ids)
+    changed = pc.fill_null(pc.not_equal(old_texts.take(rows), texts), False)
+    captions = [
+        f"{_caption_of(data, first)}, now {_caption_of(data, second)}"
+        for first, second in zip(
+            old_texts.take(rows.filter(changed)[:MOST_NAMED]).to_pylist(),
+            texts.filter(changed)[:MOST_NAMED].to_pylist(),
+            strict=True,
+        )
+    ]
+    gone = old_ids.filter(pc.invert(pc.is_in(old_ids, value_set=ids)))
+    groups = ((data, ids.filter(changed), "with other captions"), (data, ids.filter(pc.is_null(rows)), "new"))
+    lines = 0
+    for of, samples, what in (*groups, (before, gone, "no longer in it")):
+        if len(samples):
+            named = _name_samples(of, samples[:MOST_NAMED].to_pylist())
+            if what == "with other captions":
+                named = [f"{name} ({words})" for name, words in zip(named, captions, strict=True)]
+            more = ", ..." if len(samples) > MOST_NAMED else ""
+            yield f"{len(samples)} sample{'s' * (len(samples) > 1)} {what}: {', '.join(named)}{more}"
+            lines += 1
+    if not lines:
+        yield "the samples and captions are the same; their repeats, weights or encoders are not"
+
+
+def _texts_by_sample(data: TrainSet) -> tuple[pa.Array, pa.Array]:
+    """The ids of the samples that are trained on, and of each the ids of its texts, joined by commas."""
+    rows = data.tables["index"].slice(0, len(data))
+    ids, lists = rows.column("sample_id").combine_chunks(), rows.column("texts").combine_chunks()
+    texts = data.tables["texts"].column("text_id").take(lists.flatten()).combine_chunks()
+    ends = np.cumsum(np.asarray(pc.list_value_length(lists)))
+    joined = pc.binary_join(pa.ListArray.from_arrays(pa.array([0, *ends.tolist()], pa.int32()), texts), ",")
+    return ids, joined
+
+
+def _caption_of(data: TrainSet, texts: str) -> str:
+    """The first of these texts as planned, in quotation marks; else its id."""
+    id = texts.partition(",")[0]
+    for name in reversed(plans.list_plans(data.store)):
+        table = plans.read_plan_table(data.store, name, "texts")
+        for text in table.filter(pc.equal(table["text_id"], id))["text"].to_pylist():
+            return f'"{escape_unprintable(shorten(text))}"'
+    return f"text {id}"
 
 
 def _open(data: TrainSet, id: str) -> TrainSet | None:

@@ -6,7 +6,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,8 @@ SETTINGS = {
 }
 #: Of the other keys: what to do about a difference.
 HINTS = {
-    "data": "Set train.set to the set that the run was trained on to go on with it; or train.on_new_data to continue, "
-    "to train on with the new data in a new order; or begin a new run, for an adapter from this one's: "
+    "data": "Run `latentpress train --set train.on_new_data=continue` to continue with the new data in a new order; or "
+    "set train.set to the set of the checkpoint, to continue with it; or begin a new run, from this one's adapter: "
     "train.adapter.init.",
     "global batch": "Change train.accumulate so that batch_size x accumulate x processes is as before.",
     "transformer": "Set model.path, model.flavour or model.revision back.",
@@ -200,10 +200,16 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_data: bool = False) -> None:
+def check_signature(
+    checkpoint: Checkpoint,
+    signature: Mapping[str, Any],
+    new_data: bool = False,
+    describe_data: Callable[[str], Iterable[str]] = lambda before: (),
+) -> None:
     """ResumeError with every difference between the checkpoint's signature and this one. Keys that `signature` lacks
     are not compared, so most can be compared before a model is loaded; but for "assistant", which means that there is
-    none. new_data: whether the data may be others."""
+    none. new_data: whether the data may be others. describe_data: lines that say how the data differ from the set with
+    this id."""
     saved = checkpoint.state["terms"]
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:
@@ -214,6 +220,8 @@ def check_signature(checkpoint: Checkpoint, signature: Mapping[str, Any], new_da
     different = [k for k in sorted(current) if _comparable(k, saved.get(k), old) != _comparable(k, current[k], old)]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
+        if "data" in different and isinstance(saved.get("data"), dict):
+            lines += [f"    {line}" for line in describe_data(str(saved["data"].get("set")))]
         hints = {key: f"Set {setting} back." for key, setting in SETTINGS.items()} | HINTS
         steps = dict.fromkeys(hints[key] for key in different if key in hints)
         message = f"{checkpoint.path} can't be continued with this configuration:"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import find_adapter
-from trainer.run.new_data import check_new_data, list_changes
+from trainer.run.new_data import check_new_data, describe_changes, list_changes
 from trainer.run.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
 
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
@@ -234,7 +235,7 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
             "Choose another train.run, remove that folder, or set train.resume to true.",
         )
     signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
-    check_signature(checkpoint, signature, may_change)
+    check_signature(checkpoint, signature, may_change, partial(describe_changes, data))
     changes = list_changes(checkpoint, signature["data"]["digest"])
     check_new_data(checkpoint, data, changes)
     return checkpoint.state | {"data changes": changes}

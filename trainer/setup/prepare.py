@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from trainer.methods.selection import make_methods
 from trainer.run import checkpoint, resume, run_state
 from trainer.run.changed_settings import describe_rank, find_changed_settings, refuse_differences
 from trainer.run.interruption import StopRequest
-from trainer.run.new_data import Change, first_step, list_changes
+from trainer.run.new_data import Change, describe_changes, first_step, list_changes
 from trainer.run.rank_watch import RankWatch
 from trainer.run.run_files import RunFiles
 from trainer.run.sharded import is_sharded
@@ -304,7 +305,8 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
 
 def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
     """Give the run the state that a checkpoint holds."""
-    resume.check_signature(continued, run.signature, run.config.train.on_new_data == "continue")
+    may_change, describe = run.config.train.on_new_data == "continue", partial(describe_changes, run.loader.data)
+    resume.check_signature(continued, run.signature, may_change, describe)
     run.begin_order(continued)
     average = run.average
     averages = None if average is None else average.averages
