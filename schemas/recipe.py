@@ -150,7 +150,7 @@ def dataset_settings(dataset: Dataset) -> Settings:
         "conditioning_data": len(sources) if isinstance(sources, tuple) else sources is not None,
         "mask_data": dataset.mask_data is not None,
     }
-    if dataset.face_detector is not None:
+    if dataset.face_detector is not None:  # its name alone; `discover` compares its content
         settings["face_detector"] = PurePath(dataset.face_detector).name
     return settings
 
@@ -163,13 +163,12 @@ def item_dataset_settings(dataset: Dataset, options: tuple[str, ...]) -> Setting
 
 
 def discovery_settings(dataset: Dataset) -> Settings:
-    """Settings that determine a dataset's media table, beside the media."""
+    """Settings that determine a dataset's media table, beside the media and the face detector."""
     settings = dataset_settings(dataset)
     options = {name: settings[name] for name in DISCOVERY_OPTIONS if name in settings}
     kept = {"make_captions": True} if dataset.describes_missing else {}  # left out: tables had none when first made
     kept |= {"make_masks": True} if dataset.makes_masks and (dataset.mask_data or dataset.mask_column) else {}
-    faces = {"faces": settings.get("face_detector", "cascade")} if dataset.crop_style == "face" else {}
-    return options | {"video.scenes": dataset.video.scenes} | kept | faces
+    return options | {"video.scenes": dataset.video.scenes} | kept
 
 
 #: What is quantized exactly, where a library's default depends on its version or on the CPU.

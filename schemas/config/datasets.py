@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
-from schemas.config.section import Name, OneOrSeveral, Problem, Section, UnitFloat, listed
+from schemas.config.section import (
+    Name,
+    OneOrSeveral,
+    Problem,
+    Section,
+    UnitFloat,
+    foreign_options,
+    idle_options,
+    listed,
+)
 from schemas.family import Family
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 
@@ -76,6 +85,7 @@ class Video(Section):
             yield ("clips",), f"clip: {self.clip} does not count clips; valid with random and uniform"
         if (self.clip == "slide") != (self.clip_stride is not None):
             yield ("clip_stride",), "goes with clip: slide, and slide needs it"
+        yield from foreign_options(self, "bucket_strategy", {"frame_interval": ("resolution_frames",)})
 
 
 class Dataset(Section):
@@ -326,6 +336,8 @@ class Dataset(Section):
         if strategy in TABLE_STRATEGIES and source != "manifest" and not self.caption_file:
             yield ("caption_file",), f"caption_strategy {strategy} needs the table of captions"
 
+        yield from self._options_without_effect()
+
         if self.crop_aspect in ("closest", "random") and not self.crop_aspect_buckets:
             yield ("crop_aspect_buckets",), f"crop_aspect {self.crop_aspect} needs a list, such as [1.0, 0.75, 1.33]"
         if self.face_detector and self.crop_style != "face":
@@ -337,3 +349,38 @@ class Dataset(Section):
             yield ("target_downsample_size",), f"is more than maximum_image_size, {high:g}"
         if low is not None and high is not None and low > high:
             yield ("minimum_image_size",), f"{low:g} is more than maximum_image_size, {high:g}"
+
+    def _options_without_effect(self) -> Iterator[Problem]:
+        """Options of a caption strategy, source or type of media that this dataset does not have."""
+        strategy, source = self.resolved_caption_strategy, self.resolved_source
+        in_table, places = strategy in TABLE_STRATEGIES, (self.instance_data_dir, self.media_root or "")
+        folders = [*listed(self.conditioning_data), self.mask_data or "://", *(places if source == "folder" else ())]
+        at_url = source in ("remote", "manifest") or (
+            source == "webdataset" and any("://" in place for place in places)
+        )
+        columns = "a manifest, a huggingface dataset, or caption_strategy csv, jsonl or parquet"
+        goes_with = {
+            "instance_prompt": (strategy == "instanceprompt", "caption_strategy: instanceprompt"),
+            "caption_file": (in_table, "caption_strategy csv, jsonl or parquet"),
+            "caption_column": (
+                in_table or strategy in ("webdataset", "huggingface"),
+                "captions in a table, in the records of a webdataset or in a huggingface dataset",
+            ),
+            "media_column": (in_table or source in ("manifest", "huggingface"), columns),
+            "split": (source == "huggingface", "source: huggingface"),
+            "identity": (at_url, "media at a URL"),
+            "follow_links": (any("://" not in folder for folder in folders), "local folders"),
+            "crop_aspect_buckets": (self.crop_aspect in ("closest", "random"), "crop_aspect: closest or random"),
+        }
+        here = f"(this dataset has source: {source}, caption_strategy: {strategy})"
+        for key, (is_used, what) in goes_with.items():
+            if not is_used:
+                yield from idle_options(self, (key,), f"has no effect: it goes with {what} {here}; remove it")
+        if source in ("folder", "remote"):
+            for key, instead in (("conditioning_column", "conditioning_data"), ("mask_column", "mask_data")):
+                reason = f"source: {source} has no columns; use {instead}, or a manifest of the files with that column"
+                yield from idle_options(self, (key,), reason)
+        if self.dataset_type == "image":
+            reason = "has no effect: it goes with dataset_type: video; remove it"
+            for path, _ in idle_options(self.video, tuple(Video.model_fields), reason):
+                yield ("video", *path), reason

@@ -12,7 +12,7 @@ from schemas.config.captioning import Caption
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Features, Latents, Model, StageName, Stages, Text, Vision
 from schemas.config.masking import Masks
-from schemas.config.section import OneOrSeveral, Problem, Section, listed
+from schemas.config.section import OneOrSeveral, Problem, Section, idle_options, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
 from schemas.config.validation import (
@@ -262,6 +262,12 @@ class Config(Section):
                 yield (*here, "resolution"), str(error)
             if dataset.makes_masks and self.masks is None:
                 yield (*here, "make_masks"), "missing needs the section `masks`, with its model; add it, or remove this"
+            described = dataset.make_captions or ("none" if self.caption is None else "missing")
+            if described == "none":
+                reason = "has no effect, as no model describes these items: add the section `caption`, or remove this"
+                keys = ("make_captions_where", *(("made_captions",) if dataset.caption_sets == ("current",) else ()))
+                for path, _ in idle_options(dataset, keys, reason):
+                    yield (*here, *path), reason
             video = dataset.dataset_type == "video"
             if video and not self.model.family_spec.video:
                 yield (*here, "dataset_type"), f"'video' cannot train {self.model.family}; valid: image"
@@ -332,6 +338,6 @@ class Config(Section):
 
 def set_frame_rate(dataset: Dataset, rate: float) -> Dataset:
     """The dataset with this rate of frames where it gives none."""
-    if "frame_rate" in dataset.video.model_fields_set:
+    if dataset.dataset_type == "image" or "frame_rate" in dataset.video.model_fields_set:
         return dataset
     return dataset.model_copy(update={"video": dataset.video.model_copy(update={"frame_rate": rate})})

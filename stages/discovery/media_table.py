@@ -36,6 +36,7 @@ from stages.discovery.listing_diff import (
     iter_slices,
 )
 from stages.discovery.sources.captions import hash_reading
+from stages.media.files import MediaError, hash_file
 
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
@@ -66,7 +67,19 @@ class DiscoverySettings:
 
     @classmethod
     def of(cls, dataset: Dataset) -> "DiscoverySettings":
-        return cls(hash_reading(dataset), dataset.identity, dataset.animations, discovery_settings(dataset))
+        return cls(hash_reading(dataset), dataset.identity, dataset.animations, _options_of(dataset))
+
+
+def _options_of(dataset: Dataset) -> dict[str, Any]:
+    """`discovery_settings`, and for crop_style: face the content of what finds faces. Raises LatentpressError."""
+    options = discovery_settings(dataset)
+    if dataset.crop_style == "face":
+        try:
+            options["faces"] = hash_file(dataset.face_detector) if dataset.face_detector else "cascade"
+        except MediaError as error:
+            problem = f"datasets.{dataset.id}.face_detector: {error.path} {error.problem}"
+            raise LatentpressError(problem, "restore it, or leave the option out for OpenCV's cascade") from error
+    return options
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -94,7 +107,7 @@ def read_configured_media(store: Store, dataset: Dataset) -> pa.Table:
     made = _settings_of(table).get("options", {})
     differ = [
         f"{name} was {made.get(name)!r} and is {value!r}"
-        for name, value in (dict.fromkeys(made) | discovery_settings(dataset)).items()
+        for name, value in (dict.fromkeys(made) | _options_of(dataset)).items()
         if made.get(name, ...) != value
     ]
     if differ:
@@ -171,7 +184,7 @@ def _rows_of_same_files(store: Store, dataset: Dataset, other: Dataset, settings
     """Rows of the media table of `other` that hold for `dataset`, with versions of what needs not be read again; none
     where it has other files."""
     table = find_media_table(store, other.id) if other.root == dataset.root else None
-    if table is None or any(settings.options[name] != discovery_settings(other)[name] for name in _LOCATION_OPTIONS):
+    if table is None or any(settings.options[name] != _options_of(other)[name] for name in _LOCATION_OPTIONS):
         return MEDIA_SCHEMA.empty_table()
     table = _drop_stale_versions(table, settings)
     for role, keys in _COMPANION_OPTIONS.items():

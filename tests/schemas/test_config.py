@@ -115,6 +115,9 @@ def test_datasets_fit_the_task(family, flavour, values, key):
     Config.model_validate(data(model=model, datasets=[good, {**bad, "disabled": True}]))
 
 
+TABLE = {"instance_data_dir": "/d/list.csv"}
+
+
 def dataset_problems(**changes):
     """Dotted path below the dataset -> message."""
     with pytest.raises(ValidationError) as caught:
@@ -150,8 +153,26 @@ def dataset_problems(**changes):
             "minimum_image_size",
             "512 is more than maximum_image_size, 256",
         ),
-        ({"conditioning_data": "/s", "conditioning_column": "s"}, "conditioning_column", "keep one"),
-        ({"mask_data": "/m", "mask_column": "m"}, "mask_column", "keep one"),
+        (TABLE | {"conditioning_data": "/s", "conditioning_column": "s"}, "conditioning_column", "keep one"),
+        (TABLE | {"mask_data": "/m", "mask_column": "m"}, "mask_column", "keep one"),
+        ({"instance_prompt": "a cat"}, "instance_prompt", "it goes with caption_strategy: instanceprompt (this"),
+        ({"caption_file": "/d/c.csv"}, "caption_file", "has no effect: it goes with caption_strategy csv"),
+        (TABLE | {"caption_strategy": "filename", "caption_column": ["a"]}, "caption_column", "captions in a table"),
+        ({"media_column": "file"}, "media_column", "it goes with a manifest"),
+        ({"split": "test"}, "split", "it goes with source: huggingface"),
+        ({"identity": "store"}, "identity", "it goes with media at a URL"),
+        ({"instance_data_dir": "s3://b/f", "follow_links": True}, "follow_links", "it goes with local folders"),
+        ({"conditioning_column": "s"}, "conditioning_column", "source: folder has no columns; use conditioning_data"),
+        ({"instance_data_dir": "s3://b/f", "mask_column": "m"}, "mask_column", "source: remote has no columns"),
+        ({"crop_aspect_buckets": [1.0]}, "crop_aspect_buckets", "it goes with crop_aspect: closest or random"),
+        ({"video": {"num_frames": 9}}, "video.num_frames", "it goes with dataset_type: video"),
+        (
+            {"video": {"bucket_strategy": "aspect_ratio", "frame_interval": 8}},
+            "video.frame_interval",
+            "bucket_strategy is aspect_ratio; remove it",
+        ),
+        ({"make_captions_where": "score > 5"}, "make_captions_where", "no model describes these items"),
+        ({"made_captions": "beside"}, "made_captions", "no model describes these items"),
         ({"eval": True, "eval_fraction": 0.1}, "eval_fraction", "has no effect"),
         ({"video": {"num_frames": 5, "min_frames": 9}}, "video.min_frames", "9 is more than num_frames, 5"),
         ({"video": {"min_frames": 9, "max_frames": 5}}, "video.max_frames", "5 is less than min_frames, 9"),
@@ -180,14 +201,18 @@ def test_all_that_is_wrong_with_a_dataset_is_told_at_once():
         {"instance_data_dir": "/d/list.jsonl", "caption_strategy": "textfile"},
         {"crop_aspect": "closest", "crop_aspect_buckets": [1, 0.75]},
         {"minimum_image_size": 256, "maximum_image_size": 256, "target_downsample_size": 256},
-        {"video": {"clip": "slide", "clip_stride": 8}},
-        {"video": {"clip": "uniform", "clips": 3}},
-        {"video": {"num_frames": 5, "min_frames": 5, "max_frames": 5}},
+        {"dataset_type": "video", "video": {"clip": "slide", "clip_stride": 8}},
+        {"dataset_type": "video", "video": {"clip": "uniform", "clips": 3}},
+        {"dataset_type": "video", "video": {"num_frames": 5, "min_frames": 5, "max_frames": 5}},
+        {"made_captions": "beside", "caption_sets": ["0123456789abcdef01234567"]},
+        {"instance_data_dir": "s3://b/{0..9}.tar", "identity": "store", "mask_data": "/m", "follow_links": True},
+        {"caption_strategy": "csv", "caption_file": "/d/c.csv", "media_column": "a", "caption_column": ["b"]},
         {"eval_fraction": 1},
     ],
 )
 def test_what_goes_together_in_a_dataset_is_taken(values):
-    (taken,) = Config.model_validate(data(datasets=[dataset(**values)])).datasets
+    model = {"family": "kandinsky5-video"}
+    (taken,) = Config.model_validate(data(model=model, datasets=[dataset(**values)])).datasets
     assert taken.model_dump(mode="json", include=values.keys(), exclude_unset=True) == values
 
 

@@ -226,7 +226,6 @@ def test_other_settings_read_again_what_they_affect_and_no_more(project) -> None
     home.run(discover.run)
     assert home.run(discover.run, "datasets.photos.animations=video").done == 1
     assert home.run(discover.run, "datasets.photos.animations=video").done == 0
-    assert home.run(discover.run, "datasets.photos.animations=video", "datasets.photos.identity=store").done == 3
 
 
 def test_a_table_can_be_taken_as_it_is(project) -> None:

@@ -6,6 +6,7 @@ And the paths of such a table, as those of a listing.
 
 import os
 import posixpath
+import re
 from functools import cached_property
 
 import numpy as np
@@ -160,13 +161,27 @@ class CaptionLookup:
         names, location = list(self._dataset.caption_column), display_location(self._dataset.caption_file or "")
         first = pa.array(lookup.find(columns["path"]))
         absent = pc.less(first, 0)
-        step = f"add a row for it to {location}"
+        step = self._advise_row(columns["path"].filter(absent), location)
         add_problems(columns, pc.if_else(absent, "no-caption: has no caption", None), step)
         owner, rows = lookup.pairs(columns["path"])
         add_row_captions(columns, pa.table({name: take_rows(table[name], rows) for name in names}), owner, location)
         first = pc.if_else(absent, None, first)
         others = [name for name in table.column_names if name not in (media, *names)]
         columns |= extra_columns(pa.table({name: take_rows(table[name], first) for name in others}), ())
+
+    def _advise_row(self, absent: pa.Array, location: str) -> str:
+        """What to do about items without a row: a row of another path that ends alike shows what is wrong with all."""
+        step = f"add a row for it to {location}"
+        if not len(absent):
+            return step
+        path, keys = absent[0].as_py(), self._table[2].keys
+        names = pc.binary_join_element_wise("/", pc.replace_substring(keys, "\\", "/"), "")
+        below = [f"/{path[match.end() :]}" for match in re.finditer("/", path)]
+        matches = pc.or_(pc.ends_with(names, f"/{path}"), pc.is_in(names, value_set=pa.array(below, _text)))
+        for name in keys.filter(pc.fill_null(matches, False)).to_pylist()[:1]:
+            what = "write / in place of backslashes" if "\\" in name else f"write paths relative to {self._root}"
+            return f"{what} into {location}: it has {name}, which is probably {path}"
+        return step
 
 
 def make_caption_lookup(dataset: Dataset, root: str) -> CaptionLookup | None:

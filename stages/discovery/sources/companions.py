@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 
 from schemas.config.datasets import Dataset
 from schemas.config.section import listed
-from schemas.errors import LatentpressError
 from schemas.references import SOURCE_ROLES
 from stages.discovery.sources.base import (
     CHUNK_ROWS,
@@ -198,13 +197,6 @@ class CommonSource(Source):
                 columns.setdefault(name, pa.nulls(len(columns["path"]), _text))
         refuse_gaps(columns, self._dataset.source_roles)
         return listing_table(columns)
-
-    def _refuse_columns(self, what: str) -> None:
-        """Raise LatentpressError if companions are to be in columns, and there are none; what: "a folder has"."""
-        for role in self._columns_by_role:
-            name = "mask" if role == "mask" else "conditioning"
-            step = f"use {name}_data, or a manifest of the files with that column"
-            raise LatentpressError(f"datasets.{self._dataset.id}.{name}_column: {what} no columns", step)
 
     def open_companion(self, role: str, path: str) -> MediaPath:
         return self._companions[role].open(path)

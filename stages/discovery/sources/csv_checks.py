@@ -19,6 +19,7 @@ from schemas.errors import LatentpressError
 from schemas.regular_files import open_regular
 from schemas.text_format import shorten
 from stages.discovery.sources.urls import display_location, open_filesystem, scrub_secrets
+from stages.discovery.sources.walk import BACKSLASH_ADVICE
 
 MAX_CELL_BYTES = 1 << 24
 _DELIMITER_NAMES = {";": "';'", "\t": "tab", "|": "'|'"}
@@ -42,7 +43,8 @@ def open_location(location: str) -> BinaryIO:
 
 def not_opened(location: str, error: Exception) -> LatentpressError:
     if isinstance(error, FileNotFoundError):
-        return LatentpressError(f"{display_location(location)}: is not there", "correct the path in the configuration")
+        step = BACKSLASH_ADVICE if "\\" in location else "correct the path in the configuration"
+        return LatentpressError(f"{display_location(location)}: is not there", step)
     reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
     reason = scrub_secrets(reason, location if "://" in location else "")
     step = "check the place and the right to read it, then run again"

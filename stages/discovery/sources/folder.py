@@ -31,7 +31,6 @@ class FolderSource(CommonSource):
         dataset, texts = self._dataset, self._captions is None
         key = "media_root" if dataset.media_root else "instance_data_dir"
         require_folder(dataset.root, f"datasets.{dataset.id}.{key}")
-        self._refuse_columns("a folder has")
         self.ignored.clear()
         rows = _ListingBuilder(texts)
         for folder in walk(dataset.root, extensions_of_dataset(dataset), dataset.follow_links, self.ignored, texts):
@@ -107,7 +106,6 @@ class RemoteSource(CommonSource):
         self._kinds = extensions_of_dataset(dataset)
 
     def scan(self, known: pa.Table | None) -> Iterator[pa.Table]:
-        self._refuse_columns("objects have")
         self.ignored.clear()
         rows: list[_Row] = []
         for level in walk_objects(self._dataset.root, self.ignored):

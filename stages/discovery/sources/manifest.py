@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from stages.discovery.sources.object_store import (
     object_version,
 )
 from stages.discovery.sources.urls import UnknownLocation, display_location, open_filesystem
-from stages.discovery.sources.walk import caption_version, require_folder
+from stages.discovery.sources.walk import BACKSLASH_ADVICE, caption_version, require_folder
 from stages.media.files import MediaError, MediaPath
 
 #: Concurrent requests for sizes and versions.
@@ -168,8 +169,9 @@ class ManifestSource(CommonSource):
     def _stats(self, paths: pa.Array, cells: pa.Array | pa.ChunkedArray, pool: ThreadPoolExecutor) -> pa.RecordBatch:
         """A row of _STAT_SCHEMA for each path of the listing; cells: the same as the table has them."""
         places = [captions.resolve_path(self._base, cell) if cell else "" for cell in cells.to_pylist()]
+        stat_below = partial(_stat, base=self._base)
         apply = pool.map if any("://" in location for location in places) else map
-        return pa.RecordBatch.from_pylist(list(apply(_stat, places, paths.to_pylist())), _STAT_SCHEMA)
+        return pa.RecordBatch.from_pylist(list(apply(stat_below, places, paths.to_pylist())), _STAT_SCHEMA)
 
     def _resolve(self, path: str, role: str) -> MediaPath:
         """The file or object at a path of the listing. role: "" for media, else that of the companion."""
@@ -214,9 +216,20 @@ def _versions(stats: pa.RecordBatch, column: str = "version") -> pa.Array:
     return pa.array([None if problem else f"{size}:{version}" for size, version, problem in rows], _text)
 
 
-def _stat(location: str, name: str | None) -> dict[str, Any]:
-    """The values of _STAT_SCHEMA for a path or URL; name: its path in the listing. Raises LatentpressError if a library
-    is missing."""
+def _explain_absence(location: str, base: str) -> dict[str, Any]:
+    """Why the file of a table is not there, if its path shows it: then it is the table that is wrong, not the disk."""
+    if "\\" in location:
+        return {"problem": "backslash-path: has a path with backslashes", "advice": BACKSLASH_ADVICE}
+    inside = os.path.relpath(location, base).partition("/")[2] if location else ""
+    if inside and "\0" not in inside and os.path.exists(os.path.join(base, inside)):
+        problem = f"path-of-another-folder: has a path that starts above {base}, where {inside} is"
+        return {"problem": problem, "advice": f"write paths relative to {base} into the table, or correct media_root"}
+    return {"problem": "missing: is not there", "advice": "restore it, or take it out of the table"}
+
+
+def _stat(location: str, name: str | None, base: str) -> dict[str, Any]:
+    """The values of _STAT_SCHEMA for a path or URL; name: its path in the listing; base: the folder at which the
+    table's paths start. Raises LatentpressError if a library is missing."""
     if "://" in location:
         try:
             with object_errors(location, name or display_location(location)):
@@ -230,7 +243,7 @@ def _stat(location: str, name: str | None) -> dict[str, Any]:
     try:
         status = os.stat(location)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in the name
-        return {"problem": "missing: is not there", "advice": "restore it, or take it out of the table"}
+        return _explain_absence(location, base)
     except OSError as error:
         step = "check its permissions and the disk, then run again"
         return {"problem": f"unreadable: can't be read ({error.strerror})", "advice": step}

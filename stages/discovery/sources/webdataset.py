@@ -144,15 +144,19 @@ class WebDatasetSource(CommonSource):
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _rows(self, tar: str, version: str, keys: dict[str, _KeyMembers]) -> pa.Table:
-        items = [(key, media) for key in keys.values() if (media := self._media(key)) is not None]
+        items = [(key, media) for key in keys.values() for media in self._media(key)]
         if not items:
             return base.LISTING_SCHEMA.empty_table()
         columns: dict[str, pa.Array] = {
             "path": pa.array([f"{tar}/{key.members[media].name}" for key, media in items]),
-            "kind": pa.array([self._kinds[f".{media}"] for _, media in items]),
+            "kind": pa.array([self._kinds[_last_extension(media)] for _, media in items]),
             "size": pa.array([key.members[media].size for key, media in items]),
             "version": pa.repeat(version, len(items)),
         }
+        dotted = pa.array(["." in media for _, media in items])
+        problem = "dotted-name: has several dots in its name: in a tar the first one ends the key, and the rest, "
+        names = pc.binary_join_element_wise(problem, pa.array([media for _, media in items]), " is its extension", "")
+        base.add_problems(columns, pc.if_else(dotted, names, None), "write the tar with names of one dot")
         for role, ending in self._roles.items():
             members = [key.members.get(ending) for key, _ in items]
             columns[role] = pa.array([member and f"{tar}/{member.name}" for member in members], _text)
@@ -167,18 +171,21 @@ class WebDatasetSource(CommonSource):
             self._add_captions(columns, [key for key, _ in items], table)
         return base.listing_table(columns)
 
-    def _media(self, key: _KeyMembers) -> str | None:
-        """The extension of the key's item, None if it has none: of several media the first in the order of the
-        dataset's extensions. Members that are not used are counted."""
+    def _media(self, key: _KeyMembers) -> list[str]:
+        """The extension of the key's item: of several media the first in the order of the dataset's extensions. Without
+        one, the extensions with a dot that end as media do, which are probably items with a dot in their name. Members
+        that are not used are counted."""
         companions = set(self._roles.values())
         media = [ending[1:] for ending in self._kinds if ending[1:] in key.members and ending[1:] not in companions]
-        for ending in key.members:
-            if ending not in companions and ending not in media[:1] and ending not in ("txt", "json"):
-                self.ignored[f"further .{ending} of a key" if ending in media else f".{ending}"] += 1
+        others = [ending for ending in key.members if ending not in companions]
+        media = media[:1] or [ending for ending in others if "." in ending and _last_extension(ending) in self._kinds]
+        for ending in others:
+            if ending not in media and ending not in ("txt", "json"):
+                self.ignored[f"further .{ending} of a key" if f".{ending}" in self._kinds else f".{ending}"] += 1
         if not media:
             failed = key.record.get("status") not in (None, "success")
             self.ignored["key that was not downloaded" if failed else "key without media"] += 1
-        return media[0] if media else None
+        return media
 
     def _add_captions(self, columns: dict[str, pa.Array], keys: list[_KeyMembers], table: pa.Table) -> None:
         """Captions from the text members, else from columns of the records."""
@@ -220,6 +227,11 @@ class WebDatasetSource(CommonSource):
 
     def open_companion(self, role: str, path: str) -> MediaPath:
         return self.open(path) if role in self._roles else super().open_companion(role, path)
+
+
+def _last_extension(extension: str) -> str:
+    """ ".jpg" of "jpg" and of "final.jpg"."""
+    return f".{extension.rpartition('.')[2]}"
 
 
 def _known_rows(known: pa.Table, tar: str, version: str, settings: str) -> pa.Table | None:

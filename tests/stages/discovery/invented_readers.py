@@ -16,7 +16,7 @@ class InventedReader:
     def __call__(self, task) -> dict[str, object]:
         if task.path == self.fails:
             raise ZeroDivisionError("a bug of ours")
-        return {"media_id": f"{int(task.path[:4]):032x}", "kind": "image", "width": 64, "height": 64}
+        return {"media_id": f"{int(task.path[:4]):032x}", "kind": "image", "width": 64, "height": 64, "face": []}
 
 
 class FailingReader(InventedReader):

@@ -2,16 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from cache.store.store import Store
+from schemas.errors import LatentpressError
 from schemas.tables import MEDIA_SCHEMA
 from stages import discover
 from stages.discovery import listing_diff, media_table
-from stages.discovery.media_table import media_table_path, read_media_table
+from stages.discovery.media_table import OtherSettings, media_table_path, read_media_table
 from stages.discovery.sources.base import LISTING_SCHEMA
 from tests.stages.discovery.invented_readers import FailingReader, InventedReader, no_order
 
@@ -129,3 +131,22 @@ def test_rows_are_taken_from_a_table_in_pieces(lengths: list[int]) -> None:
     names = ["width", "captions", "path"]
     found = listing_diff.RandomAccessTable(pa.concat_tables(pieces)).take(rows, names)
     assert found.equals(whole.select(names).take(pa.array(rows, mask=rows < 0)))
+
+
+@pytest.mark.slow
+def test_a_face_detector_is_known_by_its_content(invented, tmp_path: Path) -> None:
+    """Another file of the same name finds other faces; the same file under another name finds the same."""
+    home, detector = invented, tmp_path / "yunet.onnx"
+    Invented.captions = {number: f"caption {number}" for number in range(20)}
+    home.settings["datasets"][0] |= {"crop_style": "face", "face_detector": str(detector)}
+    detector.write_bytes(b"one")
+    assert read(home.run(discover.run)) == 20 and read(home.run(discover.run)) == 0
+    home.settings["datasets"][0]["face_detector"] = str(detector.rename(tmp_path / "other.onnx"))
+    assert read(home.run(discover.run)) == 0
+    (tmp_path / "other.onnx").write_bytes(b"two")
+    with pytest.raises(OtherSettings, match="discovered with other settings: faces was"):
+        media_table.read_configured_media(Store(home.root), home.config().datasets[0])
+    assert read(home.run(discover.run)) == 20
+    (tmp_path / "other.onnx").unlink()
+    with pytest.raises(LatentpressError, match=r"datasets\.photos\.face_detector: .*other\.onnx is not there"):
+        home.run(discover.run)

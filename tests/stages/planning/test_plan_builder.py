@@ -227,8 +227,10 @@ def test_the_same_bytes_twice_are_two_active_rows_of_one_sample():
 def test_the_plan_key_ignores_where_media_is_and_how_it_is_encoded():
     key = plan_key(config(), 16)
     assert plan_key(config(media_root="/elsewhere", skip_file_discovery=True), 16) == key
-    for other in ({"follow_links": True}, {"identity": "store"}, {"instance_data_dir": "/x"}, {"mask_data": "/masks"}):
+    for other in ({"follow_links": True}, {"instance_data_dir": "/x"}, {"mask_data": "/masks"}):
         assert plan_key(config(**other), 16) != key
+    bucket = {"instance_data_dir": "s3://bucket"}
+    assert plan_key(config(**bucket), 16) != plan_key(config(**bucket, identity="store"), 16)
     assert plan_key(config(unit_mib=3), 16) == key
     assert plan_key(config(resolution=512), 16) != key
     assert plan_key(config(prepend="x"), 16) != key

@@ -215,6 +215,27 @@ def test_a_table_of_captions_is_checked_like_any_other(tmp_path: Path, data: byt
         lookup.add({"path": pa.array(["a.png", "b.png"])})
 
 
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        ("images/{}", "write paths relative to {root} into"),
+        ("images\\{}", "write / in place of backslashes into"),
+        ("C:\\photos\\images\\{}", "write / in place of backslashes into"),
+        ("other/{}", "write paths relative to {root} into"),
+        ("other-{}", "add a row for it to"),
+    ],
+)
+def test_a_table_of_other_paths_says_so(tmp_path: Path, names: str, advice: str) -> None:
+    rows = [{"file_name": names.format(f"sub/{number}.png"), "caption": "a"} for number in range(3)]
+    table = write_table(tmp_path, rows, "jsonl")
+    settings = dataset(tmp_path, caption_strategy="jsonl", caption_file=str(table))
+    columns = {"path": pa.array(["sub/0.png", "sub/1.png"])}
+    lookup = make_caption_lookup(settings, str(tmp_path / "images"))
+    assert lookup is not None
+    lookup.add(columns)
+    assert columns["advice"][0].as_py().startswith(advice.format(root=tmp_path / "images"))
+
+
 def test_one_prompt_for_all_and_what_sources_do_themselves(tmp_path: Path) -> None:
     settings = dataset(tmp_path, caption_strategy="instanceprompt", instance_prompt=" sks dog ")
     lookup, columns = make_caption_lookup(settings, str(tmp_path)), {"path": pa.array(["a", "b"])}

@@ -264,3 +264,20 @@ def test_a_row_of_a_scheme_that_can_not_be_opened_is_set_aside(tmp_path: Path, p
     )
     with pytest.raises(LatentpressError, match=f"{place}: can't be opened"):
         listed(open_source(Dataset(id="d", instance_data_dir=place)))
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason", "says"),
+    [
+        ("images/a.png", "path-of-another-folder", "relative to"),
+        ("images\\a.png", "backslash-path", "in place of each backslash"),
+        ("C:\\photos\\a.png", "backslash-path", "in place of each backslash"),
+        ("images/none.png", "missing", "restore it"),
+    ],
+)
+def test_a_path_that_is_wrong_in_the_table_is_named(tmp_path: Path, cell: str, reason: str, says: str) -> None:
+    put(tmp_path, "images/a.png")
+    table = write_table(tmp_path, [{"path": cell, "caption": "a"}])
+    source = open_source(Dataset(id="d", instance_data_dir=str(table), media_root=str(tmp_path / "images")))
+    (row,) = pa.concat_tables(source.scan(None)).to_pylist()
+    assert row["problem"].partition(":")[0] == reason and says in row["advice"]

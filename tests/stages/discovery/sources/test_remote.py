@@ -143,8 +143,6 @@ def test_other_captions_and_companions(memory, tmp_path: Path) -> None:
     assert [(row["captions"], row["extra.score"]) for row in rows] == [(["a dog"], 4), (["a cat"], 3)]
     rows = scan(open_source(dataset("memory://m", caption_strategy="instanceprompt", instance_prompt="a pet")))
     assert [row["captions"] for row in rows] == [["a pet"]]
-    with pytest.raises(LatentpressError, match="mask_column: objects have no columns"):
-        scan(open_source(dataset("memory://m", mask_column="mask")))
 
 
 def test_large_prefixes_come_in_chunks(memory, monkeypatch: pytest.MonkeyPatch) -> None:

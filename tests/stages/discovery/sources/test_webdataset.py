@@ -142,6 +142,21 @@ def test_captions_of_text_and_of_records(tmp_path: Path) -> None:
         scan(open_source(dataset(tmp_path, caption_column=["nowhere"])))
 
 
+def test_items_with_a_dot_in_their_name_do_not_vanish(tmp_path: Path) -> None:
+    """webdataset ends the key at the first dot. Without a medium of its own such a key is probably an item."""
+    samples = [{"__key__": f"cat.{number}", "jpg": b"1"} for number in range(3)]
+    samples += [{"__key__": "dog", "jpg": b"1", "v2.jpg": b"2", "txt": "a dog"}]
+    write(tmp_path / "s.tar", samples)
+    source = open_source(dataset(tmp_path))
+    rows = scan(source)
+    assert [(row["path"], (row["problem"] or "").partition(":")[0]) for row in rows] == [
+        *((f"s.tar/cat.{number}.jpg", "dotted-name") for number in range(3)),
+        ("s.tar/dog.jpg", ""),
+    ]
+    assert "0.jpg is its extension" in rows[0]["problem"] and "one dot" in rows[0]["advice"]
+    assert source.ignored == {".v2.jpg": 1}
+
+
 def test_records_of_several_kinds(tmp_path: Path) -> None:
     samples = [
         {"__key__": "a", "jpg": b"1", "txt": "x", "json": b'{"n": 1, "m": 1, "b": true, "l": [1], "h": "\\ud800"}'},
