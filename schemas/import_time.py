@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.abc import MetaPathFinder
 
 MANY_OBJECTS = 100_000  # torch alone creates more, a program that has imported it before fewer
@@ -60,7 +61,9 @@ NOISE = {
 IGNORED_WARNINGS = ("Mismatch dtype between input and weight", "Paged optimizers are not supported on CPU")
 
 
+@lru_cache(None)
 def silence_libraries() -> None:
+    """Hide log records and warnings of libraries that ask for nothing. Only the first call has an effect."""
     for name, start in NOISE.items():
         logging.getLogger(name).addFilter(
             lambda record, start=start: not record.getMessage().startswith(start)  # type: ignore[misc]

@@ -20,7 +20,10 @@ class RowLookup(Mapping[str, dict[str, Any]]):
         self._prefixes = prefixes[self._order]
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        prefix = np.uint64(int(name[:16], 16))
+        try:
+            prefix = np.uint64(int(name[:16], 16))
+        except ValueError as error:  # not an id
+            raise KeyError(name) from error
         first, end = (np.searchsorted(self._prefixes, prefix, side) for side in ("left", "right"))
         for number in self._order[first:end].tolist():
             row = self._table.slice(number, 1)

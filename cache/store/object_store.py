@@ -119,9 +119,6 @@ class ObjectCache(BaseCache):
         self._tail, self._blocks = None, {}
 
 
-register_cache(ObjectCache, clobber=True)
-
-
 class _ObjectFile:
     """A file object for pyarrow, whose errors are StoreErrors. Not for several threads at once."""
 
@@ -135,6 +132,7 @@ class _ObjectFile:
                 self._cache: ObjectCache | None = ObjectCache(BLOCK_BYTES, fetch, size)
                 self._file: Any = RangeFile(self._cache._fetch, size)
             else:
+                register_cache(ObjectCache, clobber=True)
                 self._file = fs.open(path, "rb", cache_type=ObjectCache.name)
                 self._cache = getattr(self._file, "cache", None)  # memory:// has none
         if self._cache is not None:

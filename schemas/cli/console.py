@@ -77,8 +77,6 @@ __all__ = [
 #: Common options of which a program that computes nothing has no use: `unused` of make_app.
 NOT_DIVIDED = ("shard", "device", "workers")
 
-silence_libraries()
-
 
 class Console:
     """A program's output: the report to `stdout`, everything else to `stderr`.
@@ -299,6 +297,7 @@ def run_program(
     needs_config: bool = True,
 ) -> int:
     """Load the configuration, run, print the report or the error; returns the exit code."""
+    silence_libraries()
     with noted(name) as note:
         try:
             code = _run_program(name, run, options, own_options or {}, extra, note, needs_config)

@@ -125,12 +125,12 @@ def parse_config(
         raise ConfigError([f"{path}:1: expected keys and values; valid keys: {', '.join(section_fields(Config))}"])
     set_paths: dict[KeyPath, str] = {}  # path of each override -> its key as written
     errors = []
-    for text in overrides:
+    for override in overrides:
         try:
-            key, value = parse_override(text)
+            key, value = parse_override(override)
             set_paths[set_value(document.value, key, value)] = key
         except ValueError as error:
-            errors.append(f"--set {text.partition('=')[0].strip()}: {error}")
+            errors.append(f"--set {override.partition('=')[0].strip()}: {error}")
     _drop_empty_sections(document.value, Config)
     portable = [_portable_paths(dataset, path.absolute().parent) for dataset in _list_items(document.value, "datasets")]
     _resolve_paths(document.value, path.absolute().parent)

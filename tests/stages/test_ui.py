@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, ui
 from stages.pages.ui import serve
 from stages.pages.ui.app import Site
-from stages.pages.ui.guard import Token
+from stages.pages.ui.guard import COOKIE_S, Token
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
@@ -112,7 +113,13 @@ def test_the_token(home: Project) -> None:
             assert server.get("/", Cookie=f"{entered}x; {other}; x{entered}").status == 303, other
         assert token.code == "" and server.get("/login?code=").status == 200
         assert server.post("/login", token="a wrong token").status == 403
-        assert server.post("/login", token="a long enough token").headers["set-cookie"] == cookie
+        given = server.post("/login", token="a long enough token").headers["set-cookie"]
+        assert "max-age" in given.lower() and server.get("/", Cookie=given.partition(";")[0]).status == 200
+        name = given.partition("=")[0]
+        expired = token.make_cookie(now=time.time() - COOKIE_S - 1)
+        later = f"{int(expired.partition('.')[0]) + 10**6}.{expired.partition('.')[2]}"
+        for wrong in (expired, later, expired.partition(".")[2], "."):
+            assert server.get("/", Cookie=f"{name}={wrong}").status == 303, wrong
 
 
 @pytest.mark.parametrize("addresses", [1, 6])

@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,12 +41,27 @@ HEADERS = {
 }
 
 
+COOKIE_S = 30 * 24 * 3600  # for which a browser may use the page after it has shown the token
+
+
 class Token:
     """The secret of one who may use the page. code: opens the page once, in place of the token."""
 
     def __init__(self, text: str) -> None:
         self._text, self.code = text.encode(), secrets.token_urlsafe(32)
-        self.cookie = hmac.new(self._text, b"latentpress ui", hashlib.sha256).hexdigest()
+
+    def make_cookie(self, now: float | None = None) -> str:
+        """The time at which it expires, in seconds since 1970, and its signature."""
+        end = str(int((time.time() if now is None else now) + COOKIE_S))
+        return f"{end}.{self._sign(end)}"
+
+    def _sign(self, end: str) -> str:
+        return hmac.new(self._text, f"latentpress ui until {end}".encode(), hashlib.sha256).hexdigest()
+
+    def _is_valid(self, cookie: str) -> bool:
+        end, _, signature = cookie.partition(".")
+        is_ours = hmac.compare_digest(signature.encode("utf-8", "replace"), self._sign(end).encode("utf-8", "replace"))
+        return is_ours and end.isdecimal() and int(end) > time.time()
 
     def matches(self, text: str) -> bool:
         return hmac.compare_digest(hashlib.sha256(self._text).digest(), hashlib.sha256(text.encode()).digest())
@@ -61,7 +77,7 @@ class Token:
         """cookies: of a request, in which other services of the host have theirs, with whatever they like in them."""
         pairs = (part.strip().partition("=") for part in cookies.split(";"))
         values = [value for key, _, value in pairs if key == name]
-        return any(hmac.compare_digest(value.encode("utf-8", "replace"), self.cookie.encode()) for value in values)
+        return any(map(self._is_valid, values))
 
 
 def login_route(token: Token, cookie: str) -> Route:
@@ -78,7 +94,8 @@ def login_route(token: Token, cookie: str) -> Route:
             failed = bool(code) and not entered
         answer = fragment("login.html", 403 if failed else 200, title="latentpress", entered=entered, failed=failed)
         if entered:
-            answer.set_cookie(cookie, token.cookie, httponly=True, samesite="strict", path="/")
+            options: Any = {"httponly": True, "samesite": "strict", "path": "/", "max_age": COOKIE_S}
+            answer.set_cookie(cookie, token.make_cookie(), **options)
         return answer
 
     return Route("/login", login, methods=["GET", "POST"])
