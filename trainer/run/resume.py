@@ -27,8 +27,7 @@ from cache.store.json_checks import (
 from schemas.errors import DAMAGE, USAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR, NotRegular, open_regular
 
-FORMAT_VERSION = 5
-WITHOUT_MANIFEST = 4  # the version before: state.json has the checksums of the other files, and none covers itself
+FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
 _FILE_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)  # inside the checkpoint
@@ -123,21 +122,16 @@ def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | 
 def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
     """The checkpoint in `path`. ValueError with the reason where it is damaged."""
     with explained(str(path)):
-        listing = _read_object(path / MANIFEST_FILE) if (path / MANIFEST_FILE).exists() else None
-        checksums = {} if listing is None else check_object(listing.get("files"), "files")
+        checksums = check_object(_read_object(path / MANIFEST_FILE).get("files"), "files")
         state = _read_object(path / STATE_FILE)
-        if listing is not None and file_checksum(path / STATE_FILE) != checksums.get(STATE_FILE):
+        if file_checksum(path / STATE_FILE) != checksums.get(STATE_FILE):
             raise ValueError(f"{STATE_FILE} is damaged: its checksum does not match {MANIFEST_FILE}")
         version = check_count(state.get("format_version"), "format_version")
-        if version not in (WITHOUT_MANIFEST, FORMAT_VERSION):
+        if version != FORMAT_VERSION:
             raise ResumeError(
-                f"{path} has format version {version}; this release reads {WITHOUT_MANIFEST} and {FORMAT_VERSION}",
+                f"{path} has format version {version}; this release reads {FORMAT_VERSION}",
                 "Choose another train.run, or continue with the release that wrote it.",
             )
-        if listing is None:
-            if version != WITHOUT_MANIFEST:
-                raise ValueError(f"it has no {MANIFEST_FILE}")
-            checksums = check_object(state.get("files"), "files")
         _check_state(state, checkpoint_step(path))
         needed = (TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"], *state.get("shards", ()))
         for name in dict.fromkeys((*needed, *checksums)):
@@ -148,7 +142,7 @@ def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
                 raise ValueError(f"it has no {name}")
             if verify and file_checksum(path / name) != expected:
                 raise ValueError(f"{name} is damaged: its checksum is another")
-    return Checkpoint(path, state, (STATE_FILE if listing is None else MANIFEST_FILE, *checksums))
+    return Checkpoint(path, state, (MANIFEST_FILE, *checksums))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -216,8 +210,7 @@ def check_signature(
         current["data"] = saved.get("data")
         if isinstance(saved.get("shuffle_shards"), dict) and isinstance(current.get("shuffle_shards"), dict):
             current["shuffle_shards"]["rows of shards"] = saved["shuffle_shards"].get("rows of shards")
-    old = isinstance(saved.get("base weights"), str)  # of a checkpoint of format version 4
-    different = [k for k in sorted(current) if _comparable(k, saved.get(k), old) != _comparable(k, current[k], old)]
+    different = [key for key in sorted(current) if _comparable(key, saved.get(key)) != _comparable(key, current[key])]
     if different:
         lines = [line for key in different for line in _describe_difference(key, saved.get(key), current[key])]
         if "data" in different and isinstance(saved.get("data"), dict):
@@ -250,9 +243,6 @@ def _format_value(key: str, value: Any) -> str:
     return printable(f"set {value.get('set')} with {value.get('samples')} samples and {value.get('captions')} captions")
 
 
-def _comparable(key: str, value: Any, old: bool) -> Any:
-    """The part that is compared: of the data its digest, as another set may have the same samples; of the base weights
-    what an old checkpoint has, or their content."""
-    if isinstance(value, dict) and key in ("data", "base weights"):
-        return value.get("digest" if key == "data" else "first numbers" if old else "content")
-    return value
+def _comparable(key: str, value: Any) -> Any:
+    """The part that is compared: of the data its digest, as another set may have the same samples."""
+    return value.get("digest") if key == "data" and isinstance(value, dict) else value

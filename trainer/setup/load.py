@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 
 from cache.models.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
@@ -69,18 +68,9 @@ def explain_checkpoint_errors(config: Config) -> Iterator[None]:
         raise RunError(f"{config.model.source}: {str(error) or type(error).__name__}", step) from error
 
 
-def fingerprint_base(config: Config, model: torch.nn.Module, loaded: bool) -> dict[str, Any]:
-    """Hashes that identify the base weights. content: of the files of the transformer that is trained, as the encoders'
-    are identified, or None where they were not loaded from files. first numbers: what checkpoints of format version 4
-    have, a hash of the first numbers of each weight as bfloat16, which says too little."""
-    digest = xxhash.xxh3_64()
-    for parameter in model.parameters():
-        first = parameter.detach().flatten()[:64].to("cpu", torch.bfloat16)
-        digest.update(first.view(torch.uint8).numpy().tobytes())
-    content = None
-    if loaded:
-        parts = (config.part,)
-        folder = fetch_components(config.model.source, config.model.revision, parts)
-        memo = Store(config.root) if "://" in config.root or Path(config.root).is_dir() else None
-        content = fingerprint_weights(str(folder), parts, None, memo)["content"]
-    return {"content": content, "first numbers": digest.hexdigest()}
+def fingerprint_base(config: Config) -> str:
+    """A hash of the files of the transformer that is trained, made as the hash of an encoder's files is."""
+    parts = (config.part,)
+    folder = fetch_components(config.model.source, config.model.revision, parts)
+    memo = Store(config.root) if "://" in config.root or Path(config.root).is_dir() else None
+    return fingerprint_weights(str(folder), parts, None, memo)["content"]

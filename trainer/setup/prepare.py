@@ -204,7 +204,7 @@ def prepare_run(
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
     with by_turns(accelerator, sharded, watch.note):
         denoiser = prepare_model(run, sharded, load)
-    refuse_differences(files.gathered({"base weights": signature["base weights"]["content"]}), files.hosts)
+    refuse_differences(files.gathered({"base weights": signature["base weights"]}), files.hosts)
     watch.note("bringing the ranks' models together")
     run.model, run.predict, run.trainable = denoiser.model, denoiser.predict, denoiser.trainable()
     with activity("bringing the model to the device"):
@@ -240,7 +240,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     with explain_checkpoint_errors(config):
         widths = config.model.family_spec.text_widths.items()
         run.loader.data.text_widths = {name: model.config[key] for name, key in widths}
-        run.signature["base weights"] = fingerprint_base(config, model, load is None)  # before it is quantized
+        run.signature["base weights"] = fingerprint_base(config) if load is None else None
         if settings.quantized:
             run.watch.note("quantizing the base", alone=True)
             with console.activity(f"quantizing the base to {settings.base_precision}", keep=True):

@@ -201,24 +201,3 @@ def test_other_base_weights_are_refused(ready, make_config, tmp_path) -> None:
     weights.write_bytes(raw)
     with pytest.raises(ResumeError, match=r"training starts from other weights\n.*model\.path"):
         train(other(tmp_path / "same"))
-
-
-def test_base_weights_of_an_old_checkpoint_are_compared_by_their_old_hash(ready, make_config) -> None:
-    """And the checkpoints that follow have the new one."""
-    config = ready("t2i", steps=1)
-    train(config)
-    folder = config.run_folder / "checkpoints"
-
-    path = folder / "step-000001" / "state.json"
-    state = json.loads(path.read_text())
-    content, first = state["terms"]["base weights"]["content"], state["terms"]["base weights"]["first numbers"]
-    path.write_text(json.dumps(state | {"terms": {**state["terms"], "base weights": first}}))
-    write_manifest(path.parent)
-    assert train(make_config("t2i", steps=2))["done"] == 1
-    terms = json.loads((folder / "step-000002" / "state.json").read_text())["terms"]
-    assert terms["base weights"]["content"] == content and len(content) == 32
-    shutil.rmtree(folder / "step-000002")
-    path.write_text(path.read_text().replace(first, "0" * 16))
-    write_manifest(path.parent)
-    with pytest.raises(ResumeError, match="training starts from other weights"):
-        train(make_config("t2i", steps=2))
