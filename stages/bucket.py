@@ -14,6 +14,7 @@ import typer
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.parts import check_parts
 from cache.order.schedule import small_bucket_advice
+from cache.runs.training_checks import check_before_stages
 from cache.sets import plans, rejects
 from cache.sets.caption_edits import apply_edits, read_edits
 from cache.store.files import SPACE_ADVICE, find_shortage
@@ -55,6 +56,8 @@ def run(
 ) -> Report:
     refuse_partition(options, "bucket")
     check_parts(config, ask_hub=False)
+    if options.dry_run:
+        check_before_stages(config, console.warn)
     for _ in range(MOST_PLANS - 1):
         try:
             return _plan(config, options, console, divide_again)

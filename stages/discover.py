@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
+from cache.runs.training_checks import check_before_stages
 from cache.sets import rejects
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
@@ -52,6 +53,8 @@ def run(
     rehash: Annotated[bool, typer.Option("--rehash", help=_REHASH_HELP)] = False,
 ) -> Report:
     refuse_partition(options, "discover")
+    if options.dry_run:
+        check_before_stages(config, console.warn)
     for message in config.unused_features("sizes"):
         console.warn(message)
     store = Store(config.root)

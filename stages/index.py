@@ -21,6 +21,7 @@ import typer
 
 from cache.models.compatibility import bucket_side_multiple
 from cache.models.weights import WeightsError, read_component_config
+from cache.runs.training_checks import check_before_stages
 from cache.sets import set_lookup
 from cache.sets.planned_set import PlannedSet
 from cache.sets.plans import Plan, Unit
@@ -62,6 +63,8 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "index")
+    if options.dry_run:
+        check_before_stages(config, console.warn)
     store = Store(config.root)
     plan = current_plan(store, config)
     report = Report(program="index", dry_run=options.dry_run)

@@ -16,13 +16,14 @@ from typing import Annotated, Any
 import typer
 
 from cache.runs.derived import read_mark
+from cache.runs.training_checks import OutputLocked
 from cache.runs.training_run import (
     METRICS_FILE,
-    OutputLocked,
     append_stage,
     clear_failure,
     is_running,
     read_failure,
+    read_progress,
     record_failure,
 )
 from cache.runs.validations import BEST_KEYS, hash_results
@@ -134,7 +135,12 @@ def _run_stages(
 ) -> Report:
     report = Report(program="run", what="stages", dry_run=options.dry_run)
     rows: list[dict] = report.details.setdefault("stages", [])
-    queue, left = deque(order), MOST_PLANS
+    if "train" in order and read_progress(config).state != "finished":
+        console.log("--- checks")
+        code, document = processes.run("checks", options)
+        if code != OK and not stop_handler.reason:
+            raise StageFailed("checks", code, document)
+    queue, left = deque(() if stop_handler.reason else order), MOST_PLANS
     while queue:
         stage, started = queue.popleft(), time.monotonic()
         beside = followers.stages if stage == "train" else ()

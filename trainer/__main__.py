@@ -9,8 +9,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from cache.models import compatibility, parts
 from cache.order.schedule import BatchSchedule, small_bucket_advice
+from cache.runs.training_checks import (
+    RunError,
+    check_model,
+    check_readable_model,
+    check_settings,
+    read_shape,
+    require_trackers,
+    train_precision,
+)
 from cache.runs.training_run import noting_failure
 from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
@@ -28,25 +36,19 @@ from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.optimizers import find_optimizer
-from trainer.adapters.header import check_family, read_assistant, read_initial
 from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
-from trainer.run.metrics import describe_results, require_trackers
+from trainer.run.metrics import describe_results
 from trainer.run.new_data import first_step
 from trainer.run.output_folder import lock_output
 from trainer.run.run_state import (
-    RunError,
     RunFinished,
-    check_base_precision,
-    check_layers,
     check_methods,
-    check_parallel,
+    check_run,
     check_text_width,
     find_resume_state,
     is_finished,
-    read_shape,
     result_folder,
-    train_precision,
     train_shift,
     used_methods,
 )
@@ -79,16 +81,20 @@ def run(
     report = Report("train", dry_run=options.dry_run)
     stop, ending = StopRequest(max_time, console, world), ExitStack()
     try:
-        compatibility.check_task(config.model)
-        compatibility.check_distilled(config.model, console.warn)
+        check_settings(config, console.warn)
+        check_run(config, world)
+        if options.dry_run:
+            check_readable_model(config, console.warn)
         data = open_configured_set(config, console.warn)
         ending.callback(data.close)
-        _check_options(config, data, world)
+        check_methods(config, data)
         schedule = data.make_schedule(config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule) if main else None
         schedule.first_step = first_step(state["data changes"]) if state else 0
         log_warnings(config, data, schedule, state, console)
+        if main and not is_finished(config, state):
+            require_trackers(config.train)
         if main and (world == 1 or options.dry_run) and not is_finished(config, state):  # else when the ranks have met
             steps = range(state["step"] if state else 0, config.train.steps)
             ranks = Ranks(0, world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
@@ -104,23 +110,18 @@ def run(
             lock_output(config.run_folder, console) if main else nullcontext(),
             console.keep_log(config.run_folder if main else None),
             noting_failure(config.run_folder, "train", RunFinished) if main else nullcontext(),
+            follow_encoding(config, data, summary["skipped"], world, main, console, stop),
         ):
-            compatibility.check_transformer(config.model)
-            parts.check_scheduler(config)
-            shape = read_shape(config)
-            check_layers(config, shape)
-            check_text_width(config, data, shape)
-            if main:
-                require_trackers(config.train)
-            with follow_encoding(config, data, summary["skipped"], world, main, console, stop):
-                with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
-                    from trainer.train import train
+            check_model(config)
+            check_text_width(config, data, read_shape(config))
+            with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
+                from trainer.train import train
 
-                device = options.device or config.train.device
-                try:
-                    summary = train(config, data, schedule, console, device, stop)
-                except StopTraining:  # before the first step, while data were waited for
-                    console.log(f"stopped by {stop.reason}")
+            device = options.device or config.train.device
+            try:
+                summary = train(config, data, schedule, console, device, stop)
+            except StopTraining:  # before the first step, while data were waited for
+                console.log(f"stopped by {stop.reason}")
     except RunFinished:
         return report_finished(report, config)
     except DamageError as damage:
@@ -129,16 +130,6 @@ def run(
         ending.close()
     report.set_aside = describe_set_aside(data)
     return _report_training(report, config, summary, stop)
-
-
-def _check_options(config: Config, data: TrainSet, world: int) -> None:
-    """Refuse options that fit neither the set nor each other."""
-    check_methods(config, data)
-    if initial := read_initial(config.train.adapter):
-        check_family(initial, config.model.family)
-    read_assistant(config.model)
-    check_base_precision(config)
-    check_parallel(config.train.parallel, world)
 
 
 def _report_training(report: Report, config: Config, summary: dict[str, Any], stop: StopRequest) -> Report:

@@ -15,10 +15,10 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
 from cache.models.weights import config_errors, read_component_config
+from cache.runs.training_checks import RunError, train_precision
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from trainer.families.base import FamilyModule
-from trainer.run.run_state import RunError, train_precision
 
 NATIVE = "native"
 TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS = 2, 200, 2  # tokens: no multiple of the tiles that kernels have

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from cache.models import compatibility, parts, weights
+from cache.models import compatibility, weights
 from cache.order.schedule import BatchSchedule
+from cache.runs.training_checks import RunError, read_shape
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.devices import DeviceNotFound, find_device
 from schemas.import_time import garbage_collection_paused
-from trainer.run.run_state import RunError, check_layers, read_shape
 
 CardOption = Annotated[
     float | None,
@@ -42,7 +42,7 @@ def report_dry_run(
     device = options.device or config.train.device
     report.details |= predict_memory(config, schedule, world, device, console)
     if "memory" in report.details:  # the transformer's config.json was there
-        report.details["attention"] = try_attention(config, device, console)
+        report.details["attention"] = try_device(config, device, world, console)
 
 
 def predict_memory(
@@ -53,15 +53,12 @@ def predict_memory(
     """
     config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
     try:
-        compatibility.check_transformer(config.model)
-        parts.check_scheduler(config)
         shape = read_shape(config)
     except compatibility.CheckpointMismatch:
         raise
     except weights.WeightsError as error:  # such as a repository that can't be reached; training would end here
         console.warn(f"the memory is not predicted: {error}")
         return {}
-    check_layers(config, shape)
     with garbage_collection_paused(), activity("loading torch", at_once=True):
         from trainer.memory.card_fit import explain_fit, find_card
         from trainer.memory.estimate import MemoryEstimate, estimate_memory
@@ -83,19 +80,22 @@ def predict_memory(
     return {"memory_of_bucket": estimate.bucket, "memory": rows}
 
 
-def try_attention(config: Config, device: str, console: Console) -> list[dict[str, Any]]:
-    """For a dry run: options, the attention backends that they name, and whether these can be used on the device; a
-    warning where not."""
+def try_device(config: Config, device: str, ranks: int, console: Console) -> list[dict[str, Any]]:
+    """For a dry run, `check_start`; and options, the attention backends that they name, and whether these can be used
+    on the device, with a warning if not."""
     with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
         from trainer.attention import describe_backends
         from trainer.families.base import module_of
+        from trainer.setup.checks import check_start
 
     try:
         chosen = find_device(device)
     except DeviceNotFound as error:
-        console.warn(f"attention backends are not tried: {error}")
+        console.warn(f"the device is not checked, nor are attention backends: {error}")
         return []
-    return describe_backends(config, module_of(config.model.family_spec), chosen, console)
+    family = module_of(config.model.family_spec)
+    check_start(config, family, chosen, ranks)
+    return describe_backends(config, family, chosen, console)
 
 
 def report_card(config: Config, options: Options, card: float, ranks: int) -> Report:

@@ -140,14 +140,6 @@ def format_eval(line: Mapping[str, Any]) -> str:
     return f"{line['eval_loss'] or math.nan:.4g}" + (f" ({by_sigma})" if by_sigma else "")
 
 
-class OutputLocked(LatentpressError):
-    """Another trainer is running in this folder."""
-
-    def __init__(self, folder: Path) -> None:
-        step = "Wait until it has ended, stop it, or choose another train.run."
-        super().__init__(f"another trainer is at work in {folder}", step)
-
-
 def is_running(folder: Path) -> bool | None:
     """Whether a trainer holds the lock of this run's folder. None where the lock does not tell: on a file system
     without locks, and where a trainer may be at work on another machine, from which locks may not reach this one.

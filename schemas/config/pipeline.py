@@ -12,6 +12,7 @@ from schemas.config.captioning import Caption
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Cache, Features, Latents, Model, StageName, Stages, Text, Vision
 from schemas.config.masking import Masks
+from schemas.config.methods import Regularization
 from schemas.config.section import OneOrSeveral, Problem, Section, idle_options, listed
 from schemas.config.sharing import URL_ADVICE, Hub, Notify
 from schemas.config.training import Train
@@ -210,6 +211,10 @@ class Config(Section):
             why = {"real": "are stored without padding anyway", "grid": "have no such choice of positions"}
             problem = f"texts of {self.model.family} {why[self.text.positions]}"
             yield ("text", "positions"), f"{problem}; remove it, or set it to pipeline"
+        regularizes = any(dataset.is_regularisation_data and not dataset.disabled for dataset in self.datasets)
+        if regularizes and self.train.methods.regularisation is None and self.train.set == "current":
+            for reason in Regularization().find_conflicts(self.train):
+                yield ("train", "methods", "regularization"), reason
         if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:
             name = self.model.family_spec.name
             yield (

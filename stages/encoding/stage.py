@@ -19,6 +19,7 @@ import typer
 
 from cache.models.compatibility import pin_revision
 from cache.models.parts import check_parts
+from cache.runs.training_checks import check_before_stages
 from cache.sets import rejects
 from cache.sets.plans import Plan, Unit
 from cache.sets.set_lookup import current_plan
@@ -166,6 +167,8 @@ class EncodingStage:
         config = choose_engine(config, engine, address)
         if steal:
             check_stealing(config, options)
+        if options.dry_run:
+            check_before_stages(config, console.warn)
         load_engine(config.stages.engine)  # or an error, before anything is read
         stop_handler, store = StopHandler(max_time), Store(config.root)
         plan = self.find_plan(store, config, not options.dry_run, console.warn)

@@ -24,6 +24,7 @@ from schemas.cli.starting import hide_line, show_ending, show_starting
 from schemas.errors import INCOMPLETE, INTERRUPTED, RERUN_HINT, LatentpressError
 from schemas.text_format import describe_exit
 
+TRAINER_MODULES = {"train": "trainer", "checks": "trainer.checks"}
 LAST_LINE = "}\n"  # of a report in JSON
 ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a picture, clip or page any more
 
@@ -49,7 +50,7 @@ class StageProcesses:
 
     def run(self, stage: str, options: Options) -> tuple[int, dict]:
         """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
-        module = "trainer" if stage == "train" else f"stages.{stage.replace('-', '_')}"
+        module = TRAINER_MODULES.get(stage) or f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
         command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
         if self.is_stopped:

@@ -219,8 +219,8 @@ def test_another_trainer_is_named_before_the_first_stage(home: Project, monkeypa
 
 def test_a_stage_that_a_signal_ended_is_called_so(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, message, code in (
-        (signal.SIGINT, "discover was interrupted (SIGINT)", INTERRUPTED),
-        (signal.SIGKILL, "discover was killed (SIGKILL)", INCOMPLETE),
+        (signal.SIGINT, "checks was interrupted (SIGINT)", INTERRUPTED),
+        (signal.SIGKILL, "checks was killed (SIGKILL)", INCOMPLETE),
     ):
         monkeypatch.setattr(StageProcesses, "run", lambda *_, number=number: (-number, {"error": {}}))
         with pytest.raises(LatentpressError) as caught:

@@ -8,13 +8,13 @@ from diffusers.models.attention_dispatch import attention_backend
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cache.runs.training_checks import RunError
 from schemas.cli.console import Console
 from schemas.errors import OK
 from tests.forms import long
 from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
 from trainer.attention import find_problem
-from trainer.run.run_state import RunError
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import xxhash
 
+from cache.runs.training_checks import RunError
 from cache.sets.trainset import TrainSet
 from schemas.config.pipeline import PACKAGES, Config
 from schemas.config.section import respell
 from schemas.identity import hash_json
 from schemas.text_format import escape_unprintable, shorten
 from trainer.run.new_data import held_out_digest
-from trainer.run.run_state import RunError
 
 SECTIONS = ("train", "validation")
 NOT_COMPARED = ("train.set",)  # config.yaml has the id of the set; other data can't be gone on with

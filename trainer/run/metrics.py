@@ -27,7 +27,6 @@ from cache.runs.validations import describe_best
 from schemas.cli.console import Console
 from schemas.config.training import Train
 from schemas.text_format import to_json_values
-from trainer.run.run_state import RunError
 
 if TYPE_CHECKING:  # imports torch, which reading does not need
     import torch
@@ -154,26 +153,6 @@ def make_trackers(folder: Path, first: int, settings: Train) -> "list[GeneralTra
         project = os.environ.get("WANDB_PROJECT", "latentpress")
         trackers.append(tracking.WandBTracker(project, **wandb_options(folder, "train")))
     return trackers
-
-
-def require_trackers(settings: Train) -> None:
-    """RunError where wandb is asked for and not installed, or has no account to write to."""
-    if "wandb" not in settings.trackers:
-        return
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        message = "train.trackers names wandb, which is not installed"
-        raise RunError(message, "pip install -e '.[wandb]', or leave it out of train.trackers.") from error
-    if wandb.setup().settings.mode not in ("offline", "disabled"):
-        try:
-            wandb.login()
-        except wandb.errors.Error as error:
-            raise RunError(
-                f"Weights & Biases refuses: {error}",
-                "Run `wandb login`, set WANDB_MODE=offline (`wandb sync` sends the run later), or leave wandb out of "
-                "train.trackers.",
-            ) from error
 
 
 @contextmanager

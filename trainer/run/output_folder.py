@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, OutputLocked, step_of
+from cache.runs.training_checks import OutputLocked
+from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, step_of
 from cache.store.files import StoreError, check_folder, check_writable, explained
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError

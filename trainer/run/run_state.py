@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from cache.models import weights
 from cache.order.schedule import BatchSchedule
+from cache.runs.training_checks import RunError
 from cache.runs.training_run import RESULT_NOTE, read_result_step
 from cache.sets.planned_set import PlannedSet
 from cache.sets.trainset import TrainSet
@@ -25,12 +25,11 @@ from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
 from schemas.config.section import FORMER_SPELLINGS
 from schemas.config.training import Parallel
-from schemas.errors import USAGE, LatentpressError
 from schemas.geometry import Bucket
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
-from trainer.adapters.header import find_adapter
+from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial
 from trainer.run.new_data import check_new_data, describe_changes, list_changes
-from trainer.run.resume import ResumeError, check_signature, file_checksum, newest_checkpoint
+from trainer.run.resume import Checkpoint, ResumeError, check_signature, file_checksum, newest_checkpoint
 
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
 RANDOM_NUMBERS = "philox4x64-10"
@@ -39,39 +38,41 @@ HASHED_STRINGS = ("sample_id", "bucket", "dataset")
 HASHED_NUMBERS = ("repeats", "weight", "regularisation")
 
 
-class RunError(LatentpressError):
-    """Training can't be started with these options or this configuration."""
-
-    exit_code = USAGE
-
-
 class RunFinished(Exception):
     """There is nothing left to do, as rank 0 has seen; of several processes."""
 
 
 def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any]:
     """The part of a run's signature that configuration and training set determine; the loop adds the transformer's."""
-    shards, init, assistant = config.train.shuffle_shards, config.train.adapter.init, config.model.assistant
-    optional: dict[str, Any] = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
-    if config.expert is not None:
-        optional["expert"] = asdict(config.expert)
-    return optional | {
-        "data": data_signature(data, {name for method in config.train.methods.used.values() for name in method.needs}),
-        "family": config.model.family,
-        "task": config.model.task,
+    shards = config.train.shuffle_shards
+    needs = {name for method in config.train.methods.used.values() for name in method.needs}
+    return config_signature(config) | {
+        "data": data_signature(data, needs),
         "seed": schedule.seed,
-        "random numbers": RANDOM_NUMBERS,
         "batch size": schedule.batch_size,
         "global batch": schedule.global_batch,
         "shuffle_shards": shards and {"shards": shards, "rows of shards": schedule.order.digest},
-        "caption_dropout": config.train.caption_dropout,
-        "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
-        "timesteps": config.train.timesteps.model_dump(mode="json"),
-        "loss": config.train.loss.model_dump(mode="json"),
         "methods": {
             name: section.model_dump(mode="json", exclude_none=True)
             for name, section in used_methods(config, data).items()
         },
+    }
+
+
+def config_signature(config: Config) -> dict[str, Any]:
+    """The part that the configuration alone determines."""
+    init, assistant = config.train.adapter.init, config.model.assistant
+    optional: dict[str, Any] = {"assistant": file_checksum(find_adapter(Path(assistant)))} if assistant else {}
+    if config.expert is not None:
+        optional["expert"] = asdict(config.expert)
+    return optional | {
+        "family": config.model.family,
+        "task": config.model.task,
+        "random numbers": RANDOM_NUMBERS,
+        "caption_dropout": config.train.caption_dropout,
+        "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
+        "timesteps": config.train.timesteps.model_dump(mode="json"),
+        "loss": config.train.loss.model_dump(mode="json"),
         "adapter": config.train.adapter.model_dump(mode="json", exclude={"formats", "init"}),
         # Of the file's bytes, so that the same adapter may be elsewhere when the run goes on.
         "initial adapter": init and file_checksum(find_adapter(Path(init))),
@@ -99,23 +100,6 @@ def check_methods(config: Config, data: TrainSet) -> None:
         for reason in method.find_conflicts(config.train):
             what, _, step = reason.partition("; ")
             raise RunError(f"train.methods.{name}: {what}", f"{step[:1].upper()}{step[1:]}.")
-
-
-def read_shape(config: Config) -> dict[str, Any]:
-    """config.json of the transformer."""
-    model = config.model
-    return weights.read_component_config(model.source, model.revision, config.part)
-
-
-def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
-    """RunError where a method names blocks that a transformer with this config.json does not have."""
-    count = config.model.family_spec.count_layers(shape)
-    if count is None:
-        return
-    for name, method in config.train.methods.used.items():
-        for key, problem in method.layer_problems(count):
-            option = ".".join(map(str, ("train.methods", name, *key)))
-            raise RunError(f"{option}: {problem}", f"{config.model.source} has {count} blocks; correct {option}.")
 
 
 def check_text_width(config: Config, data: TrainSet, shape: Mapping[str, Any]) -> None:
@@ -183,19 +167,6 @@ def train_shift(config: Config, bucket: str) -> float:
     return family.shift_by_tokens((size.width // token) * (size.height // token))
 
 
-def train_precision(config: Config) -> str:
-    """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights."""
-    if config.train.base_precision == "bf16":
-        return "bfloat16"
-    name = config.train.precision or config.model.precision
-    if name == "float16":
-        raise RunError(
-            "training does not support the float16 of model.precision: it needs loss scaling",
-            "Set train.precision to bfloat16 or float32.",
-        )
-    return name
-
-
 def check_parallel(settings: Parallel, ranks: int) -> None:
     """RunError for what needs several processes and would be without effect in one."""
     if ranks == 1 and settings.cpu_offload:
@@ -204,6 +175,15 @@ def check_parallel(settings: Parallel, ranks: int) -> None:
             "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
             "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
         )
+
+
+def check_run(config: Config, ranks: int) -> None:
+    """AdapterError or RunError for adapters, processes and libraries that do not fit the configuration."""
+    if initial := read_initial(config.train.adapter):
+        check_family(initial, config.model.family)
+    read_assistant(config.model)
+    check_base_precision(config)
+    check_parallel(config.train.parallel, ranks)
 
 
 def check_base_precision(config: Config) -> None:
@@ -220,20 +200,24 @@ def result_folder(config: Config) -> Path:
     return config.run_folder / (f"model/{config.part}" if config.train.adapter.type == "full" else "adapter")
 
 
+def find_checkpoint(config: Config) -> Checkpoint | None:
+    """The checkpoint to continue from. Errors as of `find_resume_state`."""
+    checkpoint, _ = newest_checkpoint(config.run_folder / "checkpoints")
+    if checkpoint is not None and not config.train.resume:
+        raise ResumeError(
+            f"{config.run_folder} has a checkpoint at step {checkpoint.step} and train.resume is false",
+            "Choose another train.run, remove that folder, or set train.resume to true.",
+        )
+    return checkpoint
+
+
 def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:
     """state.json of the checkpoint to continue from, with the changes of data up to now; None for a new run.
 
     ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
     """
-    folder = config.run_folder
-    checkpoint, _ = newest_checkpoint(folder / "checkpoints")
-    if checkpoint is None:
+    if (checkpoint := find_checkpoint(config)) is None:
         return None
-    if not config.train.resume:
-        raise ResumeError(
-            f"{folder} has a checkpoint at step {checkpoint.step} and train.resume is false",
-            "Choose another train.run, remove that folder, or set train.resume to true.",
-        )
     signature, may_change = resume_signature(config, data, schedule), config.train.on_new_data == "continue"
     check_signature(checkpoint, signature, may_change, partial(describe_changes, data))
     changes = list_changes(checkpoint, signature["data"]["digest"])

@@ -24,10 +24,10 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from cache.runs.training_checks import RunError
 from schemas.config.training import Offload, Train
 from schemas.devices import STREAM_DEVICES, pins_memory
 from trainer.families.base import FamilyModule
-from trainer.run.run_state import RunError
 from trainer.setup.quantize import remake
 
 MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient

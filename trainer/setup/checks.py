@@ -3,22 +3,36 @@
 import torch
 
 from cache.order.schedule import BatchSchedule
+from cache.runs.training_checks import RunError
 from cache.sets.trainset import TrainSet
 from schemas.config.pipeline import Config
 from schemas.devices import device_name
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
 from trainer.families.base import FamilyModule
-from trainer.run.run_state import RunError, train_shift
+from trainer.run.run_state import train_shift
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
 from trainer.setup.assistant import match_modules
 from trainer.setup.attach import fit_initial, unfreeze
+from trainer.setup.blocks import check_compile, check_offload
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
+from trainer.setup.optimizers import check_optimizer
 from trainer.setup.quantize import NF4_COLUMN_MULTIPLE, base_matrices, can_quantize
 from trainer.validation import load_scheduler
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 PROBED_TOKENS = 1024  # of an image for which a scheduler is tried
+
+
+def check_start(
+    config: Config, family: FamilyModule, device: torch.device, ranks: int = 1, sharded: bool = False
+) -> None:
+    """Every check that needs torch, and neither weights nor a set, except for attention backends. sharded: see
+    `check_optimizer`."""
+    check_offload(config.train.offload, device, ranks)
+    check_compile(config.train)
+    check_optimizer(config, device, sharded)
+    check_setup(config, family, device)
 
 
 def check_setup(config: Config, family: FamilyModule, device: torch.device) -> None:

@@ -10,11 +10,11 @@ import torch
 from safetensors import SafetensorError
 
 from cache.models.weights import config_errors, fetch_components, fingerprint_weights, read_component_config
+from cache.runs.training_checks import RunError, train_precision
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from trainer.families.base import FamilyModule, module_of
-from trainer.run.run_state import RunError, train_precision
 
 
 def load_transformer(

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from cache.runs.training_checks import RunError
 from schemas.config.pipeline import Config
 from schemas.config.training import Optimizer
 from schemas.errors import LatentpressError
 from schemas.optimizers import DISTRIBUTIONS, OPTIMIZERS, find_optimizer
 from trainer.run.optimizer_state import collect
-from trainer.run.run_state import RunError, train_precision
 from trainer.run.sharded import gather
 from trainer.schedules import scheduled_value
 
@@ -41,11 +41,6 @@ def check_optimizer(config: Config, device: torch.device, sharded: bool = False)
             f"train.weight_precision bfloat16 needs Kahan summation, and {settings.name} has none: steps of 1e-5 "
             "vanish in bfloat16 weights",
             "Set train.optimizer.name to optimi-adamw or optimi-lion, or train.weight_precision to float32.",
-        )
-    if pure and train_precision(config) != "bfloat16":
-        raise RunError(
-            "train.weight_precision is bfloat16 and the transformer computes in float32",
-            "Set train.precision to bfloat16, or train.weight_precision to float32.",
         )
     try:
         weights, optimizer = _try_steps(kind, settings, torch.bfloat16 if pure else torch.float32, device)

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from cache.order.schedule import BatchSchedule
+from cache.runs.training_checks import train_precision
 from cache.sets.trainset import TrainSet
 from cache.supply.local_cache import Ranks, supply_from_copies
 from schemas.cli.console import Console
@@ -38,8 +39,8 @@ from trainer.run.run_files import RunFiles
 from trainer.run.sharded import is_sharded
 from trainer.setup.assistant import add_assistant
 from trainer.setup.attach import make_trainable
-from trainer.setup.blocks import check_compile, check_offload, compile_blocks, loading_device, reduce_memory
-from trainer.setup.checks import check_noise_levels, check_scheduler, check_setup
+from trainer.setup.blocks import compile_blocks, loading_device, reduce_memory
+from trainer.setup.checks import check_noise_levels, check_scheduler, check_start
 from trainer.setup.ema import MovingAverage
 from trainer.setup.load import (
     choose_dtypes,
@@ -49,7 +50,7 @@ from trainer.setup.load import (
     load_transformer,
     model_shape,
 )
-from trainer.setup.optimizers import BadStepCounter, check_optimizer, make_optimizer
+from trainer.setup.optimizers import BadStepCounter, make_optimizer
 from trainer.setup.quantize import count_numbers, quantize_base
 from trainer.setup.shard import by_turns, gathered_dtype, shard_model, uses_sharding
 from trainer.setup.wrap import Denoiser, connect_ranks, make_accelerator, wrap_for_ranks
@@ -182,8 +183,6 @@ def prepare_run(
     settings, device = config.train, accelerator.device
     rank, ranks = accelerator.process_index, accelerator.num_processes
     assert schedule.global_batch == settings.batch_size * settings.accumulate * ranks, "planned for other ranks"
-    check_offload(settings.offload, device, ranks)
-    check_compile(settings)
     sharded = uses_sharding(settings.parallel, ranks)
     if settings.parallel.strategy == "fsdp2" and not sharded:
         console.log("train.parallel.strategy fsdp2: there is one process, so the model is whole and not sharded")
@@ -192,8 +191,7 @@ def prepare_run(
     loader = BatchLoader(data, schedule, settings.caption_dropout, rank, ranks, **draws, **memory)
     with activity("loading diffusers", at_once=True):
         family = module_of(config.model.family_spec)
-    check_optimizer(config, device, sharded)
-    check_setup(config, family, device)
+    check_start(config, family, device, ranks, sharded)
     check_attention(config, family, device)
     check_noise_levels(config, schedule)
     check_scheduler(config, family, data)
@@ -234,7 +232,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     config, console, family, device = run.config, run.console, run.family, run.accelerator.device
     settings, home = config.train, loading_device(config.train.offload, sharded, device)
     run.watch.note("loading the transformer", alone=True)
-    where = f"on {device}, computing in {run_state.train_precision(config)}"
+    where = f"on {device}, computing in {train_precision(config)}"
     with console.activity(f"loading the transformer of {config.model.source} {where}", keep=True):
         model, autocast = load_transformer(config, family, home, load)
     with explain_checkpoint_errors(config):

@@ -18,6 +18,7 @@ from torch.distributed import DistError, GradBucket, PrefixStore, ProcessGroup, 
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cache.runs.training_checks import RunError
 from schemas.cli.progress import activity
 from schemas.config.training import Offload, Parallel, Train
 from schemas.devices import DeviceNotFound, find_device
@@ -25,7 +26,6 @@ from schemas.family import Task
 from trainer.batch import Batch
 from trainer.families.base import FamilyModule
 from trainer.run.rank_watch import RankLostError
-from trainer.run.run_state import RunError
 from trainer.setup.adapters import adapter_off
 from trainer.setup.blocks import around_forward
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from cache.runs.training_checks import RunError
 from schemas.config.training import Optimizer
 from trainer.memory.meter import measure_optimizer
-from trainer.run.run_state import RunError
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cache.runs.training_checks import read_shape
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
 from tests.forms import long
@@ -16,7 +17,6 @@ from trainer.adapters.header import AdapterError, read_adapter, read_assistant
 from trainer.families.base import assistant_off
 from trainer.memory.estimate import estimate_memory
 from trainer.run.resume import ResumeError
-from trainer.run.run_state import read_shape
 from trainer.setup import export
 from trainer.setup.assistant import assistant_bytes
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cache.runs.training_checks import RunError
 from schemas.cli.console import Console
 from tests.forms import long
 from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import metrics
-from trainer.run.run_state import RunError
 from trainer.setup import blocks
 from trainer.setup.blocks import compile_blocks
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from cache.runs.training_checks import RunError
 from schemas.config.training import Optimizer
 from schemas.optimizers import OPTIMIZERS
 from tests.trainer.runs import moved, train
 from trainer.run import checkpoint, optimizer_state, resume
-from trainer.run.run_state import RunError
 from trainer.setup.ema import inference_weights
 from trainer.setup.optimizers import check_optimizer, find_class, make_optimizer, set_learning_rate
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache.runs.training_checks import RunError
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
 from tests.forms import first, in_turn, long
@@ -13,7 +14,6 @@ from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.runs import LOADS, lines, on_two_ranks, train, trained_weights, write
 from trainer.run import run_state
 from trainer.run.resume import ResumeError
-from trainer.run.run_state import RunError
 from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable

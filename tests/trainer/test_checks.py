@@ -1,0 +1,83 @@
+"""What training refuses is refused before a set is there: by `run`, and by the dry run of each stage."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from schemas.config.loading import ConfigError
+from schemas.errors import LatentpressError
+from stages import bucket, discover, encode_latents, encode_text, index
+from tests.project import Project
+from trainer import checks
+
+REFUSED = [
+    (("train.methods.crepa.block_index=99", "vision.model=dinov2_vits14"), "block_index: 99 is outside of the transf"),
+    (
+        ("train.methods.tread.routes=[{selection_ratio: 0.5, start_layer_idx: 0, end_layer_idx: 50}]",),
+        "end_layer_idx: 50 is outside of the transformer's blocks",
+    ),
+    (("train.methods.crepa.block_index=0",), "crepa needs vision, which no dataset has"),
+    (("train.methods.masked_loss.unmasked_weight=0.1",), "masked_loss needs mask, which no dataset has"),
+    (("model.precision=float16",), "training does not support the float16"),
+]
+WITH_TORCH = [
+    (("train.adapter.targets=[nothing]",), "'nothing' matches no"),
+    (("train.optimizer.arguments={wrong: 1}",), "adamw does not work on cpu with these settings"),
+    (("train.offload.blocks=true", "train.offload.streams=true"), "cpu has no streams to copy on"),
+    (("train.compile=blocks", "train.compile_backend=nothing"), "has no backend 'nothing'"),
+    (("train.adapter.init=nowhere",), "nowhere is not there"),
+]
+
+
+class NoKey(Exception):
+    pass
+
+
+@pytest.fixture
+def home(project) -> Project:
+    made = project(train={"device": "cpu"})
+    made.image("0.png", (64, 64), "a colour", 0)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "said"), [*REFUSED, *WITH_TORCH])
+def test_what_run_checks_before_its_first_stage(home: Project, overrides, said) -> None:
+    with pytest.raises(LatentpressError) as caught:
+        home.run(checks.run, *overrides)
+    assert said in caught.value.message and caught.value.next_step
+
+
+def test_weights_and_biases_without_a_key_is_refused(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def login() -> None:
+        raise NoKey("no key")
+
+    settings, errors = SimpleNamespace(settings=SimpleNamespace(mode="online")), SimpleNamespace(Error=NoKey)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(setup=lambda: settings, login=login, errors=errors))
+    with pytest.raises(LatentpressError, match="Weights & Biases refuses: no key"):
+        home.run(checks.run, "train.trackers=[wandb]")
+
+
+@pytest.mark.slow
+def test_what_can_be_trained_passes(home: Project) -> None:
+    assert home.run(checks.run).exit_code == 0
+    home.run(checks.run, "model.path=owner/name")
+    assert "the model is not checked before training" in home.said
+
+
+@pytest.mark.parametrize("program", [discover, bucket, index, encode_text, encode_latents])
+@pytest.mark.parametrize(("overrides", "said"), REFUSED[1:2])
+def test_every_dry_run_checks_what_needs_no_torch(home: Project, program, overrides, said) -> None:
+    with pytest.raises(LatentpressError) as caught:
+        home.run(program.run, *overrides, dry_run=True)
+    assert said in caught.value.message
+
+
+def test_regularization_of_a_model_that_is_trained_whole_is_refused_with_the_configuration(home: Project) -> None:
+    home.settings["datasets"][0]["is_regularization_data"] = True
+    with pytest.raises(
+        ConfigError, match=r"train\.methods\.regularization: .*train\.adapter\.type full changes the model"
+    ):
+        home.config("train.adapter.type=full")
+    home.config("train.adapter.type=full", "train.methods.regularization.target=data")
