@@ -44,6 +44,7 @@ def check_settings(config: Config, warn: Callable[[str], object]) -> None:
 def check_readable_model(config: Config, warn: Callable[[str], object]) -> None:
     """`check_model`; a warning if the model's small files can't be read, as on a machine that only discovers."""
     try:
+        parts.check_parts(config, ask_hub=True)
         check_model(config)
     except compatibility.CheckpointMismatch:
         raise
@@ -52,7 +53,7 @@ def check_readable_model(config: Config, warn: Callable[[str], object]) -> None:
 
 
 def check_model(config: Config) -> None:
-    """RunError or CheckpointMismatch for what training refuses by the config.json of the transformer and of the scheduler."""
+    """RunError or CheckpointMismatch for what training refuses by the small files of transformer and scheduler."""
     compatibility.check_transformer(config.model)
     parts.check_scheduler(config)
     check_layers(config, read_shape(config))

@@ -1,13 +1,14 @@
 """Plan generations: plans/<generation>/, append-only, immutable once published.
 
-A generation holds only the samples, texts and units that no earlier one had, and the complete list of what is active.
-Its plan.json is written last: a folder without one is no plan. `key` is a hash of the settings that made the plan, so
-a changed configuration finds no stale plan, and a restored one finds its own. Everything stays in tables: a plan of a
-million samples is read and compared without a Python object for each.
+A generation holds the complete list of what is active, and the samples, texts and units that the generations before it
+lack. plan.json names these: MOST_EARLIER at most, as the generation after so many holds everything, so a plan is read
+with a bounded number of requests. plan.json is written last: a folder without one is not a plan. `key` is a hash of the
+settings that made the plan, so a changed configuration finds no stale plan, and a restored one finds its own.
+Everything stays in tables: a plan of a million samples is read and compared without a Python object for each.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,10 +37,12 @@ from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
-from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
+from schemas.tables import TABLES_VERSION, plan_schema
 
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
 PLAN_TABLES = tuple(_CHECKS)
+KINDS = {"items": ("items",), "samples": ("latents", "text")}  # of plans -> of their units
+MOST_EARLIER = 8  # generations that a plan is read with
 
 
 class PlanOutdated(LatentpressError):
@@ -63,7 +66,8 @@ class Unit:
 @dataclass(frozen=True)
 class Plan:
     """A published plan. info: plan.json, with key, parent, validation, null text and counts; of an item plan, which has
-    the items of media tables for a stage before `bucket`, that stage in "items"."""
+    the items of media tables for a stage before `bucket`, that stage in "items". "earlier": for each of KINDS, the
+    generations that hold what was planned before this one."""
 
     store: Store
     name: str
@@ -89,7 +93,7 @@ class Plan:
         return pc.unique(pa.chunked_array([*captions.chunks, *null.chunks, pa.array(named, pa.string())], pa.string()))
 
     def units(self, kind: str) -> list[Unit]:
-        """Units of this and all earlier generations with at least one active member, in plan order, without those that
+        """Units of this and earlier generations with at least one active member, in plan order, without those that
         a later generation divided into smaller ones."""
         replaced = pa.array(sorted(self.replaced_units), pa.string())
         active = self.active_text_ids if kind == "text" else self.active_sample_ids
@@ -105,20 +109,30 @@ class Plan:
         return units
 
     @property
+    def kind(self) -> str:
+        return "items" if self.info.get("items") else "samples"
+
+    @property
     def unit_kinds(self) -> tuple[str, ...]:
-        return ("items",) if self.info.get("items") else ("latents", "text")
+        return KINDS[self.kind]
+
+    @property
+    def generations(self) -> dict[str, list[str]]:
+        """For each of KINDS, the generations that hold everything planned up to this one."""
+        earlier = self.info["earlier"]
+        return earlier | {self.kind: [*earlier[self.kind], self.name]}
 
     @cached_property
     def replaced_units(self) -> set[str]:
         """Ids of units whose members are in smaller units of this or an earlier generation."""
         return {unit for plan in (self, *self._earlier) for unit in plan.info.get("replaced_units", ())}
 
-    @property
+    @cached_property
     def sample_table(self) -> pa.Table:
         """Table of schemas.tables.SAMPLES_SCHEMA over all generations up to this one, active or not."""
         return self._all("samples")
 
-    @property
+    @cached_property
     def text_table(self) -> pa.Table:
         """Table of schemas.tables.TEXTS_SCHEMA over all generations up to this one, active or not."""
         return self._all("texts")
@@ -155,16 +169,15 @@ class Plan:
         return all(not len(ids) or pc.all(pc.is_in(ids, value_set=known)).as_py() for ids, known in pairs)
 
     def _all(self, what: str) -> pa.Table:
-        """The table `what` of this and of each earlier generation of the same kind of plan."""
+        """The table `what` of this and of each earlier generation."""
         # Generations of an older TABLES_VERSION lack columns; none of their ids is active now.
         tables = [plan.own_table(what) for plan in (*self._earlier, self)]
         return pa.concat_tables(tables, promote_options="default")
 
-    @property
+    @cached_property
     def _earlier(self) -> list["Plan"]:
-        """The earlier generations of the same kind of plan, oldest first."""
-        plans = [load_plan(self.store, name) for name in list_plans(self.store) if name < self.name]
-        return [plan for plan in plans if plan.unit_kinds == self.unit_kinds]
+        """The earlier generations of the same kind of plan, oldest first, without those that were removed."""
+        return _load_plans(self.store, self.info["earlier"][self.kind])
 
 
 def list_plans(store: Store) -> list[str]:
@@ -207,40 +220,6 @@ def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
         return store.read_table(rel, _CHECKS[what])
 
 
-def find_damage(store: Store, name: str) -> DamageError | None:
-    """The first damage found in generation `name`."""
-    try:
-        load_plan(store, name)
-        for what in PLAN_TABLES:
-            read_plan_table(store, name, what)
-    except DamageError as damage:
-        return damage
-    return None
-
-
-def quarantine(store: Store, name: str) -> str:
-    """Move a generation to damaged/plans/, its plan.json first; returns its new folder."""
-    taken, number = {kept.partition("/")[0] for kept in store.list_names("damaged/plans")}, 1
-    while f"{name}.{number}" in taken:
-        number += 1
-    kept = f"damaged/plans/{name}.{number}"
-    for file in ("plan.json", *(f"{what}.arrow" for what in PLAN_TABLES)):
-        with suppress(FileNotFoundError):
-            store.move(f"plans/{name}/{file}", f"{kept}/{file}")
-    store.remove_empty_folders(f"plans/{name}")
-    return kept
-
-
-def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: bool = False) -> None:
-    """Move damaged plans away, so that what they held is planned again; a dry run raises the damage. Unit ids are made
-    of their members' ids, so the shards of units that are planned again stay in use."""
-    for name in list_plans(store):
-        if damage := find_damage(store, name):
-            if dry_run:
-                raise damage
-            warn(f"{damage.message}; this plan is kept as {quarantine(store, name)} and planned again")
-
-
 def load_plan(store: Store, name: str) -> Plan:
     """Generation `name`. DamageError where plan.json is not as it was written or lacks a value."""
     rel = f"plans/{name}/plan.json"
@@ -249,6 +228,10 @@ def load_plan(store: Store, name: str) -> Plan:
         check_name(info["key"], "key")
         for unit in check_list(info.get("replaced_units", []), "replaced_units"):
             check_text(unit, "the id of a unit")
+        for kind in KINDS:
+            for earlier in check_list(info["earlier"][kind], "earlier generations"):
+                if not is_project_file(f"plans/{check_text(earlier, 'an earlier generation')}/plan.json"):
+                    raise ValueError("an earlier generation is not a plan's name")
         ids = [info["null_text"]]
         for entry in check_list(info["validation"], "validation"):
             prompt = check_object(entry, "a validation prompt")
@@ -264,25 +247,32 @@ def load_plan(store: Store, name: str) -> Plan:
     return Plan(store, name, info)
 
 
+def _load_plans(store: Store, names: Sequence[str]) -> list[Plan]:
+    """These generations, without those that were removed."""
+    plans = []
+    for name in names:
+        with suppress(FileNotFoundError):
+            plans.append(load_plan(store, name))
+    return plans
+
+
 def newest_plan(store: Store, key: str) -> Plan | None:
     """The newest plan whose settings hash to `key`, or None."""
     plans = (load_plan(store, name) for name in reversed(list_plans(store)))
     return next((plan for plan in plans if plan.info["key"] == key), None)
 
 
-def all_units(store: Store) -> pa.Table:
-    """Table of schemas.tables.UNITS_SCHEMA: the units of all undamaged generations, of any settings."""
-    names = [name for name in list_plans(store) if find_damage(store, name) is None]
-    tables = [UNITS_SCHEMA.empty_table(), *(read_plan_table(store, name, "units") for name in names)]
-    return pa.concat_tables(tables, promote_options="default")
-
-
 def planned_ids(store: Store, kind: str) -> pa.Array:
-    """Ids of the members of every unit of a kind in every generation."""
-    chunks = []
-    for name in list_plans(store):
-        chunks += pc.list_flatten(_filter_kind(read_plan_table(store, name, "units"), kind).column("members")).chunks
+    """Ids of the members of every unit of a kind that was planned."""
+    chunks, of = [], next(of for of, kinds in KINDS.items() if kind in kinds)
+    for plan in _load_plans(store, planned_generations(store, list_plans(store))[of]):
+        chunks += pc.list_flatten(_filter_kind(plan.own_table("units"), kind).column("members")).chunks
     return pc.unique(pa.chunked_array(chunks, pa.string()))
+
+
+def planned_generations(store: Store, published: Sequence[str]) -> dict[str, list[str]]:
+    """`Plan.generations` of the newest of the `published` generations."""
+    return load_plan(store, max(published)).generations if published else {kind: [] for kind in KINDS}
 
 
 def publish_plan(
@@ -310,7 +300,19 @@ def publish_plan(
     parent = max(published, default=None)
     settings = hash_json({"key": key, "info": info, "parent": parent})
     content = hash_bytes(settings.encode(), hash_table(active))
+    earlier, kind = planned_generations(store, published), "items" if info.get("items") else "samples"
+    if len(earlier[kind]) > MOST_EARLIER:
+        # Of an older TABLES_VERSION no id is active now.
+        whole = [plan for plan in _load_plans(store, earlier[kind]) if plan.info["format_version"] == TABLES_VERSION]
+        for name in ("samples", "texts", "units"):
+            parts = [*(plan.own_table(name) for plan in whole), cast[name]]
+            table = pa.concat_tables(parts, promote_options="default")
+            schema = plan_schema(name, table.column_names)
+            cast[name] = table.select(schema.names).cast(schema)
+        replaced = {unit for each in (info, *(plan.info for plan in whole)) for unit in each.get("replaced_units", ())}
+        earlier, info = earlier | {kind: []}, info | ({"replaced_units": sorted(replaced)} if replaced else {})
     record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
+    record["earlier"] = earlier
     # The number follows that of the newest plan, also where older ones were removed.
     number = int(parent.partition("-")[0]) + 1 if parent else 1
     while not _publish_as(store, number, f"{number:06d}-{content[:12]}", cast, record):
