@@ -202,7 +202,10 @@ TABLE: dict[str, tuple[Kind, str]] = {
     "train.optimizer.groups.0.match": (REFUSED, "train.optimizer.groups=[{match: '('}]"),
     "train.optimizer.groups.0.lr": (RUN, "train.optimizer.groups=[{match: .*bias, lr: 1e-5}]"),
     "train.optimizer.groups.0.weight_decay": (RUN, "train.optimizer.groups=[{match: .*bias, weight_decay: 0.5}]"),
-    "train.weight_precision": (MACHINE, f"{FULL} train.optimizer.name=optimi-adamw train.weight_precision=bfloat16"),
+    "train.weight_precision": (
+        MACHINE,
+        f"{FULL} train.optimizer.name=optimi-adamw train.precision=bfloat16 train.weight_precision=bfloat16",
+    ),
     "train.ema.decay": (RUN, "train.ema={decay: 0.9}"),
     "train.ema.warmup": (RUN, "train.ema={warmup: power}"),
     "train.ema.device": (RUN, "train.ema={device: cpu}"),

@@ -36,7 +36,11 @@ def check_before_stages(config: Config, warn: Callable[[str], object]) -> None:
 
 def check_settings(config: Config, warn: Callable[[str], object]) -> None:
     """RunError or CheckpointMismatch for what training refuses by the configuration alone, and model_index.json."""
-    train_precision(config)
+    if train_precision(config) != "bfloat16" and config.train.weight_precision == "bfloat16":
+        raise RunError(
+            "train.weight_precision is bfloat16 and the transformer computes in float32",
+            "Set train.precision to bfloat16, or train.weight_precision to float32.",
+        )
     compatibility.check_task(config.model)
     compatibility.check_distilled(config.model, warn)
 
@@ -95,7 +99,7 @@ def check_layers(config: Config, shape: Mapping[str, Any]) -> None:
 
 def train_precision(config: Config) -> str:
     """The transformer's compute dtype: train.precision, else model.precision; bfloat16 with bfloat16 base weights.
-    RunError for float16, and for bfloat16 weights under another one."""
+    RunError for float16."""
     if config.train.base_precision == "bf16":
         return "bfloat16"
     name = config.train.precision or config.model.precision
@@ -103,11 +107,6 @@ def train_precision(config: Config) -> str:
         raise RunError(
             "training does not support the float16 of model.precision: it needs loss scaling",
             "Set train.precision to bfloat16 or float32.",
-        )
-    if name != "bfloat16" and config.train.weight_precision == "bfloat16":
-        raise RunError(
-            "train.weight_precision is bfloat16 and the transformer computes in float32",
-            "Set train.precision to bfloat16, or train.weight_precision to float32.",
         )
     return name
 

@@ -309,7 +309,10 @@ def publish_plan(
             table = pa.concat_tables(parts, promote_options="default")
             schema = plan_schema(name, table.column_names)
             cast[name] = table.select(schema.names).cast(schema)
-        replaced = {unit for each in (info, *(plan.info for plan in whole)) for unit in each.get("replaced_units", ())}
+        replaced = {
+            *info.get("replaced_units", ()),
+            *(unit for plan in whole for unit in plan.info.get("replaced_units", ())),
+        }
         earlier, info = earlier | {kind: []}, info | ({"replaced_units": sorted(replaced)} if replaced else {})
     record = {"format_version": TABLES_VERSION, "key": key, "parent": parent, "content": content, **info}
     record["earlier"] = earlier

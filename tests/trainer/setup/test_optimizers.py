@@ -211,15 +211,6 @@ def test_every_optimizer_passes_its_trial_before_a_model_is_loaded(make_config, 
             },
             "needs Kahan summation",
         ),
-        (
-            {
-                "weight_precision": "bfloat16",
-                "precision": "float32",
-                "adapter": {"type": "full"},
-                "optimizer": {"name": "optimi-adamw"},
-            },
-            "computes in float32",
-        ),
     ],
 )
 def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, train, said) -> None:
