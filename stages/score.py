@@ -29,7 +29,7 @@ from schemas.identity import hash_json
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage import refuse_partition
 from stages.follow.measures import LoadedMeasure, Measure, plan_measures
-from stages.follow.trackers import Tracker, open_trackers
+from stages.follow.trackers import Trackers, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.files import MediaError, unreadable_error
 
@@ -163,7 +163,7 @@ class _Scorer:
         self._measured = {measure.name: measure.measured for measure in measures}
         self._loaded: dict[str, LoadedMeasure] = {}
         self._stack = ExitStack()
-        self._trackers: Tracker | None = None
+        self._trackers: Trackers | None = None
         self._cut: set[str] = set()  # prompts of which it was said
 
     def __enter__(self) -> "_Scorer":

@@ -10,6 +10,7 @@ import fcntl
 import io
 import json
 import math
+import os
 import re
 import socket
 import time
@@ -256,8 +257,9 @@ def _was_started_since(folder: Path) -> bool:
 
 
 def wandb_options(folder: Path, job: str) -> dict[str, Any]:
-    """Keyword arguments of wandb.init for a run's folder: `job` "train" continues its run, any other is a run of its
-    own in the same group, since two processes can't write to one. wandb leaves the terminal to the program."""
+    """Keyword arguments of accelerate's WandBTracker for a run's folder. The job "train" continues its run, any other job
+    has a run of its own in the same group, since two processes can't write to one. wandb leaves the terminal to the
+    program."""
     try:
         key = (folder / WANDB_ID).read_text().strip()
     except FileNotFoundError:
@@ -266,6 +268,7 @@ def wandb_options(folder: Path, job: str) -> dict[str, Any]:
             temporary.write_text(key)
     suffix = "" if job == "train" else f"-{job}"
     names = {"id": key + suffix, "name": folder.name + suffix.replace("-", " "), "group": f"{folder.name}-{key}"}
+    names["run_name"] = os.environ.get("WANDB_PROJECT", "latentpress")  # accelerate's name of the project
     settings = {"console": "off", "quiet": True}
     return {**names, "job_type": job, "dir": str(folder), "resume": "allow", "settings": settings}
 

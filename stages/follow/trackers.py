@@ -1,17 +1,16 @@
-"""Decoded pictures and scores in the training's trackers, beside its figures: TensorBoard and Weights & Biases.
+"""Decoded pictures and scores in the training's trackers, beside its metrics, by accelerate's trackers.
 
-The trainer may be writing at the same time, as may other programs, and no tracker can be written to by two processes.
-So what each program adds is a run of its own: `pictures` and `scores` below the run's TensorBoard folder, and in the
-run's group at Weights & Biases.
+The trainer may be writing at the same time, as may other programs, and two processes can't write to one run. So each
+program adds a run of its own: `pictures` and `scores` below the run's TensorBoard folder, and in the run's group at
+Weights & Biases.
 """
 
 import importlib.util
 import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,82 +18,90 @@ from cache.runs.training_run import TENSORBOARD, wandb_options
 from cache.store.files import check_writable, explained
 from schemas.cli.console import Console
 
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
 Job = Literal["pictures", "scores"]
 GIF_SIDE, GIF_FPS = 320, 12.5  # at most: 61 frames of 320x192 take about 2 MB in TensorBoard's file
 
 
-class Tracker(Protocol):
-    """The calls that a run of TensorBoard or of Weights & Biases takes."""
+class Trackers:
+    """The trackers of one program. Weights & Biases gets the step as a metric: its own steps can't go backward."""
+
+    def __init__(self, folder: Path, trackers: "Sequence[GeneralTracker]") -> None:
+        self._folder, self._trackers = str(folder), trackers
 
     def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
         """The uint8 frames of a validation sample at a step, and the file that they were written to. tag:
         validation/NAME, or preview/NAME."""
+        for tracker in self._trackers:
+            if tracker.name == "tensorboard":
+                with explained(self._folder):
+                    _add_image(tracker.tracker, tag, step, frames_THWC, fps)
+            else:
+                import wandb
+
+                picture = wandb.Video(str(file)) if file.suffix == ".mp4" else wandb.Image(str(file))
+                tracker.log({tag: picture, f"{tag.partition('/')[0]}/step": step})
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Numbers of a validation, by name."""
-
-
-class _Trackers:
-    """Several as one."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
-
-    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
+        values = {f"scores/{name}": value for name, value in scores.items()}
         for tracker in self._trackers:
-            tracker.add_picture(tag, step, frames_THWC, file, fps)
+            if tracker.name == "tensorboard":
+                with explained(self._folder):
+                    tracker.log(values, step=step)
+            else:
+                tracker.log({**values, "scores/step": step})
 
-    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+    def finish(self) -> None:
         for tracker in self._trackers:
-            tracker.add_scores(step, scores)
+            with explained(self._folder):
+                tracker.finish()
 
 
 @contextmanager
-def open_trackers(folder: Path, names: Sequence[str], console: Console, job: Job = "pictures") -> Iterator[Tracker]:
-    """The trackers `names` of the run in `folder`; one that is not installed is named and left out."""
-    with ExitStack() as stack:
-        installed = [name for name in names if _is_installed(name, job, console)]
-        yield _Trackers([stack.enter_context(_OPEN[name](folder, job)) for name in installed])
-
-
-def _is_installed(name: str, job: Job, console: Console) -> bool:
-    if importlib.util.find_spec(name) is None:
+def open_trackers(folder: Path, names: Sequence[str], console: Console, job: Job = "pictures") -> Iterator[Trackers]:
+    """The trackers `names` of the run in `folder`; a tracker that is not installed is named and left out."""
+    installed = [name for name in names if importlib.util.find_spec(name) is not None]
+    for name in sorted({*names} - {*installed}):
         console.log(f"{job} are not added to {name}, which is not installed here: pip install {name}")
-        return False
-    return True
+    trackers = Trackers(folder / TENSORBOARD / job, [_start(name, folder, job) for name in installed])
+    try:
+        yield trackers
+    finally:
+        trackers.finish()
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard.writer import FileWriter
+def _start(name: str, folder: Path, job: Job) -> "GeneralTracker":
+    from accelerate import PartialState
+    from accelerate.tracking import TensorBoardTracker, WandBTracker
+    from accelerate.utils import clear_environment
 
-        check_writable(folder)  # the writer's thread would show a traceback
-        self._folder, self._writer = str(folder), FileWriter(str(folder))
+    with clear_environment():  # this program is one process, even in the environment of a launcher of several
+        PartialState(cpu=True)
+    if name == "tensorboard":
+        check_writable(folder / TENSORBOARD / job)  # the writer's thread would show a traceback
+        board = TensorBoardTracker(job, str(folder / TENSORBOARD))
+        board.start()
+        return board
+    tracker = WandBTracker(**wandb_options(folder, job))
+    tracker.start()
+    for group in ("validation", "preview", "scores"):
+        tracker.tracker.define_metric(f"{group}/*", step_metric=f"{group}/step")
+    return tracker
 
-    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
-        from torch.utils.tensorboard import summary
 
-        if len(frames_THWC) == 1:
-            self._add(summary.image(tag, frames_THWC[0], dataformats="HWC"), step)
-            return
-        # Its own videos are GIFs, which need moviepy; its pictures may be any that browsers show.
-        image = summary.Summary.Image(colorspace=3, encoded_image_string=encode_gif(frames_THWC, fps))
-        image.height, image.width = frames_THWC.shape[1:3]
-        self._add(summary.Summary(value=[summary.Summary.Value(tag=tag, image=image)]), step)
+def _add_image(writer: Any, tag: str, step: int, frames_THWC: np.ndarray, fps: float) -> None:
+    if len(frames_THWC) == 1:
+        writer.add_image(tag, frames_THWC[0], step, dataformats="HWC")
+        return
+    from torch.utils.tensorboard.summary import Summary
 
-    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        from torch.utils.tensorboard import summary
-
-        for name, value in scores.items():
-            self._add(summary.scalar(f"scores/{name}", value), step)
-
-    def _add(self, summary: Any, step: int) -> None:
-        with explained(self._folder):
-            self._writer.add_summary(summary, step)
-
-    def close(self) -> None:
-        with explained(self._folder):
-            self._writer.close()
+    # Its own videos are GIFs, which need moviepy; its pictures may be any that browsers show.
+    image = Summary.Image(colorspace=3, encoded_image_string=encode_gif(frames_THWC, fps))
+    image.height, image.width = frames_THWC.shape[1:3]
+    writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
 def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
@@ -109,41 +116,3 @@ def encode_gif(frames_THWC: np.ndarray, fps: float) -> bytes:
         duration = 10 * max(2, round(100 * every / fps))  # ms; GIF counts hundredths, and browsers slow down below 2
         images[0].save(file, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
         return file.getvalue()
-
-
-class _WandB:
-    def __init__(self, run: Any) -> None:
-        self._run = run
-        for group in ("validation", "preview", "scores"):
-            run.define_metric(f"{group}/*", step_metric=f"{group}/step")
-
-    def add_picture(self, tag: str, step: int, frames_THWC: np.ndarray, file: Path, fps: float) -> None:
-        import wandb
-
-        picture = wandb.Video(str(file)) if file.suffix == ".mp4" else wandb.Image(str(file))
-        self._run.log({tag: picture, f"{tag.partition('/')[0]}/step": step})
-
-    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        self._run.log({**{f"scores/{name}": value for name, value in scores.items()}, "scores/step": step})
-
-
-@contextmanager
-def _open_tensorboard(folder: Path, job: Job) -> Iterator[Tracker]:
-    tracker = _TensorBoard(folder / TENSORBOARD / job)
-    try:
-        yield tracker
-    finally:
-        tracker.close()
-
-
-@contextmanager
-def _open_wandb(folder: Path, job: Job) -> Iterator[Tracker]:
-    import wandb
-
-    project = os.environ.get("WANDB_PROJECT", "latentpress")
-    options: dict[str, Any] = wandb_options(folder, job)
-    with wandb.init(project=project, **options) as run:
-        yield _WandB(run)
-
-
-_OPEN = {"tensorboard": _open_tensorboard, "wandb": _open_wandb}

@@ -150,8 +150,7 @@ def make_trackers(folder: Path, first: int, settings: Train) -> "list[GeneralTra
         purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
         trackers.append(tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=purge))
     if "wandb" in settings.trackers:
-        project = os.environ.get("WANDB_PROJECT", "latentpress")
-        trackers.append(tracking.WandBTracker(project, **wandb_options(folder, "train")))
+        trackers.append(tracking.WandBTracker(**wandb_options(folder, "train")))
     return trackers
 
 

@@ -1,6 +1,9 @@
 """What programs beside the trainer add to TensorBoard and Weights & Biases, read back by their own readers."""
 
 import io
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -65,7 +68,7 @@ def test_weights_and_biases_have_clips_and_scores_in_runs_of_their_own(tmp_path,
     import wandb
 
     logged, log = [], wandb.Run.log
-    monkeypatch.setattr(wandb.Run, "log", lambda run, row: (logged.append(row), log(run, row)))
+    monkeypatch.setattr(wandb.Run, "log", lambda run, row, **options: (logged.append(row), log(run, row)))
     clip, file = make_clip(5, (64, 48)), tmp_path / "wave.mp4"
     write_output(file, clip, 10)
     with open_trackers(tmp_path, ["wandb"], Console()) as trackers:
@@ -81,3 +84,20 @@ def test_weights_and_biases_have_clips_and_scores_in_runs_of_their_own(tmp_path,
         {"scores/clip score": 456.5, "scores/step": 60},
     ]
     assert len([*tmp_path.glob(f"wandb/offline-run-*/run-{key}-scores.wandb")]) == 1
+
+
+@pytest.mark.slow
+def test_the_environment_of_a_launcher_of_several_processes_is_not_waited_for(tmp_path) -> None:
+    """In a process of its own: accelerate looks once."""
+    code = """
+import sys
+from pathlib import Path
+from schemas.cli.console import Console
+from stages.follow.trackers import open_trackers
+
+with open_trackers(Path(sys.argv[1]), ["tensorboard"], Console(), "scores") as trackers:
+    trackers.add_scores(30, {"clip_score": 0.25})
+"""
+    others = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=os.environ | others, check=True, timeout=120)
+    assert [*(tmp_path / "tensorboard/scores").glob("events.*")]
