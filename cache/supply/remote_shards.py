@@ -140,9 +140,10 @@ class ShardCopies:
         return open_reader(self._copy_store(number), self._paths[number])
 
     def discard(self, number: int) -> None:
-        """Remove a damaged copy, unless another process did and fetched another."""
+        """Remove a copy if it is damaged: another process may have replaced it. Inodes are reused, so it is read."""
         with self.folder.locked(), suppress(FileNotFoundError):
-            if self._version(number).inode == self._verified.pop(number, self._version(number)).inode:
+            self._verified.pop(number, None)
+            if verify(self._copy_store(number), self._paths[number]):
                 self.folder.remove(self.shards[number].name)
 
     def _local(self, number: int) -> Path:

@@ -33,6 +33,7 @@ def test_a_damaged_copy_is_fetched_once_more(tmp_path: Path, form: str) -> None:
     assert total(supply)["shards_fetched"] == (2 if form == "arrow" else 3)
     supply.follow(0, iter([{5}]))
     read(supply, 5)
+    place.damage(next(path for path in place.copies() if path.suffix != ".json" and path not in shards))
     assert supply.damaged(5) and not supply.damaged(5)
     read(supply, 5)
     assert total(supply)["shards_fetched"] == (4 if form == "arrow" else 5)
