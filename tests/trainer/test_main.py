@@ -97,7 +97,7 @@ def test_other_data_is_refused_in_words(make_config, make_set, made, program, ch
     code, report, log = program(make_config("t2i", steps=2))
     assert code == USAGE and LOADS not in log
     assert "training data: set set1 with 12 samples and 18 captions in" in report["error"]["message"]
-    assert "Set train.set" in report["error"]["next_step"]
+    assert "set train.set" in report["error"]["next_step"]
     assert log.count("can't be continued") == 1
 
 
