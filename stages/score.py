@@ -22,13 +22,14 @@ from cache.runs.scores import SCORES_FILE, SampleScores, ScorePoint, append_step
 from cache.runs.training_run import METRICS_FILE, read_description, read_last_metrics
 from cache.runs.validations import best_steps, find_picture, list_validations
 from cache.store.files import check_folder
+from cache.store.store import Store
 from schemas.cli.console import Console, Options, Progress, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.config.pipeline import Config
 from schemas.identity import hash_json
 from schemas.import_time import garbage_collection_paused
 from stages.encoding.stage import refuse_partition
-from stages.follow.measures import LoadedMeasure, Measure, plan_measures
+from stages.follow.clip_score import ClipScore
 from stages.follow.trackers import Trackers, open_trackers
 from stages.follow.watchers import Watch
 from stages.media.files import MediaError, unreadable_error
@@ -119,7 +120,7 @@ def run(
     if not config.validation.scores.any:
         console.log("validation.scores names no model, so there is nothing to score with")
         return report
-    scorer = _Scorer(config, options, console, list(plan_measures(config)))
+    scorer = _Scorer(config, options, console)
     if options.dry_run:
         report.remaining = sum(len(work.missing) for work in scorer.find_work(find_samples(folder)))
         return report
@@ -156,12 +157,13 @@ class _Work:
 class _Scorer:
     """Scores steps with the measures, whose models are loaded when the first sample needs them."""
 
-    def __init__(self, config: Config, options: Options, console: Console, measures: list[Measure]) -> None:
+    def __init__(self, config: Config, options: Options, console: Console) -> None:
+        """Raises WeightsError if a model is missing."""
         self._folder = config.run_folder
         self._config, self._options, self._console = config, options, console
-        self._measures = measures
-        self._measured = {measure.name: measure.measured for measure in measures}
-        self._loaded: dict[str, LoadedMeasure] = {}
+        self._measures = [ClipScore(config.validation.scores, Store(config.root))]
+        self._measured = {measure.name: measure.measured for measure in self._measures}
+        self._is_loaded = False
         self._stack = ExitStack()
         self._trackers: Trackers | None = None
         self._cut: set[str] = set()  # prompts of which it was said
@@ -203,7 +205,7 @@ class _Scorer:
                 self._score_step(step_work, report, progress)
 
     def _load(self) -> None:
-        if self._loaded:
+        if self._is_loaded:
             return
         with garbage_collection_paused():
             from stages.encoding import model_loading
@@ -212,7 +214,8 @@ class _Scorer:
             device = model_loading.select_device(self._options.resources(self._config, "score"))
             for measure in self._measures:
                 self._console.log(f"loading {measure.measured.model} for the {score_label(measure.name)}")
-                self._loaded[measure.name] = measure.load(device)
+                measure.load(device)
+        self._is_loaded = True
 
     def _score_step(self, work: _Work, report: Report, progress: Progress) -> None:
         scored, damaged = [], []
@@ -246,13 +249,13 @@ class _Scorer:
             frames_FHWC = read_sample(sample.picture, self._config.validation.scores.frames)
         except OSError as error:
             raise unreadable_error(sample.picture, error) from error
-        for name, measure in self._loaded.items():
-            if name not in scores:
-                scores[name] = measure.score(frames_FHWC, sample.prompt)
+        for measure in self._measures:
+            if measure.name not in scores:
+                scores[measure.name] = measure.score(frames_FHWC, sample.prompt)
                 self._note_cut(measure, sample, report)
         return scores
 
-    def _note_cut(self, measure: LoadedMeasure, sample: Sample, report: Report) -> None:
+    def _note_cut(self, measure: ClipScore, sample: Sample, report: Report) -> None:
         if sample.prompt not in self._cut and (cut := measure.find_cut(sample.prompt)):
             self._cut.add(sample.prompt)
             message = f"the prompt has {cut[0]} tokens, of which CLIP reads {cut[1]}"

@@ -257,8 +257,8 @@ def _was_started_since(folder: Path) -> bool:
 
 
 def wandb_options(folder: Path, job: str) -> dict[str, Any]:
-    """Keyword arguments of accelerate's WandBTracker for a run's folder. The job "train" continues its run, any other job
-    has a run of its own in the same group, since two processes can't write to one. wandb leaves the terminal to the
+    """Keyword arguments of accelerate's WandBTracker for a run's folder: the job "train" continues its run, any other
+    job has a run of its own in the same group, since two processes can't write to one. wandb leaves the terminal to the
     program."""
     try:
         key = (folder / WANDB_ID).read_text().strip()

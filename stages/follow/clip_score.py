@@ -1,60 +1,103 @@
-"""CLIP, by `transformers`: unit vectors of pictures and of texts.
+"""The CLIP score of validation samples, by `transformers`. Imports no torch until the model is loaded.
 
 The CLIP score of a picture (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, as torchmetrics scales it) is
-max(100 * cos(picture, prompt), 0); of a clip it is the mean of its frames'. Preprocessing is that of the checkpoint's
-preprocessor_config.json, by Pillow, so that a score does not depend on whether torchvision is installed.
+max(100 * cos(picture, prompt), 0); of a clip it is the mean over its frames. The checkpoint's preprocessor_config.json
+says how pictures are prepared; Pillow does it, so that a score does not depend on whether torchvision is installed.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+from cache.models.single_model import WEIGHT_FILES, SingleModel
+from cache.models.weights import WeightsError, load_pretrained, read_object
+from cache.runs.scores import Measured
+from cache.store.store import Store
+from schemas.config.validation import Scores
+from schemas.errors import USAGE
+from schemas.identity import hash_json
 
-from cache.models.weights import load_pretrained
-from stages.encoding import model_loading
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+PREPROCESSOR = "preprocessor_config.json"
+CLIP_FILES = (*WEIGHT_FILES, PREPROCESSOR, "tokenizer*.json", "vocab.json", "merges.txt",
+              "special_tokens_map.json")  # fmt: skip
+CLIP_ADVICE = (
+    "set validation.scores.clip to a CLIP in transformers' layout: a folder, or a repository such as "
+    "openai/clip-vit-large-patch14"
+)
+VERSION = 1  # of how scores are computed: raise it if the same file would get another score
 
 
-class Clip:
-    """One CLIP, for inference in float32."""
+class NotAClip(WeightsError):
+    """The model has another architecture than CLIP."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        """Raises WeightsError for damaged files and for missing weights."""
-        from transformers import AutoTokenizer, CLIPModel
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    exit_code = USAGE
 
-        with model_loading.reading_errors(str(folder), "the CLIP"):
+
+class ClipScore:
+    """The CLIP score as a measure: `name` on curves, `measured` as its identity; `load` before `score`."""
+
+    name = "clip_score"
+
+    def __init__(self, scores: Scores, memo: Store) -> None:
+        """Raises WeightsError if the model is missing. memo: where the hashes of large files are stored."""
+        model = find_clip(scores)
+        weights = model.fingerprint(memo)
+        settings = {"version": VERSION, "weights": weights, "frames": scores.frames}
+        self.measured = Measured(hash_json(settings), model.source)
+        # The commit that was fingerprinted: a repository's branch may have moved since.
+        self._source = replace(model, revision=weights.get("commit", model.revision))
+
+    def load(self, device: "torch.device") -> None:
+        """Load the model in float32. Raises WeightsError for damaged files and for missing weights."""
+        import torch
+        from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+        from stages.encoding.model_loading import check_picture_sizes, reading_errors
+
+        folder = self._source.fetch()
+        check_picture_sizes(folder)
+        with reading_errors(str(folder), "the CLIP"):
             model = load_pretrained(CLIPModel, folder, dtype=torch.float32)
-            self._processor: Any = CLIPImageProcessorPil.from_pretrained(folder)
+            self._processor: Any = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = model.eval().to(device)
-        self._device = device
-        self.max_tokens: int = model.config.text_config.max_position_embeddings
+        self._max_tokens: int = model.config.text_config.max_position_embeddings
 
-    @torch.no_grad()
-    def embed_frames(self, frames_FHWC: np.ndarray) -> torch.Tensor:
-        """(F, D) of uint8 frames."""
-        pixels_FCHW = self._processor(images=list(frames_FHWC), return_tensors="pt")["pixel_values"]
-        pooled_FC = self._model.vision_model(pixel_values=pixels_FCHW.to(self._device)).pooler_output
-        return _to_unit(self._model.visual_projection(pooled_FC))
+    def score(self, frames_FHWC: "np.ndarray", prompt: str) -> float:
+        """The score of uint8 frames, 0 to 100. Of a longer prompt the first tokens and the end token count, as CLIP
+        itself cuts it."""
+        import torch
 
-    @torch.no_grad()
-    def embed_text(self, text: str) -> torch.Tensor:
-        """(D,). Of a longer text the first tokens and the end token, as CLIP itself cuts it."""
-        tokens = self._tokenizer(text, truncation=True, max_length=self.max_tokens, return_tensors="pt")
-        pooled_1C = self._model.text_model(**tokens.to(self._device)).pooler_output
-        return _to_unit(self._model.text_projection(pooled_1C))[0]
+        pictures = self._processor(images=list(frames_FHWC), return_tensors="pt")
+        text = self._tokenizer(prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt")
+        with torch.no_grad():
+            found = self._model(**pictures.to(self._model.device), **text.to(self._model.device))
+        cosine_F = found.image_embeds @ found.text_embeds[0]
+        return (100 * cosine_F).clamp(min=0).mean().item()
 
     def find_cut(self, prompt: str) -> tuple[int, int] | None:
         """(tokens, how many of them count) of a prompt that is too long; the begin and the end token included."""
         tokens = len(self._tokenizer(prompt, verbose=False)["input_ids"])
-        return (tokens, self.max_tokens) if tokens > self.max_tokens else None
-
-    def score(self, frames_FHWC: np.ndarray, prompt: str) -> float:
-        """The CLIP score, 0 to 100."""
-        cosine_F = self.embed_frames(frames_FHWC) @ self.embed_text(prompt)
-        return (100 * cosine_F).clamp(min=0).mean().item()
+        return (tokens, self._max_tokens) if tokens > self._max_tokens else None
 
 
-def _to_unit(vectors_ND: torch.Tensor) -> torch.Tensor:
-    return vectors_ND / vectors_ND.norm(dim=-1, keepdim=True)
+def find_clip(scores: Scores) -> SingleModel:
+    """The model of `validation.scores.clip`. Raises WeightsError if it is missing or is not a CLIP; of a repository
+    only config.json is looked at."""
+    assert scores.clip is not None
+    model = SingleModel(scores.clip, scores.clip_revision, "validation.scores.clip", CLIP_ADVICE, CLIP_FILES)
+    if (kind := read_object(model.config_file()).get("model_type")) != "clip":
+        raise NotAClip(f"{model.source} is a {kind}; a CLIP score is of a clip", CLIP_ADVICE)
+    return model
+
+
+def check_clip(scores: Scores) -> None:
+    """WeightsError if the model is missing or can't score, before hours of training: of a folder the files, of a
+    repository its config.json, from the hub or the local cache."""
+    model = find_clip(scores)
+    if Path(model.source).is_dir() and not (model.fetch() / PREPROCESSOR).exists():
+        raise WeightsError(f"{model.source} has no {PREPROCESSOR}", "replace it with a whole copy")

@@ -31,7 +31,7 @@ from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import OK
 from schemas.text_format import describe_exit, shown_path
-from stages.follow.measures import check_measures
+from stages.follow.clip_score import check_clip
 
 BESIDE = "LATENTPRESS_BESIDE"  # environment variable: the process id of the `run` that started a watcher
 FINISH_S = 600.0  # for a watcher to end once it is told to
@@ -82,8 +82,8 @@ def check_models(config: Config) -> None:
     """LatentpressError where a model that a watcher needs is missing or of the wrong kind: before training begins."""
     if config.validation.preview_autoencoder:
         check_preview_autoencoder(config.model, config.validation.preview_autoencoder)
-    if "score" in config.stage_order:
-        check_measures(config)
+    if "score" in config.stage_order and config.validation.scores.clip:
+        check_clip(config.validation.scores)
 
 
 class Watchers:

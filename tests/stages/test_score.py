@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cache.models.weights import WeightsError
 from cache.runs.scores import SCORES_FILE, read_curves
@@ -17,10 +16,11 @@ from schemas.errors import LatentpressError
 from stages import run, score
 from stages.decode import write_output
 from stages.follow import watchers
-from stages.follow.clip_score import Clip
+from stages.follow.clip_score import ClipScore
 from stages.media.files import MediaError
 from stages.score import find_samples, frame_numbers, read_sample
 from tests.project import Project
+from tests.stages.clip import load_clip
 from tests.stages.report_run import FakeRun, eval_line, step_line
 
 
@@ -49,7 +49,7 @@ def test_without_a_model_nothing_is_loaded_or_written(home: Project, monkeypatch
     home.settings["validation"] = {}
     made = FakeRun(home)
     add_step(made, 500)
-    monkeypatch.setattr("stages.follow.clip_score.Clip", lambda *_: pytest.fail("loaded for nothing"))
+    monkeypatch.setattr(ClipScore, "load", lambda *_: pytest.fail("loaded for nothing"))
     report = home.run(score.run)
     assert (report.exit_code, report.done, report.remaining) == (0, 0, 0)
     assert "names no model" in home.said and not (made.folder / SCORES_FILE).exists()
@@ -117,7 +117,7 @@ def test_each_step_is_scored_once_with_its_seeds_and_prompts(home: Project, tiny
     assert (report.exit_code, report.done, report.skipped) == (0, 8, 0)
     found = lines(made)
     assert [line["step"] for line in found] == [500, 1000]
-    clip = Clip(tiny("clip"), torch.device("cpu"))
+    clip = load_clip(tiny("clip"))
     for line in found:
         samples = {row["name"]: row["scores"]["clip_score"] for row in line["samples"]}
         for name, value in samples.items():
@@ -139,7 +139,7 @@ def test_only_what_is_new_or_changed_is_scored_again(home: Project, monkeypatch:
     home.run(score.run)
     before = lines(made)
     with monkeypatch.context() as patch:
-        patch.setattr("stages.follow.clip_score.Clip", lambda *_: pytest.fail("loaded for nothing"))
+        patch.setattr(ClipScore, "load", lambda *_: pytest.fail("loaded for nothing"))
         report = home.run(score.run)
         assert (report.done, report.skipped) == (0, 4) and lines(made) == before
     add_step(made, 1000)
@@ -187,7 +187,7 @@ def test_clips_damaged_pictures_and_those_that_wait(home: Project, tiny: Any) ->
     assert report.next_steps == ["latentpress decode", "latentpress score"]
     (line,) = lines(made)
     assert line["step"] == 500 and line["missing"] == ["broken"]
-    clip = Clip(tiny("clip"), torch.device("cpu"))
+    clip = load_clip(tiny("clip"))
     frames = read_sample(made.folder / "samples/step-000500/fine.mp4", 3)
     assert len(frames) == 3
     assert line["scores"]["clip_score"] == pytest.approx(clip.score(frames, "a colour"), abs=1e-5)
