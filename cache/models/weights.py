@@ -141,12 +141,8 @@ def load_pretrained(
     size = format_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
     loading = activity(f"loading {model_class.__name__} from {shown_path(folder)}, {size}")
     with loading, config_errors(f"{shown_path(folder)}/config.json"):
-        options = {
-            "use_safetensors": True,
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-        }  # refused below
-        model, loaded = model_class.from_pretrained(folder, **options, **settings)
+        settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are refused below
+        model, loaded = model_class.from_pretrained(folder, use_safetensors=True, **settings)
     for name, given, wanted in sorted(loaded["mismatched_keys"]):
         shapes = f"is of shape {[*given]}, and by its config.json of {[*wanted]}"
         raise WeightsError(f"{folder}: {name} {shapes}", ONE_CHECKPOINT)
