@@ -14,6 +14,7 @@ from PIL import Image
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from stages import caption, decode, discover, encode_latents, encode_text, encode_vision, masks, score
+from stages.media.image import png_info
 from tests.accelerator.counts import counting
 from tests.accelerator.runs import DEVICES
 from tests.accelerator.tensors import NAME
@@ -217,9 +218,8 @@ def test_scores(project, tiny) -> None:
     home = project(validation={"scores": {"clip": str(tiny("clip"))}}, train={"run": "run", "trackers": []})
     made = FakeRun(home)
     made.latent(1, "cat", prompt="a cat on a mat", group="cat", seed=1)
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(
-        made.picture(1, "cat", (0, 0, 0))
-    )
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8))
+    noise.save(made.picture(1, "cat", (0, 0, 0)), pnginfo=png_info(made.mark(1, "cat")))
     found = []
     for device in DEVICES:
         with computing_on(device):

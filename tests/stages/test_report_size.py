@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cache.runs.derived import Mark
 from schemas.catalog import FAMILIES
 from schemas.config.pipeline import Config
 from stages import report
+from stages.media.image import png_info
 from stages.pages import pictures
 from stages.pages.report import page as report_page
 from stages.pages.report import samples, tables
@@ -20,10 +22,11 @@ from tests.stages.report_run import FakeRun, step_line
 STEPS = range(0, 60, 5)
 
 
-def write_noise(path: Path, seed: int) -> Path:
-    """A picture that is large however it is encoded."""
+def write_noise(path: Path, seed: int, mark: Mark | None = None) -> Path:
+    """A picture that is large however it is encoded. mark: of a sample, what it was made from."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (256, 256, 3), np.uint8)).save(path)
+    info = None if mark is None else png_info(mark)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (256, 256, 3), np.uint8)).save(path, pnginfo=info)
     return path
 
 
@@ -46,7 +49,8 @@ def make_samples(run: FakeRun) -> None:
     for step in STEPS:
         for number in range(2):
             run.latent(step, f"p{number}")
-            write_noise(run.folder / f"samples/step-{step:06d}/p{number}.png", step + number)
+            path = run.folder / f"samples/step-{step:06d}/p{number}.png"
+            write_noise(path, step + number, run.mark(step, f"p{number}"))
         run.latent(step, "p2")
         run.clip(step, "p2", frames=10, size=(128, 96), noise=90)
 
@@ -106,7 +110,7 @@ def test_runs_with_samples_of_their_own_have_all_their_steps(
 @pytest.mark.slow
 def test_what_can_not_be_small_enough_is_named(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.latent(0, "p0")
-    write_noise(run.folder / "samples/step-000000/p0.png", 0)
+    write_noise(run.folder / "samples/step-000000/p0.png", 0, run.mark(0, "p0"))
     run.clip(0, "p2", noise=90)
     monkeypatch.setattr(samples, "MIN_CELL_BYTES", 100)
     beside = run.folder / "files", run.folder
