@@ -113,10 +113,10 @@ def run(
             follow_encoding(config, data, summary["skipped"], world, main, console, stop),
         ):
             check_model(config)
-            check_text_width(config, data, read_shape(config))
             with garbage_collection_paused(), activity("loading torch and the trainer", at_once=True):
-                from trainer.train import train
+                from trainer.train import train  # before a shard is read: an extra that is missing is named first
 
+            check_text_width(config, data, read_shape(config))
             device = options.device or config.train.device
             try:
                 summary = train(config, data, schedule, console, device, stop)
