@@ -56,7 +56,8 @@ def run(
         raise NoRepository("no repository is named", "Set hub.repo to user/name, or give --repo user/name.")
     repo += f"-{config.train.experts}" if config.train.experts else ""  # of two runs none replaces the other's
     trained = _read_trained(config, folder)
-    import PIL  # noqa: F401  # so that its absence is told at once
+    import jinja2  # noqa: F401  # so that a missing library is named at once
+    import PIL  # noqa: F401
 
     step = _finished_step(folder)
     facts = gather_facts(trained, folder, step)
