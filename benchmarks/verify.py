@@ -9,7 +9,6 @@ all encoded (rows of one number), by size of unit. Medians of seconds and of pro
 each table alone is printed before it.
 """
 
-import json
 import math
 import os
 import subprocess
@@ -107,7 +106,7 @@ def make_encoded_project(folder: Path, items: int, unit_mib: float) -> Path:
     for stage in stage_registry.required_stages(config):
         work = stage.state(store, config, plan)
         folder_name = f"{stage.kind}/{work.fingerprint}"
-        store.publish_bytes(f"{folder_name}/provenance.json", json.dumps(stage.fingerprint_inputs(config)).encode())
+        store.publish_json(f"{folder_name}/provenance.json", stage.fingerprint_inputs(config))
         for unit in work.units:
             ids = list(unit.members)
             meta = ShardMeta(stage.kind, work.fingerprint, unit.unit_id, unit.bucket, ids, provenance=libraries)

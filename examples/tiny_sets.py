@@ -1,6 +1,5 @@
 """Training sets without the stages: real shards and tables around random latents and text embeddings."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,7 +163,7 @@ def write_set(
     made = build_recipe(config, bucket_side_multiple(config.model))
     weights = {"weights": {"content": "those of encoders that are not here"}}
     meta |= {"recipe": made, "provenance": {kind: made[kind] | weights for kind in ("text", "latents")}}
-    out.store.publish_bytes(f"sets/{name}/set.json", json.dumps(meta).encode())
+    out.store.publish_json(f"sets/{name}/set.json", meta)
     set_lookup.update_pointers(out.store, meta)
     return root
 

@@ -5,7 +5,6 @@ without communication. Nothing here reads a file.
 """
 
 import binascii
-import json
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
+from schemas.json_records import hash_bytes, hash_json
 from schemas.randomness import mix_bits
 
 #: A sample's fields: its id is the xxh3-128 of these bytes. Little-endian; ids as 16 bytes; zeros for what it lacks.
@@ -35,21 +35,6 @@ SAMPLE_DTYPE = np.dtype(
     ]
 )
 _CHUNK_ROWS = 16384  # values that become Python objects at a time
-
-
-def hash_bytes(*parts: bytes) -> str:
-    """xxh3-128 (32 hex digits) of `parts`, each after its length, so that ("ab", "c") != ("a", "bc")."""
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.hexdigest()
-
-
-def hash_json(value: Any) -> str:
-    """xxh3-128 of `value` as canonical JSON: sorted keys, no spaces, NaN refused."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hash_bytes(text.encode())
 
 
 def hash_values(values: pa.Array) -> pa.Array:

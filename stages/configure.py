@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from cache.store.files import explained, replacing
+from cache.store.files import explained, make_folders, replacing
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config, read_text
@@ -84,7 +84,7 @@ def run(
         written = asker.confirm(f"Write {file}?")
         if written:
             with explained(str(file)):
-                file.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(file.parent)
                 with replacing(file) as temporary:
                     temporary.write_text(proposal.text, encoding="utf-8")
             proposal.keep_media_table()

@@ -16,13 +16,13 @@ import typer
 
 from cache.runs.training_run import read_progress
 from cache.store.files import replacing
-from cache.store.json_checks import format_record, parse_record
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.progress import activity
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.json_records import format_record, read_record
 from stages.encoding.stage import refuse_partition
 from stages.follow.messages import LIMIT_S, Sending, Service, describe
 from stages.follow.run_events import Event, find_events
@@ -114,7 +114,7 @@ def _read_events(folder: Path) -> list[Event]:
     if not path.exists():
         return []
     try:
-        return [Event.model_validate(row) for row in parse_record(path.read_bytes())["events"]]
+        return [Event.model_validate(row) for row in read_record(path)["events"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         advice = "remove it: then every event of the run is sent again"
         raise LatentpressError(f"{path} can't be read ({type(error).__name__})", advice) from error

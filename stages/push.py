@@ -4,7 +4,6 @@
 is not uploaded again.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +12,9 @@ import typer
 
 from cache.runs.training_run import RESULT_NOTE, read_result_step
 from cache.store.files import replacing
-from cache.store.json_checks import parse_json, printable
+from cache.store.json_checks import printable
 from cache.store.store import Store
+from schemas import json_records
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.config.loading import ConfigError, load_config
@@ -79,7 +79,8 @@ def run(
     with console.activity(f"uploading {len(files)} files, {size:.1f} MiB, to {repo}"):
         url, commit = upload(config.hub, repo, files, f"Step {step} of {trained.run_name}")
     with replacing(folder / PUSHED_FILE) as temporary:
-        temporary.write_text(json.dumps({"repo": repo, "url": url, "commit": commit, "digest": digest}))
+        record = {"repo": repo, "url": url, "commit": commit, "digest": digest}
+        temporary.write_bytes(json_records.format_record(record))
     report.done = len(files)
     report.details |= {"url": url, "commit": commit}
     return report
@@ -108,10 +109,9 @@ def _finished_step(folder: Path) -> int:
 
 def _read_pushed(folder: Path) -> dict:
     try:
-        record = parse_json((folder / PUSHED_FILE).read_bytes())
+        return json_records.read_record(folder / PUSHED_FILE)
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 app = make_app(

@@ -16,9 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from cache.store.files import explained, replacing
+from cache.store.files import explained, make_folders, replacing
+from cache.store.json_checks import printable
+from schemas import json_records
 from schemas.cli.process_record import MAX_CHARS, Moment, ProcessRecord, read_record, storable_text
 from schemas.errors import LatentpressError
 
@@ -96,12 +98,12 @@ class RunQueue:
         """The queue as it is now, empty where there is none. QueueError where its file is damaged."""
         try:
             with explained(str(self._path)):
-                return QueueState.model_validate_json(self._path.read_bytes())
+                return QueueState.model_validate(json_records.read_record(self._path))
         except FileNotFoundError:
             return QueueState()
-        except ValidationError as error:
+        except ValueError as error:
             step = "move it away, and add the runs again"
-            raise QueueError(f"{self._path} is no queue: {error.errors()[0]['msg']}", step) from error
+            raise QueueError(f"{self._path} is damaged: {printable(error)}", step) from error
 
     def worker(self) -> ProcessRecord | None:
         """The record of the program that works it off, or did last."""
@@ -116,14 +118,14 @@ class RunQueue:
     def change(self, change: Change) -> QueueState:
         """Replace the queue by what `change` makes of it, while nobody else changes it."""
         with explained(str(self.folder)):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self.folder)
             with (self.folder / "edit.lock").open("wb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 before = self.read()
                 after = change(before)
                 if after != before:
                     with replacing(self._path) as temporary:
-                        temporary.write_text(after.model_dump_json(indent=1), encoding="utf-8")
+                        temporary.write_bytes(json_records.format_record(after.model_dump(mode="json")))
                 return after
 
     def add(self, config: Path, overrides: Sequence[str], folder: Path) -> QueueEntry:
@@ -223,7 +225,7 @@ class RunQueue:
     def working(self, wait_s: float) -> Iterator[None]:
         """While the body runs, no other program works this queue off. QueueError where one does for `wait_s`."""
         with explained(str(self.folder)):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self.folder)
             file = (self.folder / "work.lock").open("wb")
         with file:
             with explained(str(self.folder)):

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from cache.runs.training_run import parse_metrics
+from cache.runs.training_run import parse_metrics, read_regular
 from cache.store.files import explained
 from schemas.identity import hash_json
 
@@ -142,8 +142,7 @@ def append_step(
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """The lines that can be read, in the order in which they were written."""
-    path = folder / SCORES_FILE
-    lines = parse_metrics(path.read_bytes()) if path.exists() else []
+    lines = parse_metrics(read_regular(folder / SCORES_FILE))
     return [line for line in lines if isinstance(line.get("scores"), dict)]
 
 

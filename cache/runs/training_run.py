@@ -22,11 +22,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from cache.store.files import explained, replacing
-from cache.store.json_checks import check_count, check_object, parse_json
+from cache.store.files import explained, make_folders, replacing
+from cache.store.json_checks import check_count
+from schemas import json_records
 from schemas.cli.process_record import ProcessRecord, RecordWriter, read_record, storable_text, write_record
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, LatentpressError
+from schemas.json_records import parse_json
 from schemas.regular_files import open_regular
 from schemas.text_format import format_duration
 
@@ -46,17 +48,19 @@ KILLED = "it ended without a message: it was killed, for example for want of mem
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, without those that a resumed run repeated or a kill cut off."""
-    return parse_metrics(path.read_bytes()) if path.exists() else []
+    return parse_metrics(read_regular(path))
 
 
 def read_last_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of its last TAIL_BYTES, in constant time however long the run is."""
-    return parse_metrics(_read_tail(path))
+    return parse_metrics(read_regular(path, TAIL_BYTES))
 
 
-def _read_tail(path: Path) -> bytes:
-    with suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, io.SEEK_END) - TAIL_BYTES))
+def read_regular(path: Path, last: int | None = None) -> bytes:
+    """The bytes of a file, or its last ones; none if it is missing. StoreError for a pipe or a device, which has no
+    end."""
+    with explained(str(path)), suppress(FileNotFoundError, NotADirectoryError), open_regular(path) as file:
+        file.seek(0 if last is None else max(0, file.seek(0, io.SEEK_END) - last))
         return file.read()
     return b""
 
@@ -87,8 +91,7 @@ def parse_metrics(content: bytes, earlier: Iterable[dict[str, Any]] = ()) -> lis
 def read_result_step(folder: Path) -> int:
     """Read the step at which the run was finished. FileNotFoundError where it is not; OSError, ValueError: its note
     can't be read."""
-    with open_regular(folder / RESULT_NOTE) as file:
-        return check_count(check_object(parse_json(file.read()), "the whole").get("step"), "step")
+    return check_count(json_records.read_record(folder / RESULT_NOTE).get("step"), "step")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -208,7 +211,7 @@ def read_progress(config: Config, folder: Path | None = None) -> RunProgress:
     """Read that of the configuration's run, or of the one in `folder`. Speed and time left of a running one are from
     the time since it was started last, so there are none while it loads."""
     folder, steps = folder or config.run_folder, config.train.steps
-    content = _read_tail(folder / METRICS_FILE)
+    content = read_regular(folder / METRICS_FILE, TAIL_BYTES)
     metrics = parse_metrics(content)
     lines, evals = ([line for line in metrics if key in line] for key in ("loss", "eval_loss"))
     saved = [checkpoint_step(path) for path in list_checkpoints(folder / CHECKPOINTS)]
@@ -327,17 +330,14 @@ def read_failure(folder: Path) -> ProcessRecord | None:
 def append_stage(folder: Path, row: dict[str, Any]) -> None:
     """Add a line to stages.jsonl. row: stage, began (UNIX time), seconds, done, set_aside and failed (truth value)."""
     with explained(str(folder / STAGES_FILE)):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         with (folder / STAGES_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:
     """The lines of stages.jsonl in order, without those that a kill cut off."""
-    try:
-        content = (folder / STAGES_FILE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
+    content = read_regular(folder / STAGES_FILE).decode(errors="replace")
     rows = []
     for raw in content.splitlines():
         try:

@@ -24,19 +24,12 @@ from cache.store import arrow_ipc
 from cache.store.arrow_ipc import hash_table
 from cache.store.damage import DamageError, as_damage
 from cache.store.exclusive import create_new
-from cache.store.json_checks import (
-    check_checksum,
-    check_list,
-    check_name,
-    check_object,
-    check_prompt_image,
-    check_text,
-    format_record,
-)
+from cache.store.json_checks import check_checksum, check_list, check_name, check_object, check_prompt_image, check_text
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
+from schemas.json_records import format_record
 from schemas.tables import TABLES_VERSION, plan_schema
 
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}

@@ -19,7 +19,8 @@ from cache.shards.tensors import NUMPY_DTYPES, Array
 from cache.store import arrow_ipc
 from cache.store.damage import DamageError, as_damage
 from cache.store.files import explained
-from cache.store.json_checks import check_name, check_shape, check_text, parse_json, printable
+from cache.store.json_checks import check_name, check_shape, check_text, printable
+from schemas.json_records import parse_json
 
 DESCRIPTION_KEY, DESCRIPTION_CHECKSUM_KEY = b"latentpress", b"latentpress_checksum"
 #: Bytes of the description reserved for each member: enough to give the reasons of a quarter of them set aside.

@@ -19,6 +19,7 @@ from cache.shards.tensors import Array
 from cache.store import json_checks
 from cache.store.damage import DamageError, as_damage
 from cache.store.files import explained
+from schemas import json_records
 
 #: Names of dtypes in safetensors -> ours.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "U8": "uint8"}
@@ -53,7 +54,7 @@ def from_safetensors(data: memoryview) -> dict[str, Array]:
     size = int(struct.unpack("<Q", data[:8])[0]) if data.nbytes >= 8 else data.nbytes
     if size > data.nbytes - 8:
         raise ValueError("the safetensors header is cut off")
-    header, body = json_checks.check_object(json_checks.parse_json(data[8 : 8 + size]), "the header"), data[8 + size :]
+    header, body = json_checks.check_object(json_records.parse_json(data[8 : 8 + size]), "the header"), data[8 + size :]
     tensors, spans = {}, []
     for name, entry in header.items():
         start, end = json_checks.check_span(json_checks.check_object(entry, "a tensor")["data_offsets"], "data_offsets")
@@ -162,7 +163,7 @@ def parse_with_checksum(data: bytes) -> dict[str, Any]:
     body = data[: data.rfind(CHECKSUM_SUFFIX)] if CHECKSUM_SUFFIX in data else b""
     if data != body + CHECKSUM_SUFFIX + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n':
         raise ValueError("its checksum does not match")
-    return json_checks.check_object(json_checks.parse_json(data), "the sidecar")
+    return json_checks.check_object(json_records.parse_json(data), "the sidecar")
 
 
 def _hash_file(file: Any) -> str:
@@ -199,7 +200,7 @@ class ShardReader(shard.BaseShardReader):
         row = self._sidecar["rows"][i]
         info = self._read_span(*row["info"]).tobytes()
         tensors = from_safetensors(self._read_span(*row["tensors"]))
-        return shard.ShardRow(row["id"], tensors, json_checks.parse_json(info)), info, row["checksum"]
+        return shard.ShardRow(row["id"], tensors, json_records.parse_json(info)), info, row["checksum"]
 
     def _read_span(self, offset: int, size: int) -> memoryview:
         """Bytes of the file; opening it checked that members are inside."""

@@ -20,6 +20,7 @@ from schemas.regular_files import NOT_REGULAR, NotRegular, find_obstacle
 from schemas.text_format import format_bytes, shown_path
 
 TEMP_SUFFIX = ".tmp"
+FORMER_SUFFIX = ".former"  # of a folder that is being replaced
 LOCKED_FOLDER = ".folder"  # before the random part of the names of `replacing_folder`
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
 WRITEBACK_BYTES = 8 << 20
@@ -193,17 +194,33 @@ def put(temp: Path, path: Path) -> None:
         for inside in temp.rglob("*"):
             sync(inside)
     sync(temp)
-    if temp.is_dir() and path.exists():
-        shutil.rmtree(path)
+    former = path.with_name(f".{path.name}{FORMER_SUFFIX}")
+    if temp.is_dir() and path.is_dir() and any(path.iterdir()):
+        shutil.rmtree(former, ignore_errors=True)
+        replace(str(path), str(former))
     replace(str(temp), str(path))
     sync(path.parent)
+    if former.is_dir():
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def restore_folders(parent: Path) -> None:
+    """Put back the folders in `parent` that a killed `put` had moved away before the new ones were there; call it while
+    nobody else writes there."""
+    for former in parent.glob(f".*{FORMER_SUFFIX}"):
+        path = parent / former.name.removesuffix(FORMER_SUFFIX).removeprefix(".")
+        if path.exists():
+            shutil.rmtree(former)
+        else:
+            replace(str(former), str(path))
+            sync(parent)
 
 
 @contextmanager
 def replacing(path: Path, temp: Path | None = None) -> Iterator[Path]:
     """Write the file or folder `path` in the body under a temporary name, `temp` where one is given; it is renamed, or
     removed on an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     temp = temp or temporary(path)
     try:
         yield temp

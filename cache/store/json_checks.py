@@ -1,65 +1,18 @@
-"""Checks of values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError;
-and JSON objects with a checksum of their values.
+"""Checks of values from files of unknown origin: of the right kind, of a sane size and safe to print, or ValueError."""
 
-Checksums find accidents; a file made with intent has matching checksums too. Nothing here allocates more than a small
-multiple of the bytes given.
-"""
-
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.identity import hash_json
 from schemas.references import SOURCE_ROLES
 
 MAX_NAME_CHARS = 200  # characters of an id or another name
-MAX_DEPTH = 32  # of nested arrays and objects
 MAX_DESCRIPTION_BYTES = 1 << 28  # of what is read at once; the description of a million rows has 200 MiB
 MAX_SHOWN_CHARS = 300  # characters of a foreign value in a message
 CHECKSUM_PATTERN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 MAX_PATH_NAME = 70  # characters
 #: Of a name that becomes part of a path.
 PATH_NAME_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{MAX_PATH_NAME - 1}}}", re.ASCII)
-
-
-def parse_json(data: Any) -> Any:
-    """The value of JSON in bytes. ValueError where it is no JSON, is nested deeper than MAX_DEPTH, or has a key twice,
-    NaN, a number that no float64 holds, or text that UTF-8 can't hold."""
-    text = bytes(data)
-    try:
-        value = _DECODER.decode(text.decode())
-        layer = [value] if text.count(b"{") + text.count(b"[") > MAX_DEPTH else []
-        for _ in range(MAX_DEPTH):
-            nested = [item for item in layer if isinstance(item, (dict, list))]
-            layer = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
-        if layer:
-            raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
-        if b"\\u" in text:  # half a surrogate pair can be read, but not written again
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("JSON nested too deeply") from error
-    return value
-
-
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a JSON object has a key twice")
-    return mapping
-
-
-def _parse_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is no number of JSON, or too large")
-    return value
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_refuse_duplicate_keys, parse_float=_parse_float, parse_constant=_parse_float
-)
 
 
 def check_object(value: Any, what: str) -> dict[str, Any]:
@@ -148,21 +101,3 @@ def check_prompt_image(prompt: Mapping[str, Any]) -> None:
         start = image.get("start")
         if start is not None and (isinstance(start, bool) or not isinstance(start, int | float)):
             raise ValueError(f"{start!r} is no time")
-
-
-CHECKSUM_KEY = "checksum"
-
-
-def format_record(record: Mapping[str, Any]) -> bytes:
-    plain = {key: value for key, value in record.items() if key != CHECKSUM_KEY}
-    return json.dumps(plain | {CHECKSUM_KEY: hash_json(plain)}, indent=1, sort_keys=True).encode()
-
-
-def parse_record(data: bytes) -> dict[str, Any]:
-    """The inverse, without the checksum, which earlier releases did not write. ValueError where that does not match, or
-    the JSON is unsafe."""
-    record = check_object(parse_json(data), "the JSON")
-    checksum = record.pop(CHECKSUM_KEY, None)
-    if checksum is not None and checksum != hash_json(record):
-        raise ValueError("its checksum does not match")
-    return record

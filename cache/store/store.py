@@ -20,6 +20,7 @@ from cache.store.damage import DamageError, as_damage, asked_again, damage_unles
 from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
 from cache.store.layout import is_project_file
 from cache.store.store_errors import explained_object
+from schemas import json_records
 from schemas.cli.progress import activity
 from schemas.regular_files import open_regular
 
@@ -208,7 +209,7 @@ class Store:
         try:
             if self.size(rel) > MAX_JSON_BYTES:
                 raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
-            return json_checks.parse_record(self.read_bytes(rel))
+            return json_records.parse_record(self.read_bytes(rel))
         except ValueError as error:
             reason = f"it is no JSON object as it was written ({json_checks.printable(error)})"
             raise DamageError(self.path(rel), reason) from error
@@ -279,7 +280,7 @@ class Store:
 
     def publish_json(self, rel: str, record: Mapping[str, Any]) -> None:
         """Publish a JSON object, with the checksum of its values."""
-        self.publish_bytes(rel, json_checks.format_record(record))
+        self.publish_bytes(rel, json_records.format_record(record))
 
     @contextmanager
     def create_table(self, rel: str, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWriter]:

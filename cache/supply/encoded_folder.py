@@ -6,7 +6,6 @@ which every encoding stage computes what is needed next, with the same result; t
 waits for shards that are being made, says how far it is, and lets go of those that were removed.
 """
 
-import json
 import os
 import threading
 import time
@@ -31,7 +30,7 @@ from cache.supply.limited_folder import POSITION, LimitedFolder, Member
 from cache.supply.step_needs import StepNeeds, needed_shards, window_bytes
 from schemas.cli.progress import activity
 from schemas.config.training import Train
-from schemas.identity import hash_json
+from schemas.json_records import format_record
 
 FOLDER = "rolling"  # in the root; also the name of its part in reports
 LOOK_S = 0.2
@@ -105,13 +104,11 @@ class EncodedFolder(LimitedFolder):
 
     def write_position(self, position: Position) -> None:
         """Replace the file. It is not synced: what a power cut takes is written again when training goes on."""
-        record = position.model_dump(mode="json")
-        record["checksum"] = hash_json(record)
         path = self.control / POSITION
         with explained(str(path)):
             make_folders(self.control)
             temp = temporary(path)
-            temp.write_text(json.dumps(record))
+            temp.write_bytes(format_record(position.model_dump(mode="json")))
             replace(str(temp), str(path))
 
     @contextmanager

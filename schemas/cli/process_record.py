@@ -24,8 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from schemas import json_records
 from schemas.cli.progress import Progress
 from schemas.errors import INTERRUPTED, OK, LatentpressError
 from schemas.text_format import shorten
@@ -94,7 +95,7 @@ def write_record(path: Path, record: ProcessRecord) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.write_bytes(record.model_dump_json().encode())
+        temporary.write_bytes(json_records.format_record(record.model_dump(mode="json")))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -102,15 +103,15 @@ def write_record(path: Path, record: ProcessRecord) -> None:
 
 def parse_record(kind: type[Kind], data: bytes) -> Kind | None:
     """Parse a file's bytes; None where they are no such record."""
-    with suppress(ValidationError):
-        return kind.model_validate_json(data)
+    with suppress(ValueError):
+        return kind.model_validate(json_records.parse_record(data))
     return None
 
 
 def read_record(kind: type[Kind], path: Path) -> Kind | None:
     """Read a file; None where it has no such record."""
-    with suppress(OSError), path.open("rb") as file:
-        return parse_record(kind, file.read(MAX_BYTES))
+    with suppress(OSError, ValueError):
+        return kind.model_validate(json_records.read_record(path, MAX_BYTES))
     return None
 
 

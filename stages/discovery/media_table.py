@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 from cache.sets import table_checks
 from cache.store.damage import DamageError
 from cache.store.files import explained
-from cache.store.json_checks import parse_json
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from schemas.identity import id_bytes
+from schemas.json_records import parse_json
 from schemas.recipe import discovery_settings
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 from schemas.tables import FACE, MEDIA_SCHEMA, TABLES_VERSION, media_schema, media_schema_of

@@ -100,7 +100,7 @@ class JobReporter:
     def _write_on(self) -> None:
         store, ended = Store(self._root), False
         writer = RecordWriter(
-            self._report, lambda record: store.publish_bytes(self._name, record.model_dump_json().encode())
+            self._report, lambda record: store.publish_json(self._name, record.model_dump(mode="json"))
         )
         for number in itertools.count():
             writer.update(**self._measure(), **(self._end if ended else {}))

@@ -26,7 +26,6 @@ from cache.sets.set_lookup import current_plan
 from cache.shards.shard import find_done_units
 from cache.store.damage import DamageError
 from cache.store.files import SPACE_ADVICE, find_shortage
-from cache.store.json_checks import format_record
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Partition, Report
 from schemas.cli.interruption import MaxTimeOption, StopHandler
@@ -35,6 +34,7 @@ from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
+from schemas.json_records import format_record
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
 from stages.encoding.job_reports import JobReport, JobReporter

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from cache.models.weights import hash_file
-from cache.store.json_checks import check_object, parse_json, printable
+from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.pipeline import Config
 from schemas.config.sharing import Hub
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
+from schemas.json_records import parse_json
 from stages.discovery.sources.urls import scrub_secrets
 
 AGAIN = "Run `latentpress push` again: what has arrived is not sent again."

@@ -6,7 +6,6 @@ A prompt names a training sample where it is its caption (i2i: with the same sou
 original is left out where its file is not on this machine.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -18,15 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets.set_lookup import current_plan
-from cache.store.files import replacing
-from cache.store.json_checks import parse_json
+from cache.store.files import make_folders, replacing
 from cache.store.store import Store
+from schemas import json_records
 from schemas.cli.console import Console
 from schemas.config.encoding import StageWorkers
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.regular_files import open_regular
 from stages.media.files import MediaError
 from stages.pages.plan_table import EncodedPlan, PlanTable
 from stages.pages.sample_preview import SamplePixels, make_original_reader, read_samples
@@ -87,8 +85,7 @@ def find_training_samples(encoded: EncodedPlan) -> dict[str, int]:
 def _read_id(folder: Path) -> tuple[str, str] | None:
     """(sample id, folder of its latents) of what is there."""
     try:
-        with open_regular(folder / DESCRIPTION) as file:
-            about = parse_json(file.read())
+        about = json_records.read_record(folder / DESCRIPTION)
         return about["sample_id"], about["latents"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -108,7 +105,7 @@ def _decode(encoded: EncodedPlan, autoencoder: Any, sample_id: str, bucket: str)
 def _write_files(
     folder: Path, about: dict[str, str], original: SamplePixels | MediaError, frames: np.ndarray, write: WriteFrames
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     (folder / DESCRIPTION).unlink(missing_ok=True)  # until the files are those that it describes
     for file in folder.glob(f"{ORIGINAL}.*"):  # of another sample
         file.unlink()
@@ -116,4 +113,4 @@ def _write_files(
         write(folder / ORIGINAL, original.frames)
     write(folder / RECONSTRUCTION, frames)
     with replacing(folder / DESCRIPTION) as temporary:
-        temporary.write_text(json.dumps(about) + "\n", encoding="utf-8")
+        temporary.write_bytes(json_records.format_record(about))

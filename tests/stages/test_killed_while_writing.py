@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from cache.store import files
+from schemas.json_records import format_record
 from stages import decode, notify, push, report, score
 from stages.engines.stage_processes import remove_unfinished
 from tests.forms import long
@@ -57,7 +58,7 @@ def home(project: Callable[..., Project], tiny: Callable[[str], Path], monkeypat
         {"transformer.a.lora_A.weight": np.ones((4, 4), np.float32)},
         run.folder / "adapter/pytorch_lora_weights.safetensors",
     )
-    (run.folder / "result.json").write_text(json.dumps({"step": 4, "result": str(run.folder / "adapter")}))
+    (run.folder / "result.json").write_bytes(format_record({"step": 4, "result": str(run.folder / "adapter")}))
     return made
 
 

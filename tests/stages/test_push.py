@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from schemas.errors import LatentpressError
+from schemas.json_records import format_record
 from stages import push
 from tests.model_hub import TOKEN, ModelHub
 from tests.project import Project
@@ -47,7 +48,7 @@ def finished(home: Project, *overrides: str) -> FakeRun:
     run.picture(40, "one", (200, 0, 0))
     counts = {"samples": 12, "eval": 2, "texts": 14}
     (home.root / "sets/0123456789abcdef").mkdir(parents=True)
-    (home.root / "sets/0123456789abcdef/set.json").write_text(json.dumps({"counts": counts}))
+    (home.root / "sets/0123456789abcdef/set.json").write_bytes(format_record({"counts": counts}))
     scores = [{"step": step, "scores": {"clip score": value}} for step, value in ((20, 0.75), (40, 0.5))]
     (run.folder / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
     (run.folder / "adapter").mkdir()
@@ -55,7 +56,7 @@ def finished(home: Project, *overrides: str) -> FakeRun:
     save_file(weights, run.folder / "adapter/pytorch_lora_weights.safetensors")
     (run.folder / "adapter/notes.txt").write_text("not to be uploaded")
     result = {"step": 40, "result": str(run.folder / "adapter"), "weights": "trained"}
-    (run.folder / "result.json").write_text(json.dumps(result))
+    (run.folder / "result.json").write_bytes(format_record(result))
     return run
 
 
@@ -127,7 +128,7 @@ def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: Mode
 
 @pytest.mark.parametrize("step", ["forty", None, -1, True, 1.5])
 def test_a_malformed_result_is_named(home: Project, models: ModelHub, step: Any) -> None:
-    (finished(home).folder / "result.json").write_text(json.dumps({"step": step}))
+    (finished(home).folder / "result.json").write_bytes(format_record({"step": step}))
     with pytest.raises(LatentpressError, match=r"result\.json can't be read: step is no count"):
         home.run(push.run)
 

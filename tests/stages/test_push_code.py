@@ -1,6 +1,5 @@
 """The code of a model card, run as it is: a whole tiny checkpoint makes a picture or clip with what was uploaded."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from PIL import Image
 
 from examples.load_adapter import missing_components
+from schemas.json_records import format_record
 from stages import push
 from tests.forms import long
 from tests.model_hub import ModelHub
@@ -63,7 +63,7 @@ def push_run(home: Project, kind: str, adapter: dict[str, Any], models: ModelHub
     run.clip(4, "one", size=(64, 64)) if kind in SIZES else run.picture(4, "one", (200, 0, 0), (64, 64))
     checkpoint = Path(run.config.model.source)
     save_changed_weights(checkpoint, run.config.model.family, run.folder, run.config.part, **adapter)
-    (run.folder / "result.json").write_text(json.dumps({"step": 4, "result": "", "weights": "trained"}))
+    (run.folder / "result.json").write_bytes(format_record({"step": 4, "result": "", "weights": "trained"}))
     home.run(push.run)
     repo = f"{REPO}-low" if kind == EXPERTS else REPO
     for name, content in models.repositories[repo].files.items():

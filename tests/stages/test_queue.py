@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cache.runs.run_queue import QueueError, QueueState, RunQueue
+from cache.store.files import StoreError
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.process_record import find_process_start, write_record
 from schemas.errors import INCOMPLETE, LatentpressError
@@ -177,6 +178,11 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / ".queue") and not list(tmp_path.glob(".queue/*.tmp"))
 
 
+def test_an_output_that_can_not_be_made_is_named() -> None:
+    with pytest.raises(StoreError, match=r"nope/\.queue: can't be made"):
+        RunQueue(Path("/proc/1/nope")).add(Path("a.yaml"), [], Path("/proc/1/nope/run"))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -193,6 +199,6 @@ def test_what_can_not_be_is_refused(home: Project, words: dict, says: str) -> No
         home.run(queue.run, **words)
     assert len(runs.read().entries) == 1
     (runs.folder / "entries.json").write_text("{}]")
-    with pytest.raises(QueueError, match="is no queue"):
+    with pytest.raises(QueueError, match="is damaged"):
         home.run(queue.run)
     assert QueueState().entries == ()

@@ -1,7 +1,6 @@
 """`latentpress ui` by its requests: what is answered, what is refused, and what the programs do that it starts."""
 
 import http.client
-import json
 import socket
 import threading
 import time
@@ -15,10 +14,11 @@ import pytest
 from schemas.cli.console import Options, Report
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.json_records import format_record
 from stages import bucket, discover, ui
 from stages.pages.ui import serve
 from stages.pages.ui.app import Site
-from stages.pages.ui.guard import COOKIE_S, Token
+from stages.pages.ui.guard import COOKIE_S, Token, find_refusal, list_names
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
@@ -158,7 +158,7 @@ def test_a_record_of_another_age_is_none(server: UiServer, home: Project) -> Non
     path.parent.mkdir(parents=True)
     record = {"program": "discover", "process": 1, "process_start": "a", "host": "elsewhere", "log": "a.log"}
     for began, found in ((1.0, True), (1e308, False), (-1e308, False)):
-        path.write_text(json.dumps(record | {"began": began}))
+        path.write_bytes(format_record(record | {"began": began}))
         assert (server.site.programs.last_start("discover") is not None) == found
         assert server.post("/jobs/run/start").status == 409 if found else server.get("/").status == 200
 
@@ -196,7 +196,7 @@ def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, hom
     path = home.folder / "output/.ui/starts/report.json"
     for code in (1, None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record | {"began": 1.0, "exit_code": code}))
+        path.write_bytes(format_record(record | {"began": 1.0, "exit_code": code}))
         assert not is_due("report", "report"), "it failed, or was killed"
     assert not (home.folder / "output/.ui/logs").exists()
 
@@ -372,3 +372,19 @@ def test_a_root_in_a_store(home: Project, s3: S3Server) -> None:
         for path in ("/", "/logs", "/plan", "/report") * 5:
             assert server.get(path).status == 200
         assert len(s3.requests) == looked
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["[::1].evil.example", "[::1]x", "[::1", "::1", "a@localhost", "localhost@evil.example", "localhost:80:80",
+     "localhost:", "localhost:port", "evil.example", "localhost.evil.example", "localhost.", "[::1%25lo]", "[::1%lo]",
+     "[127.0.0.1]", "[v1.a]", "2130706433", "0x7f.1", "127.1", "", " localhost", "localhost\t",
+     "127.0.0.1.evil.example"],
+)  # fmt: skip
+def test_odd_hosts_are_not_this_machine(host: str) -> None:
+    assert find_refusal("GET", "/", {}, [host], list_names("127.0.0.1"))
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8123", "127.0.0.1:1", "[::1]", "[::1]:8123", "192.0.2.7:80"])
+def test_names_and_addresses_are_this_machine(host: str) -> None:
+    assert not find_refusal("GET", "/", {}, [host], list_names("127.0.0.1"))

@@ -48,7 +48,7 @@ def test_read_searched_and_edited(home: Project, server: UiServer) -> None:
     assert "0 edited" in server.get("/captions").text
     for path in (f"/captions/{'0' * 32}/save", "/captions/x/save", f"/captions/{a}/remove"):
         assert server.post(path, text="x").status == 404
-    for odd in ("[1]", "{", '"x"'):
+    for odd in ("[1]", "{", '"x"', "[" * 5000 + "]" * 5000):
         assert server.post(f"/captions/{a}/save", text="x", before=odd).status == 400
     for odd in ("?first=-1", "?first=9999999", "?dataset=<b>", "?words=%00"):
         assert server.get(f"/captions{odd}").status == 200

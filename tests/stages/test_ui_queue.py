@@ -54,7 +54,7 @@ def test_entries(home: Project, server: UiServer) -> None:
     assert "&lt;img src=x" in text and "<img" not in text and "train.run=two" in text
     assert server.post("/queue/3/again").json == {"message": "entry 3 waits again"}
     (queue.folder / "entries.json").write_text("[")
-    assert "is no queue" in server.get("/queue").text and server.get("/").status == 200
+    assert "is damaged" in server.get("/queue").text and server.get("/").status == 200
 
 
 def test_it_is_started_once_and_goes_on(home: Project, server: UiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from cache.shards.shard_io import open_reader, open_writer
 from cache.shards.tensors import Array
 from cache.store.files import StoreError
 from cache.store.store import Store
+from schemas.json_records import format_record
 from schemas.tables import SET_SHARDS_SCHEMA
 from stages import bucket, discover, encode_latents, encode_text, export, index, verify
 from stages.maintenance import checks
@@ -196,7 +197,7 @@ def test_what_a_set_names_outside_its_shards_is_not_moved(encoded, path) -> None
 @pytest.mark.parametrize("id", ["../../x", None, ["a"]])
 def test_a_pointer_that_leads_nowhere_is_named(encoded, id) -> None:
     (encoded.root / "sets").mkdir()
-    (encoded.root / "sets/current-sana-t2i.json").write_text(json.dumps({"id": id}))
+    (encoded.root / "sets/current-sana-t2i.json").write_bytes(format_record({"id": id}))
     report = encoded.run(verify.run)
     assert report.exit_code == 4 and [row["path"] for row in report.damage] == ["sets/current-sana-t2i.json"]
 
@@ -282,7 +283,7 @@ def test_a_number_that_is_not_finite_is_found_and_rejected_by_repair(encoded, ba
 def test_a_provenance_may_say_anything(encoded, record) -> None:
     """An import copies it from anywhere. It says less, then; what a shard says of itself is checked all the same."""
     for path in encoded.root.rglob("provenance.json"):
-        path.write_bytes(record)
+        path.write_bytes(format_record(json.loads(record)))
     assert encoded.run(verify.run).exit_code == 0
 
 

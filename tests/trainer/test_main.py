@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from schemas.cli.console import DAMAGE, INCOMPLETE, OK, USAGE, Console
+from schemas.json_records import format_record
 from tests.forms import long
 from tests.trainer.runs import LOADS, moved
 from trainer.__main__ import warn_of_learning_rate
@@ -93,7 +94,7 @@ def test_other_data_is_refused_in_words(make_config, make_set, made, program, ch
     make_set(config, items, null, prompts, name="set2", ids="set1" if change != "another id" else "set2")
     if change == "null prompt":
         path = Path(config.root) / "sets" / "set2" / "set.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"null_text": 1}))
+        path.write_bytes(format_record(json.loads(path.read_text()) | {"null_text": 1}))
     code, report, log = program(make_config("t2i", steps=2))
     assert code == USAGE and LOADS not in log
     assert "training data: set set1 with 12 samples and 18 captions in" in report["error"]["message"]

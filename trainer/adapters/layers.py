@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.store.json_checks import check_count, check_object, parse_json, printable
+from cache.store.json_checks import check_count, check_object, printable
+from schemas.json_records import parse_json
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import CheckpointException
 from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store import files
 from cache.store.files import replacing, sync, temporary
-from cache.store.json_checks import parse_json
+from schemas.json_records import parse_json
 from trainer.adapters.files import write_tensors
 from trainer.methods.base import Method
 from trainer.run import optimizer_state, resume

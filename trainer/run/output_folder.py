@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cache.runs.training_checks import OutputLocked
 from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, step_of
-from cache.store.files import StoreError, check_folder, check_writable, explained
+from cache.store.files import StoreError, check_folder, check_writable, explained, restore_folders
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError
 
@@ -38,6 +38,9 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
                 reason = error.strerror or str(error)
                 raise StoreError(str(folder / LOCK_NAME), reason, "check the file system") from error
             console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")
+        with explained(str(folder)):
+            for parent in (folder, folder / CHECKPOINTS):
+                restore_folders(parent)
         yield
 
 

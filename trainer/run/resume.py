@@ -15,16 +15,9 @@ import xxhash
 
 from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store.files import explained
-from cache.store.json_checks import (
-    check_checksum,
-    check_count,
-    check_list,
-    check_object,
-    check_text,
-    parse_json,
-    printable,
-)
+from cache.store.json_checks import check_checksum, check_count, check_list, check_object, check_text, printable
 from schemas.errors import DAMAGE, USAGE, LatentpressError
+from schemas.json_records import parse_json
 from schemas.regular_files import NOT_REGULAR, NotRegular, open_regular
 
 FORMAT_VERSION = 1

@@ -1,6 +1,5 @@
 """A run's folder, resume signature and progress, computed from files, without torch."""
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +25,7 @@ from schemas.config.pipeline import Config
 from schemas.config.section import FORMER_SPELLINGS
 from schemas.config.training import Parallel
 from schemas.geometry import Bucket
+from schemas.json_records import format_record
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial
 from trainer.run.new_data import check_new_data, describe_changes, list_changes
@@ -242,7 +242,8 @@ def write_config(config: Config, data: TrainSet) -> None:
 def record_result(config: Config, step: int, weights: str) -> None:
     """Record that the result of `step` steps has been saved. weights: which (`trainer.setup.ema.inference_weights`)."""
     with replacing(config.run_folder / RESULT_NOTE) as temporary:
-        temporary.write_text(json.dumps({"step": step, "result": str(result_folder(config)), "weights": weights}))
+        record = {"step": step, "result": str(result_folder(config)), "weights": weights}
+        temporary.write_bytes(format_record(record))
 
 
 def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:

@@ -19,7 +19,7 @@ from cache.models.weights import hash_file
 from cache.runs.derived import read_mark
 from cache.runs.training_run import spread
 from cache.runs.validations import SUFFIXES, describe_sample, latent_path, list_validations
-from cache.store.files import replacing
+from cache.store.files import make_folders, replacing
 from cache.store.json_checks import check_prompt_image
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -259,7 +259,7 @@ def _put_beside(path: Path, run: str, beside: Folders) -> str:
     """Copy the file into the folder beside the page; returns its address, relative to the page."""
     folder, page_folder = beside
     target = folder / quote(run, safe="") / path.parent.name / path.name
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(target.parent)
     if not target.exists() or hash_file(target, None) != hash_file(path, None):
         with replacing(target) as temporary:
             copyfile(path, temporary)

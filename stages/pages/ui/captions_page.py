@@ -25,6 +25,7 @@ from cache.store.files import Entry
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.json_records import parse_json
 from schemas.text_format import split_lines
 from stages.discovery.media_table import read_media_table
 from stages.encoding.stage_registry import CAPTION
@@ -201,7 +202,7 @@ def save(request: Request, form: Form) -> str:
     if verb not in ("save", "restore") or not _is_known(site, media_id):
         raise HTTPException(404, "there is no such item, or nothing that does this to it")
     try:
-        before = json.loads(form.get("before", "") or "null")
+        before = parse_json((form.get("before", "") or "null").encode())
     except ValueError as error:
         raise HTTPException(400, "this is no form of the page") from error
     if before is not None and not (isinstance(before, list) and all(isinstance(text, str) for text in before)):

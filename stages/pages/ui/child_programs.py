@@ -25,7 +25,7 @@ from pathlib import Path
 
 from cache.runs.run_queue import RunQueue
 from cache.store.damage import STAGE_PROGRAMS
-from cache.store.files import explained
+from cache.store.files import explained, make_folders
 from schemas.cli.process_record import (
     NOTES_VARIABLE,
     Moment,
@@ -231,7 +231,7 @@ class ChildPrograms:
 
     def _new_log(self, name: str) -> Path:
         folder = self._folder / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         for old in self.logs(name)[KEPT_LOGS - 1 :]:
             old.unlink(missing_ok=True)
         return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.log"
@@ -249,7 +249,7 @@ class ChildPrograms:
             if self._holds_file:
                 yield
                 return
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self._folder)
             with (self._folder / "lock").open("wb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 self._holds_file = True

@@ -8,6 +8,7 @@ something has to come from our own pages, and beyond this machine it has to brin
 import hashlib
 import hmac
 import ipaddress
+import re
 import secrets
 import socket
 import time
@@ -23,6 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stages.pages.ui.app import DOCUMENTS, fragment, read_form
 
+#: name:port or [address]:port, whole: a URL's parser takes more, such as users and what follows a bracket.
+_HOST = re.compile(r"(?:(?P<name>[a-z0-9_.-]+)|\[(?P<address>[0-9a-f:.]+)\])(?::[0-9]{1,5})?", re.ASCII)
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 FREE_PATHS = ("/login", "/style.css", "/script.js")  # without the token
 TOKEN_VARIABLE, MIN_TOKEN = "LATENTPRESS_UI_TOKEN", 16
@@ -128,20 +131,16 @@ def find_refusal(method: str, path: str, headers: Mapping[str, str], hosts: Sequ
 
 
 def _is_ours(host: str, names: Iterable[str]) -> bool:
-    """An address in numbers is: no other site can have it as its name."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
+    """Whether a Host header names this machine. An address in numbers does: no other site can have it as its name."""
+    matched = _HOST.fullmatch(host.lower())
+    if matched is None:
         return False
-    if any(character in host for character in "/@?#\\ "):
-        return False
-    if name in names:
+    if matched["name"] in names:
         return True
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(matched["name"] or matched["address"]).version == (4 if matched["name"] else 6)
     except ValueError:
         return False
-    return True
 
 
 class Guard:

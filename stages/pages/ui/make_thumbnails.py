@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from cache.store.files import explained, replacing
+from cache.store.files import explained, make_folders, replacing
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.pipeline import Config
@@ -48,7 +48,7 @@ def run(
     files, ids = ThumbnailFiles(Path(config.output)), list(items)
     made = set()
     with explained(str(files.folder)):
-        files.folder.mkdir(parents=True, exist_ok=True)
+        make_folders(files.folder)
         for number, picture in read_thumbnails(config, list(items.values())):
             made.add(ids[number])
             with replacing(files.folder / f"{ids[number]}{PICTURE}") as temporary:

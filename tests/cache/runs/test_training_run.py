@@ -26,6 +26,7 @@ from cache.runs.training_run import (
     smoothed_loss,
 )
 from schemas.config.pipeline import Config
+from schemas.json_records import format_record, read_record
 
 
 @pytest.fixture
@@ -158,8 +159,8 @@ def test_where_there_are_no_locks_the_files_tell(config: Config, monkeypatch: py
 
 def _written_before(folder: Path, seconds: float) -> None:
     """As if the trainer had written nothing since."""
-    note = json.loads((folder / FAILURE_NOTE).read_text())
-    (folder / FAILURE_NOTE).write_text(json.dumps(note | {"began": time.time() - seconds}))
+    note = read_record(folder / FAILURE_NOTE)
+    (folder / FAILURE_NOTE).write_bytes(format_record(note | {"began": time.time() - seconds}))
     os.utime(folder / "metrics.jsonl", (time.time() - seconds,) * 2)
 
 

@@ -1,6 +1,5 @@
 """A small training set, and everything that can be read of it."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -47,8 +46,8 @@ def make_shard(store: Store, kind: str, unit: str, rows: list[ShardRow], form: s
 def publish(store: Store, tables: dict[str, pa.Table], meta: dict[str, Any]) -> None:
     for key, table in tables.items():
         store.write_table(f"sets/{meta['id']}/{key}.arrow", table)
-    store.publish_bytes(f"sets/{meta['id']}/set.json", json.dumps(meta, indent=1, sort_keys=True).encode())
-    store.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", json.dumps({"id": meta["id"]}).encode())
+    store.publish_json(f"sets/{meta['id']}/set.json", meta)
+    store.publish_json(f"sets/current-{FAMILY}-{TASK}.json", {"id": meta["id"]})
 
 
 def make_source(store: Store, form: str) -> Store:
@@ -119,7 +118,7 @@ def add_vision(store: Store, form: str) -> None:
     found = [row | place for row, place in zip(index.to_pylist(), places, strict=True)]
     store.write_table(f"{folder}/index.arrow", pa.Table.from_pylist(found, index_schema(["vision"])))
     store.write_table(f"{folder}/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA))
-    store.publish_bytes(f"{folder}/set.json", json.dumps(data.meta | {"format_version": SET_VERSIONS[1]}).encode())
+    store.publish_json(f"{folder}/set.json", data.meta | {"format_version": SET_VERSIONS[1]})
 
 
 def opened(store: Store) -> TrainSet:

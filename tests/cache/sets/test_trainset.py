@@ -53,8 +53,8 @@ def publish(store: Store, shards: list[tuple], texts: list[tuple], index: list[t
         store.write_table(f"sets/s1/{name}.arrow", table)
     meta = {"format_version": TABLES_VERSION, "id": "s1", "family": FAMILY, "flavour": "t2i-lite-sft"}
     meta |= {"task": TASK, "generation": "000001-a", "null_text": 0 if texts else None, "validation": [], **changes}
-    store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
-    store.publish_bytes(f"sets/current-{FAMILY}-{TASK}.json", b'{"id": "s1"}')
+    store.publish_json("sets/s1/set.json", meta)
+    store.publish_json(f"sets/current-{FAMILY}-{TASK}.json", {"id": "s1"})
     return "s1"
 
 
@@ -139,7 +139,7 @@ def test_refusals_say_what_there_is(store: Store) -> None:
     with pytest.raises(SetError, match=r"sets for kandinsky5-image-t2i\nRun `latentpress index`"):
         open_set(store, "current", "sana", TASK)
     meta = json.loads(store.read_bytes("sets/s1/set.json")) | {"format_version": 99}
-    store.publish_bytes("sets/s1/set.json", json.dumps(meta).encode())
+    store.publish_json("sets/s1/set.json", meta)
     with pytest.raises(SetError, match="format version 99; this release reads"):
         open_set(store, "s1", FAMILY, TASK)
 

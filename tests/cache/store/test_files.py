@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from cache.store.files import is_temporary, remove_abandoned_folders, replacing, replacing_folder, temporary
+from cache.store import files
+from cache.store.files import (
+    is_temporary,
+    remove_abandoned_folders,
+    replacing,
+    replacing_folder,
+    restore_folders,
+    temporary,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -57,3 +65,35 @@ def test_a_large_folder_that_a_killed_process_left_is_removed_by_the_next(tmp_pa
         assert living.is_dir() and not any(folder.exists() for folder in left) and other.is_dir()
         (living / "weights").touch()
     assert names(path) == ["weights"]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, before: int) -> None:
+    """before: the step that is killed: what was left is removed, the old one moved away, the new one moved in, the old
+    one removed."""
+    path, steps = tmp_path / "folder", list[str]()
+
+    def write(text: str) -> None:
+        with replacing(path) as temp:
+            temp.mkdir()
+            (temp / "a").write_text(text)
+
+    def step(real):
+        def run(*arguments: object, **options: object) -> None:
+            steps.append("step")
+            if len(steps) == before:
+                raise KeyboardInterrupt
+            real(*arguments, **options)
+
+        return run
+
+    write("old")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(files, "replace", step(files.replace))
+        patched.setattr(files.shutil, "rmtree", step(lambda *_, **__: None))  # what a killed process has no time for
+        write("new")
+    restore_folders(tmp_path)
+    assert (path / "a").read_text() == ("new" if before == 4 else "old")
+    write("newest")
+    restore_folders(tmp_path)
+    assert (path / "a").read_text() == "newest" and not list(tmp_path.glob("*.former"))

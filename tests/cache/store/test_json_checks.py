@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.store import json_checks
+from schemas import json_records
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -16,7 +17,7 @@ values = st.recursive(
 @pytest.mark.slow
 @given(values, st.booleans())
 def test_any_plain_json_comes_back(value, ascii_alone):
-    assert json_checks.parse_json(json.dumps(value, ensure_ascii=ascii_alone).encode()) == value
+    assert json_records.parse_json(json.dumps(value, ensure_ascii=ascii_alone).encode()) == value
 
 
 @pytest.mark.parametrize(
@@ -28,18 +29,18 @@ def test_any_plain_json_comes_back(value, ascii_alone):
 )
 def test_anything_else_is_refused(text):
     with pytest.raises(ValueError):
-        json_checks.parse_json(text.encode())
+        json_records.parse_json(text.encode())
 
 
 def test_bytes_that_are_not_utf8_are_refused():
     for data in (b"\xff", '"a"'.encode("utf-16"), b'"\xed\xa0\x80"'):
         with pytest.raises(ValueError):
-            json_checks.parse_json(data)
+            json_records.parse_json(data)
 
 
 def test_depth_counts_what_is_nested_and_not_what_is_many():
-    assert len(json_checks.parse_json(b"[" + b"[[]]," * 5000 + b"[]]")) == 5001
-    assert json_checks.parse_json(b"[" * 32 + b"]" * 32)
+    assert len(json_records.parse_json(b"[" + b"[[]]," * 5000 + b"[]]")) == 5001
+    assert json_records.parse_json(b"[" * 32 + b"]" * 32)
 
 
 @given(st.text() | st.binary() | st.integers())

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from cache.store.store import Store
 from schemas.cli.report import WIDTH, Report
 from schemas.errors import LatentpressError
+from schemas.json_records import format_record
 from stages import bucket, discover, encode_latents, encode_text, gc, status
 from stages.encoding import job_reports
 from stages.encoding.job_reports import (
@@ -70,7 +71,8 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
         row, _ = rows(planned)
         assert row["remaining"] == left and not row.get("left"), "nobody works on it"
         path = next((planned.root / "jobs" / STAGE).glob("*/*.json")).with_name(f"{0:016x}.json")
-        path.write_text(JobReport(program=STAGE, engine="local", workers=1, shard="1/2").model_dump_json())
+        report = JobReport(program=STAGE, engine="local", workers=1, shard="1/2")
+        path.write_bytes(format_record(report.model_dump(mode="json")))
         row, _ = rows(planned)
         path.unlink()
         assert "1 running" in row["jobs"] and not row.get("left"), "it loads its model"
@@ -127,7 +129,7 @@ def test_a_report_beyond_any_calendar_is_left_out(tmp_path: Path, field: str) ->
     with reporter(tmp_path):
         pass
     (path,) = tmp_path.rglob("*.json")
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {field: 1e308}))
+    path.write_bytes(format_record(json.loads(path.read_bytes()) | {field: 1e308}))
     assert reports(tmp_path) == []
 
 

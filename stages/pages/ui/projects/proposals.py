@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cache.store.files import explained, replacing
+from cache.store.files import explained, make_folders, replacing
 from schemas.config.loading import parse_config, read_text
 from schemas.errors import LatentpressError
 from stages.configuring.files import compare_texts
@@ -74,7 +74,7 @@ class Proposal:
             raise Refused(f"{self.file} was changed since the proposal was made", "make it again")
         parse_config(text, self.file)
         with explained(str(self.file)):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.file.parent)
             with replacing(self.file) as temporary:
                 temporary.write_text(text, encoding="utf-8", newline="\n")
 

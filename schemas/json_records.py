@@ -1,0 +1,97 @@
+"""JSON from files of unknown origin, and objects with a checksum of their values: what programs keep for each other.
+
+Checksums find accidents; a file made with intent has matching checksums too. Nothing here allocates more than a small
+multiple of the bytes given.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from schemas.regular_files import open_regular
+
+MAX_DEPTH = 32  # of nested arrays and objects
+MAX_RECORD_BYTES = 1 << 26  # of a file
+CHECKSUM_KEY = "checksum"
+
+
+def hash_bytes(*parts: bytes) -> str:
+    """xxh3-128 (32 hex digits) of `parts`, each after its length, so that ("ab", "c") != ("a", "bc")."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """xxh3-128 of `value` as canonical JSON: sorted keys, no spaces, NaN refused."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hash_bytes(text.encode())
+
+
+def parse_json(data: Any) -> Any:
+    """The value of JSON in bytes. ValueError where it is no JSON, is nested deeper than MAX_DEPTH, or has a key twice,
+    NaN, a number that no float64 holds, or text that UTF-8 can't hold."""
+    text = bytes(data)
+    try:
+        value = _DECODER.decode(text.decode())
+        layer = [value] if text.count(b"{") + text.count(b"[") > MAX_DEPTH else []
+        for _ in range(MAX_DEPTH):
+            nested = [item for item in layer if isinstance(item, (dict, list))]
+            layer = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        if layer:
+            raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
+        if b"\\u" in text:  # half a surrogate pair can be read, but not written again
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    return value
+
+
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("a JSON object has a key twice")
+    return mapping
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no number of JSON, or too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_refuse_duplicate_keys, parse_float=_parse_float, parse_constant=_parse_float
+)
+
+
+def format_record(record: Mapping[str, Any]) -> bytes:
+    """JSON of the values and their checksum."""
+    plain = {key: value for key, value in record.items() if key != CHECKSUM_KEY}
+    return json.dumps(plain | {CHECKSUM_KEY: hash_json(plain)}, indent=1, sort_keys=True).encode()
+
+
+def parse_record(data: bytes) -> dict[str, Any]:
+    """The inverse of `format_record`. ValueError for anything else."""
+    record = parse_json(data)
+    if type(record) is not dict:
+        raise ValueError("the JSON is not an object")
+    if record.pop(CHECKSUM_KEY, None) != hash_json(record):
+        raise ValueError("its checksum does not match")
+    return record
+
+
+def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
+    """Read a file that `format_record` made. OSError as of `open_regular`; ValueError if it is damaged or too large."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return parse_record(data)
