@@ -1,7 +1,6 @@
 """Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again."""
 
 import _thread
-import math
 import os
 import re
 import signal
@@ -215,10 +214,6 @@ class StopHandler:
         self._interrupter = _Interrupter()
         self._end = None if max_time is None else time.monotonic() + max_time
 
-    def seconds_left(self) -> float:
-        """Seconds left of `max_time`; infinity without one."""
-        return math.inf if self._end is None else self._end - time.monotonic()
-
     def check(self) -> None:
         """Raise KeyboardInterrupt where a stop was asked for."""
         if self.reason:
@@ -230,7 +225,7 @@ class StopHandler:
         if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
             yield
             return
-        timer = threading.Timer(0 if self._end is None else max(0.0, self.seconds_left()), self._on_timeout)
+        timer = threading.Timer(max(0.0, (self._end or 0.0) - time.monotonic()), self._on_timeout)
         timer.daemon = True
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         begun = False

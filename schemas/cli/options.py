@@ -121,7 +121,7 @@ class Partition(NamedTuple):
         return f"{self.number}/{self.total}"
 
 
-NOT_PARTITIONED = Partition()  # where --shard is not given; 0/1 that is given is another object
+NOT_PARTITIONED = Partition()
 
 
 def parse_partition(text: str | Partition) -> Partition:

@@ -2,12 +2,14 @@
 
 A stage has a kind of unit, a fingerprint, and a `Worker`, which is made once in each process from a `Job`, loads its
 model and turns each unit into one shard. The plan lists the units; one listing of shard names shows which are done. So
-any number of processes on any number of machines need no lock and no coordination.
+any number of processes on any number of machines need no lock and no coordination: see unit_queue.py.
 """
 
+import math
 import socket
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -38,7 +40,7 @@ from schemas.json_records import format_record
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan
 from stages.encoding.job_reports import JobReport, JobReporter
-from stages.encoding.stage_options import UsageError, check_stealing, choose_engine, choose_resources
+from stages.encoding.stage_options import UsageError, choose_engine, choose_resources
 from stages.encoding.stage_state import (
     MEMBER_NAMES,
     RejectLimit,
@@ -49,14 +51,20 @@ from stages.encoding.stage_state import (
     report_set_aside,
     wanted_rows,
 )
-from stages.encoding.unit_queue import FollowedUnits, Shards, TimedUnits, followed_units, has_followed_set, take_units
-from stages.engines.jobs import Job, RoundingError, Worker, load_engine
+from stages.encoding.unit_queue import (
+    FollowedUnits,
+    OpenUnits,
+    followed_units,
+    has_followed_set,
+    order_units,
+    process_name,
+)
+from stages.engines.jobs import Job, RoundingError, UnitResult, Worker, load_engine
 from stages.planning.items import ItemRequest
 
 _READERS_HELP = "Decoding processes for each worker.  [default: as configured]"
 _ENGINE_HELP = "Where workers run: local, this machine, or ray, a Ray cluster.  [default: as configured]"
 _ADDRESS_HELP = "Of the Ray cluster's head, or auto; implies --engine ray.  [default: as configured]"
-_STEAL_HELP = "With --shard: once its own part is done, go on with units that other parts have not begun."
 _PREFETCH_HELP = "Members read ahead by each process.  [default: as configured]"
 
 
@@ -161,16 +169,14 @@ class EncodingStage:
         ] = None,
         engine: Annotated[EngineName | None, typer.Option(help=_ENGINE_HELP)] = None,
         address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help=_ADDRESS_HELP)] = None,
-        steal: Annotated[bool, typer.Option("--steal", help=_STEAL_HELP)] = False,
     ) -> Report:
         """Encode what remains of this process' partition, and report."""
         config = choose_engine(config, engine, address)
-        if steal:
-            check_stealing(config, options)
         if options.dry_run:
             check_before_stages(config, console.warn)
         load_engine(config.stages.engine)  # or an error, before anything is read
-        stop_handler, store = StopHandler(max_time), Store(config.root)
+        until = math.inf if max_time is None else time.monotonic() + max_time
+        stop_handler, store = StopHandler(), Store(config.root)
         plan = self.find_plan(store, config, not options.dry_run, console.warn)
         if not options.dry_run and self.reads_checkpoint:
             config = config.model_copy(update={"model": pin_revision(config.model, store)})
@@ -179,7 +185,7 @@ class EncodingStage:
         state = self.state(store, config, plan, retry_set_aside, merge=not options.dry_run)
         overrides = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
         if config.cache.limit is not None and self.only_units is None and self.item_request is None:
-            return self._follow(config, options, console, state, stop_handler, overrides)
+            return self._follow(config, options, console, state, stop_handler, overrides, until)
         remaining, todo = state.remaining_units(options.partition), state.remaining_units()
         report = self._begin_report(config, console, state, remaining, todo)
         if options.dry_run:
@@ -189,16 +195,11 @@ class EncodingStage:
         if state.done:  # though nothing may be left to encode
             self._write_provenance(store, config, state.fingerprint)
         limit = RejectLimit(self, store, config, state)
-        steal = steal and options.partition.total > 1
-        if remaining or (steal and todo):
-            job = self._make_job(config, options, console, state, todo if steal else remaining, overrides, report)
-            job = replace(job, again=frozenset(state.retry_units))
-            shards = Shards(store, report.details["cache"], config.cache.format, state.retry_units)
-            workers, part = job.resources.worker_count, options.partition
-            queue = TimedUnits(iter(remaining), workers, stop_handler.seconds_left, stop_handler.check)
-            if steal:
-                queue.units = take_units(remaining, state.units, part, workers, shards, queue)
-            self._run_units(job, state, remaining, queue, stop_handler, limit, console, report, part)
+        if remaining:
+            job = self._make_job(config, options, console, state, remaining, overrides, report, until)
+            job, part = replace(job, again=frozenset(state.retry_units)), options.partition
+            ordered = remaining if part.total > 1 else order_units(remaining, process_name())
+            self._run_units(job, state, ordered, iter(ordered), stop_handler, limit, console, report, part)
             state = self.state(store, config, plan, merge=True)
             if stop_handler.reason:
                 left = state.remaining_units(options.partition)
@@ -237,6 +238,7 @@ class EncodingStage:
         state: StageState,
         stop_handler: StopHandler,
         overrides: dict[str, int],
+        until: float,
     ) -> Report:
         """Encode what training needs, until it has done its steps, with a limited cache."""
         refuse_partition(options, f"{self.name} with {CACHE_LIMIT}")
@@ -256,10 +258,9 @@ class EncodingStage:
             followed.drop(state.retry_units)
             cache = config.cache.model_copy(update={"format": followed.format})
             written_as = config.model_copy(update={"cache": cache})
-            job = self._make_job(written_as, options, console, state, state.units, overrides, report)
-            workers, part = job.resources.worker_count, options.partition
-            queue = TimedUnits(iter(followed), workers, stop_handler.seconds_left, stop_handler.check)
-            self._run_units(job, state, state.units, queue, stop_handler, limit, console, report, part, followed)
+            job = self._make_job(written_as, options, console, state, state.units, overrides, report, until)
+            units, part = iter(followed), options.partition
+            self._run_units(job, state, state.units, units, stop_handler, limit, console, report, part, followed)
         if stop_handler.reason:
             report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
             report.remaining, report.next_steps = 1, [f"latentpress {self.name}"]
@@ -268,13 +269,14 @@ class EncodingStage:
 
     def _make_job(
         self, config: Config, options: Options, console: Console, state: StageState, units: Sequence[Unit],
-        overrides: dict[str, int], report: Report,
+        overrides: dict[str, int], report: Report, until: float,
     ) -> Job:  # fmt: skip
         """The job that encodes `units`, whose media are there, as far as a few of them show."""
         probed = select_probed_members(state.plan, self.kind, state.wanted_members(units))
         require_media(MediaLocations(config, state.plan), self.kind, probed)
         resources, report.details["workers"] = choose_resources(config, options, self.name, overrides, console)
-        return Job(config, state.plan.name, state.fingerprint, resources, probed_members=probed, stage=self.name)
+        name, fingerprint = state.plan.name, state.fingerprint
+        return Job(config, name, fingerprint, resources, probed_members=probed, stage=self.name, until=until)
 
     def _write_provenance(self, store: Store, config: Config, fingerprint: str) -> None:
         """Write the settings behind the fingerprint, unless they are there; damaged ones again."""
@@ -284,20 +286,22 @@ class EncodingStage:
             store.publish_bytes(path, data)
 
     def _run_units(
-        self, job: Job, state: StageState, own_units: list[Unit], units: TimedUnits, stop_handler: StopHandler,
-        limit: RejectLimit, console: Console, report: Report, part: Partition, followed: FollowedUnits | None = None,
+        self, job: Job, state: StageState, own_units: list[Unit], units: Iterator[Unit | None],
+        stop_handler: StopHandler, limit: RejectLimit, console: Console, report: Report, part: Partition,
+        followed: FollowedUnits | None = None,
     ) -> None:  # fmt: skip
-        """Encode the units that `units` gives, of which `own_units` are this process' part, until they end or a stop is
+        """Encode the units that `units` gives, each of `own_units` once, until they end, the time is up or a stop is
         asked for. followed: what `units` come from, again and again."""
-        store, members = Store(job.config.root), {unit.unit_id: unit.members for unit in state.units}
+        store, units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
         self._write_provenance(store, job.config, job.fingerprint)
-        written, stolen, smaller_batches, remarks, rounding = 0, 0, 0, Counter[str](), RoundingError()
-        names, rejected_at = {unit.unit_id for unit in own_units}, reject_folder(self.name, job.fingerprint)
+        written, finished, smaller_batches, remarks, rounding = 0, 0, 0, Counter[str](), RoundingError()
+        rejected_at = reject_folder(self.name, job.fingerprint)
         engine = load_engine(job.config.stages.engine)
         load = self.load_worker if job.config.stages.engine == "local" else self.load_elsewhere
 
         def stopped_by() -> str:
-            return stop_handler.reason or units.reason
+            is_done = finished == len(own_units) if followed is None else followed.is_over
+            return stop_handler.reason or ("" if is_done or time.monotonic() < job.until else "--max-time")
 
         about = JobReport(
             program=self.name,
@@ -314,23 +318,34 @@ class EncodingStage:
         ):
 
             def advance(members: int) -> None:
-                for count in (progress.advance, reporter.advance, units.advance):
-                    count(members)
-                progress.total = max(progress.total or 0, progress.done)  # units of other parts come on top
+                stop_handler.check()
+                progress.advance(members)
+                reporter.advance(members)
+                progress.total = max(progress.total or 0, progress.done)  # training may need a unit several times
 
-            with closing(engine.run_units(load, job, units, advance, console.warn)) as results:
-                for result in units.finish(results):
+            def pass_over(unit: Unit) -> None:
+                nonlocal finished
+                finished += 1
+                reporter.add(UnitResult(unit.unit_id, "", elsewhere=True))
+                report.skipped += len(unit.members)
+                advance(len(unit.members))
+
+            def has_shard(unit: Unit) -> bool:
+                return followed is None and job.find_shard(store, self.kind, unit) is not None
+
+            open_units = OpenUnits(units, job.until, stop_handler.check, has_shard, pass_over)
+            with closing(engine.run_units(load, job, open_units, advance, console.warn)) as results:
+                for result in results:
                     if followed is not None:
                         followed.finish(result)
-                    reporter.add(result)
                     if result.elsewhere:
-                        count = len(members[result.unit_id])
-                        report.skipped += count if result.unit_id in names else 0
-                        advance(count) if result.unit_id in names else units.advance(count)
+                        pass_over(units_by_id[result.unit_id])
                         continue
+                    finished += 1
+                    reporter.add(result)
                     if result.shard_path is None:
                         report.failed.append({"item": result.unit_id, "reason": "failed", "message": result.error})
-                        report.remaining += len(members[result.unit_id])
+                        report.remaining += len(units_by_id[result.unit_id].members)
                         continue
                     rejects.write_rejects(store, rejected_at, result.unit_id, list(result.set_aside))
                     report.truncated += format_truncated(state.plan, result.truncated)
@@ -341,12 +356,10 @@ class EncodingStage:
                         smaller_batches += 1
                     report.done += result.encoded
                     written += result.bytes
-                    stolen += result.unit_id not in names
                     if followed is None or followed.is_first(result):
                         limit.add({result.unit_id: result.set_aside})
         stop_handler.reason = stopped_by()
         report.details["written_mib"] = round(written / 2**20, 2)
-        report.details |= {"units_of_other_parts": stolen} if stolen else {}
         report.details |= {"units_in_smaller_batches": smaller_batches} if smaller_batches else {}
         if rounding.squares:
             report.details["storage_error"] = rounding.describe()

@@ -6,7 +6,7 @@ import os
 from pydantic import ValidationError
 
 from schemas.cli.console import Console
-from schemas.cli.options import NOT_PARTITIONED, Options
+from schemas.cli.options import Options
 from schemas.cli.progress import activity
 from schemas.config.encoding import CACHE_LIMIT, Encoding, EngineName, Stages
 from schemas.config.error_messages import explain_error
@@ -27,19 +27,6 @@ def refuse_ranks() -> None:
         raise UsageError(
             f"`latentpress run` is started for each of {ranks} ranks (WORLD_SIZE), and does every stage once",
             "Run it without the launcher up to index (stages.order), and start `latentpress train` with it.",
-        )
-
-
-def check_stealing(config: Config, options: Options) -> None:
-    """UsageError where --steal has no effect."""
-    if config.stages.engine != "local":
-        raise UsageError("--steal is for --shard: on a Ray cluster one program hands out all units", "leave it out")
-    if config.cache.limit is not None:
-        raise UsageError(f"--steal is for --shard: with {CACHE_LIMIT} one process does all units", "leave it out")
-    if options.partition is NOT_PARTITIONED:
-        raise UsageError(
-            "--steal is for --shard: without it this process does all units",
-            "leave it out, or give each process its part: --shard I/N, or --shard auto in a job array",
         )
 
 

@@ -1,219 +1,81 @@
-"""The units that an encoding stage gives out: until --max-time is near, and with --steal those of other parts too.
+"""The order in which a process of an encoding stage takes units, and where it ends.
 
-With `--max-time` a worker begins no unit that it is not expected to finish. With `--steal` a process whose own part is
-done goes on with units of parts that are not, the last ones first. Nobody hands these out. The parts that are done
-divide what remains by a listing of shards alone: a unit goes to the part of the highest random weight (rendezvous
-hashing: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"), so a part that is done later
-takes some units over, and all others stay where they are. What others encode at the moment is not seen, so some units
-are done twice, with the same bytes. benchmarks/results/scale_sim.md has how many, and other ways to choose.
+A process without --shard takes all units that remain, in an order of its own, and asks before each unit whether the
+unit's shard exists by now; a worker asks again right before it encodes a unit that it has read ahead. So any number of
+processes that are started with the same command share the work. A process does not see the units that are in work
+elsewhere, so a few units are encoded twice, to the same bytes: benchmarks/results/sharing.md.
 
 A stage that follows training, with a limited cache, gives out units in the order in which training needs them, for as
 long as it runs (`FollowedUnits`).
 """
 
-import math
+import os
+import secrets
+import socket
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import length_hint
 
-import numpy as np
-from numpy.typing import NDArray
+import xxhash
 
 from cache.runs.training_run import read_progress
 from cache.sets.planned_set import PlannedSet
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import SetNotFound
-from cache.shards.shard import ARROW_SUFFIX, SUFFIXES, find_done_units, unit_name
+from cache.shards.shard import ARROW_SUFFIX, unit_name
 from cache.shards.shard_supply import SupplyError
 from cache.store.damage import ENCODE_PROGRAMS
-from cache.store.store import Store
 from cache.supply.encoded_folder import EncodedFolder, Position, ReadingOrder, RunNeeds, require_room
 from cache.supply.limited_folder import Member, ShardQueue
 from schemas.cli.console import Console
-from schemas.cli.options import Partition
 from schemas.config.encoding import CACHE_LIMIT
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.randomness import mix_bits
 from stages.engines.jobs import UnitResult
 
 PAUSE_S = 0.2  # between two polls of what training needs
 
 
-class TimedUnits(Iterator[Unit | None]):
-    """A job's units in order. It ends where the next unit would take longer than `seconds_left()`, by the rate at which
-    members were done so far; so workers end between units, and what they began is done. Until a rate is known units are
-    given out. `operator.length_hint` is that of `units`, until it ends. check: called at each unit and advance.
+def process_name() -> str:
+    """A name that no other process has."""
+    return f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
 
-    in_work: units that were given and are not done. ended_early: whether it ended for want of time; reason: why, ""
-    where it did not.
-    """
+
+def order_units(units: Sequence[Unit], process: str) -> list[Unit]:
+    """The units in the order of the process `process`, so that processes rarely meet at one unit."""
+    return sorted(units, key=lambda unit: xxhash.xxh3_64_intdigest(f"{process} {unit.unit_id}".encode()))
+
+
+class OpenUnits(Iterator[Unit | None]):
+    """The units that have no shard by now, until the time `until` of time.monotonic(). `operator.length_hint` counts
+    also units whose shards appear later. check: called before each unit. pass_over: called with a unit that has a
+    shard."""
 
     def __init__(
         self,
         units: Iterator[Unit | None],
-        workers: int,
-        seconds_left: Callable[[], float],
-        check: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        until: float,
+        check: Callable[[], object],
+        has_shard: Callable[[Unit], object],
+        pass_over: Callable[[Unit], object],
     ) -> None:
-        self.units, self._workers = units, workers
-        self._seconds_left, self._clock, self._check = seconds_left, clock, check
-        self._given = self.in_work = 0  # members; units
-        self._passed = deque[Unit]()
-        self._done = 0
-        self._first: tuple[float, int] | None = None  # time and count when the first members were done
-        self.ended_early = False
-
-    @property
-    def reason(self) -> str:
-        return "--max-time" if self.ended_early else ""
+        self._units, self._until, self._check = units, until, check
+        self._has_shard, self._pass_over = has_shard, pass_over
 
     def __length_hint__(self) -> int:
-        return 0 if self.ended_early else length_hint(self.units)
+        return length_hint(self._units) if time.monotonic() < self._until else 0
 
     def __next__(self) -> Unit | None:
-        self._check()
-        if self.ended_early:
-            raise StopIteration
-        unit = next(self.units)
-        if unit is None:  # there is none at the moment
-            return None
-        if self.expected_seconds(unit) > self._seconds_left():
-            self.ended_early = True
-            raise StopIteration
-        self._given += len(unit.members)
-        self.in_work += 1
-        return unit
-
-    def advance(self, members: int) -> None:
-        """Members were done; or, where a unit is done again, are to be done once more."""
-        self._check()
-        self._done += members
-        self._first = self._first or (self._clock(), self._done)
-
-    def pass_over(self, unit: Unit) -> None:
-        """Count a unit that is not given, as somebody else did it."""
-        self._given += len(unit.members)
-        self._passed.append(unit)
-
-    def finish(self, results: Iterable[UnitResult]) -> Iterator[UnitResult]:
-        """The results of the units that were given, which are no longer in work, and of those passed over."""
-        for result in results:
-            self.in_work -= 1
-            yield result
-            yield from self._finish_passed()
-        yield from self._finish_passed()
-
-    def _finish_passed(self) -> Iterator[UnitResult]:
-        while self._passed:
-            yield UnitResult(self._passed.popleft().unit_id, "", elsewhere=True)
-
-    def expected_seconds(self, unit: Unit) -> float:
-        """Until `unit` is done if it is begun now, after the units that the workers have already; 0 where no rate is
-        known."""
-        start, counted = self._first or (math.inf, 0)
-        if self._done <= counted or self._clock() <= start:
-            return 0.0
-        rate = (self._done - counted) / (self._clock() - start)
-        at_once = min(self._workers, self.in_work + 1)  # units that share this rate
-        return (max(0, self._given - self._done) + at_once * len(unit.members)) / rate
-
-
-LISTING_FACTOR = 20  # times what a listing of the shards takes, until the next one: of a million shards, a minute
-MAX_STOLEN_UNITS = 3  # that a worker has at a time: one is written, one encoded, one read
-
-
-class Claims:
-    """The part that takes each unit, by number in the plan's order. `remaining`: (n,) sorted numbers of units without a
-    shard, all that may ever be chosen. leave: units at the head of each part that stay with their owner, which is at
-    them."""
-
-    def __init__(self, remaining: NDArray[np.int64], total: int, leave: int = 1) -> None:
-        self._units, self._total, self._leave = remaining, total, leave
-        self._owners = np.full(len(remaining), -1)
-        self._weights = np.zeros(len(remaining), np.uint64)
-        self._finished: set[int] = set()
-
-    def add_finished(self, parts: Collection[int]) -> None:
-        """Parts that are done, from now on."""
-        for part in set(parts) - self._finished:
-            weights = mix_bits((self._units * self._total + part + 1).astype(np.uint64))
-            higher = weights > self._weights
-            self._weights[higher], self._owners[higher] = weights[higher], part
-            self._finished.add(part)
-
-    def choose(self, remaining: NDArray[np.int64], part: int) -> NDArray[np.int64]:
-        """Choose what `part` takes of these units, sorted numbers: first those that their owners would come to last."""
-        order = np.argsort(remaining % self._total, kind="stable")
-        units = remaining[order]
-        starts = np.flatnonzero(np.diff(units % self._total, prepend=-1))
-        ahead = np.arange(len(units)) - np.repeat(starts, np.diff(starts, append=len(units)))
-        taken = (ahead >= self._leave) & (self._owners[np.searchsorted(self._units, units)] == part)
-        return units[taken][np.argsort(-ahead[taken], kind="stable")]
-
-
-@dataclass(frozen=True)
-class Shards:
-    """The shards of a stage in its store. again: units that have one and are encoded again, by their owners."""
-
-    store: Store
-    folder: str
-    format: str
-    again: Collection[str] = ()
-
-    def has(self, unit: Unit) -> bool:
-        """One request."""
-        name = f"{self.folder}/{unit.unit_id}{SUFFIXES[self.format]}"
-        return unit.unit_id not in self.again and self.store.exists(name)
-
-
-def take_units(
-    owned: Sequence[Unit],
-    units: Sequence[Unit],
-    partition: Partition,
-    leave: int,
-    shards: Shards,
-    queue: TimedUnits,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Unit | None]:
-    """The units of this part, `own`, but for those that another process did meanwhile; then, once they are done, one by
-    one, units of other parts, as long as this part has a share in what remains. None while there is enough in work:
-    what is taken long before it is encoded was chosen by a listing that has grown old. units: all of the plan. leave:
-    see Claims; there are as many workers. queue: gives these units out, and knows how many are in work. A unit that
-    failed here is not tried again here."""
-    begun = {unit.unit_id for unit in owned}
-    for unit in owned:
-        if shards.has(unit):
-            queue.pass_over(unit)
-        else:
-            yield unit
-    while queue.in_work:
-        yield None
-    claims, chosen, next_listing = None, deque[int](), -np.inf
-    while True:
-        while queue.in_work >= MAX_STOLEN_UNITS * leave:
-            yield None
-        if not chosen or clock() >= next_listing:
-            begin = clock()
-            done = find_done_units(shards.store, shards.folder, [unit.unit_id for unit in units])
-            remaining = np.array([n for n, unit in enumerate(units) if unit.unit_id not in done], np.int64)
-            claims = claims or Claims(remaining, partition.total, leave)
-            unfinished = set((remaining % partition.total).tolist()) - {partition.number}
-            claims.add_finished(set(range(partition.total)) - unfinished)
-            numbers = claims.choose(remaining, partition.number).tolist()
-            chosen = deque(n for n in numbers if units[n].unit_id not in begun)
-            if not chosen:
-                return
-            next_listing = begin + LISTING_FACTOR * (clock() - begin)
-        unit = units[chosen.popleft()]
-        if not shards.has(unit):
-            begun.add(unit.unit_id)
-            yield unit
+        while True:
+            self._check()
+            if time.monotonic() >= self._until:
+                raise StopIteration
+            unit = next(self._units)
+            if unit is None or not self._has_shard(unit):
+                return unit
+            self._pass_over(unit)
 
 
 def open_followed_set(config: Config, warn: Callable[[str], None]) -> PlannedSet:

@@ -1,6 +1,7 @@
 """The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards
 meanwhile. What is of frames is pooled to latent frames: means over the area and the frames that each one covers."""
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 from cache.sets import plans
 from cache.sets.plans import Unit
 from cache.sets.rejects import make_reject, read_undamaged, write_rejects
-from cache.shards.shard import SUFFIXES, BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
+from cache.shards.shard import BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
 from schemas.errors import LatentpressError
@@ -126,12 +127,13 @@ class UnitWorker(ABC):
         )
         try:
             with ThreadPoolExecutor(1, "write") as writer, prefetcher:
+                is_complete = False
                 try:
                     yield from self._results(prefetcher, writer, advance)
-                except BaseException:  # do not wait for a decoder that hangs
-                    if processes := self.__dict__.pop("_processes", None):
+                    is_complete = not self._is_time_up
+                finally:  # do not wait for a decoder that hangs, or for members that were read ahead
+                    if not is_complete and (processes := self.__dict__.pop("_processes", None)):
                         processes.close()
-                    raise
         finally:
             self.store.discard_all_temps()
 
@@ -140,11 +142,11 @@ class UnitWorker(ABC):
     ) -> Iterator[UnitResult]:
         written: Future[UnitResult] | None = None
         while True:
-            unit = prefetcher.next_unit(wait=written is None)
+            unit = None if self._is_time_up else prefetcher.next_unit(wait=written is None)
             if unit is None and written is None:
                 return
             # Asked now and not when it was read ahead: other jobs may have done it since.
-            shard_path = self._find_shard(unit) if unit is not None else None
+            shard_path = self.job.find_shard(self.store, self.kind, unit) if unit is not None else None
             if unit is not None and shard_path is not None:
                 prefetcher.skip(unit)
             shard = self._encode(unit, prefetcher, advance) if unit is not None and shard_path is None else None
@@ -159,10 +161,9 @@ class UnitWorker(ABC):
             if unit is not None and shard_path is not None:
                 yield UnitResult(unit.unit_id, shard_path, elsewhere=True)
 
-    def _find_shard(self, unit: Unit) -> str | None:
-        """The shard of a unit that need not be encoded any more; one request."""
-        path = f"{self.kind}/{self.job.fingerprint}/{unit.unit_id}{SUFFIXES[self.config.cache.format]}"
-        return path if unit.unit_id not in self.job.again and self.store.exists(path) else None
+    @property
+    def _is_time_up(self) -> bool:
+        return time.monotonic() >= self.job.until
 
     @cached_property
     def _processes(self) -> SandboxPool[ReadRequest, MemberPixels]:

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from cache.sets.plans import Unit
-from cache.shards.shard import TruncatedText
+from cache.shards.shard import SUFFIXES, TruncatedText
+from cache.store.store import Store
 from schemas.cli.starting import install_command
 from schemas.config.encoding import Encoding, EngineName
 from schemas.config.pipeline import Config
@@ -21,7 +22,7 @@ from schemas.errors import USAGE, LatentpressError
 class Job:
     """A job as its workers get it; small, and pickled. process_index: its number, from 0. probed_members: members
     whose files show whether the media are there. stage: its name, for people. again: ids of units that are encoded
-    although they have a shard."""
+    although they have a shard. until: when workers of this machine begin no more units, by time.monotonic()."""
 
     config: Config
     generation: str
@@ -31,6 +32,12 @@ class Job:
     probed_members: tuple[str, ...] = ()
     stage: str = ""
     again: frozenset[str] = frozenset()
+    until: float = math.inf
+
+    def find_shard(self, store: Store, kind: str, unit: Unit) -> str | None:
+        """The shard of a unit that need not be encoded any more. One request."""
+        path = f"{kind}/{self.fingerprint}/{unit.unit_id}{SUFFIXES[self.config.cache.format]}"
+        return path if unit.unit_id not in self.again and store.exists(path) else None
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,8 @@ class UnitResult:
 
 class Worker(Protocol):
     """Made once in a process; publishes a shard for each unit that `take` gives, and calls `advance` after members.
-    take: the next unit; None where there is none yet or, for an argument of True, which waits, no more."""
+    take: the next unit; None where there is none yet or, for an argument of True, which waits, no more. At the time
+    `job.until` a worker finishes its unit and ends."""
 
     def run_units(
         self, take: Callable[[bool], Unit | None], advance: Callable[[int], None]

@@ -105,6 +105,9 @@ class _WorkerPool:
     def _dispatch_units(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
         """Hand out units while a process has room; yields the last results of processes that turn out to be dead."""
         while True:
+            if time.monotonic() >= self._job.until:
+                self._given_all, self._next = True, None
+                return
             unit = self._next or (self._suspects.popleft() if self._suspects else self._draw(units))
             pipe = self._pick_process(unit) if unit is not None else None
             self._next = unit
@@ -178,6 +181,8 @@ class _WorkerPool:
         process, given, number = self._processes.pop(pipe), self._given.pop(pipe), self._numbers.pop(pipe)
         process.join()
         pipe.close()
+        if time.monotonic() >= self._job.until:  # it has finished its unit, and the units behind it remain
+            return
         exit_code = f"exit code {process.exitcode}"
         if pipe not in self._ready:
             self._load_failures[number] += 1

@@ -8,6 +8,7 @@ So a stage runs with as many as there is room for, and an autoscaler sees those 
 is left for it to do.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
@@ -173,7 +174,9 @@ class _ActorPool:
         return sum(actor.unit is not None for actor in self._actors)
 
     def _make_actor(self, number: int) -> None:
-        job = replace(self._job, process_index=number, resources=actor_settings(self._job.resources))
+        resources = actor_settings(self._job.resources)
+        # An actor has one unit at a time, so the time limit is this program's alone; clocks of machines differ.
+        job = replace(self._job, process_index=number, resources=resources, until=math.inf)
         self._made[number] += 1
         name = f"{self._job.stage} {number}" + (f" ({self._made[number]})" if self._made[number] > 1 else "")
         # The namespace is this program's own, so that the names of several do not clash.
@@ -263,7 +266,7 @@ class _ActorPool:
         self._deaths[name] += 1
         if self._deaths[name] < MAX_UNIT_TRIES:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is done again by another")
-            self._again.append(actor.unit)  # is next: at the end the others would wait (benchmarks/scale_sim.py)
+            self._again.append(actor.unit)  # is next: at the end the other actors would wait for it
         else:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is left")
             yield UnitResult(name, None, error=f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}")

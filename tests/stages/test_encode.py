@@ -10,9 +10,7 @@ import pytest
 
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
-from schemas.errors import USAGE
 from stages import bucket, discover, encode_latents, encode_text, index
-from stages.encoding.stage_options import UsageError
 from stages.encoding.text.worker import TextWorker
 from tests.forms import in_turn
 from tests.s3_server import BUCKET
@@ -93,18 +91,15 @@ def test_three_parts_give_the_same_shards_as_one_run(photos, format: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_part_goes_on_with_units_of_others(project) -> None:
-    """All but the one that the owner of the other part is at; started at last, that does one unit. The bytes are those
-    of one run."""
+def test_a_part_does_its_units_and_stops(project) -> None:
+    """The bytes are those of one run, and a process without --shard does what remains."""
     home = project(IMAGE, cache={"unit_mib": 0.004})
     plan_four(home)
     home.run(encode_latents.run)
     whole = home.shards("latents")
-    assert len(whole) == 4
     prepare(home, "root=parts")
-    reports = [home.run(encode_latents.run, "root=parts", shard=f"{part}/2", steal=True) for part in (1, 0, 1)]
-    assert [(report.done, report.exit_code) for report in reports] == [(3, 0), (1, 0), (0, 0)]
-    assert [report.details.get("units_of_other_parts") for report in reports] == [1, None, None]
+    reports = [home.run(encode_latents.run, "root=parts", shard=shard) for shard in ("1/2", "1/2", None)]
+    assert [(report.done, report.exit_code) for report in reports] == [(2, 0), (0, 0), (2, 0)]
     folder = home.folder / "parts" / "latents"
     assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.arrow")} == whole
 
@@ -112,7 +107,7 @@ def test_a_part_goes_on_with_units_of_others(project) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("unit_mib", "parts", "root"),
-    in_turn([0.004, 128], [("0/1", "0/1"), ("0/2", "1/2")], [f"s3://{BUCKET}/work", "work"]),
+    in_turn([0.004, 128], [(None, None), ("0/1", "0/1")], [f"s3://{BUCKET}/work", "work"]),
 )
 def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root, parts, unit_mib) -> None:
     """But for the one that the first is at while the second does all the others: each looks at the shards again right
@@ -122,42 +117,22 @@ def test_jobs_on_the_same_units_encode_each_once(project, monkeypatch, s3, root,
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     home.run(discover.run)
     home.run(bucket.run)
-    others, steal = [], parts[0] != "0/1"
+    others = []
     real = TextWorker.encode
 
     def encode(worker: TextWorker, *batch):
         if not others:
             others.append(None)
-            others[0] = home.run(encode_text.run, shard=parts[1], steal=steal)
+            others[0] = home.run(encode_text.run, shard=parts[1])
         return real(worker, *batch)
 
     monkeypatch.setattr(TextWorker, "encode", encode)
-    first = home.run(encode_text.run, shard=parts[0], steal=steal)
+    first = home.run(encode_text.run, shard=parts[0])
     units = home.run(encode_text.run, dry_run=True)
     assert units.remaining == 0 and units.skipped == 11, "ten captions and the null prompt"
     of_one_unit = 1 if unit_mib < 1 else 11
     assert 11 <= first.done + others[0].done <= 11 + of_one_unit
     assert first.exit_code == others[0].exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "options", "why"),
-    [
-        ([], {"engine": "ray"}, "on a Ray cluster one program hands out all units"),
-        ([], {}, "without it this process does all units"),
-        (["cache.rolling={max_gb: 1}"], {}, "with cache.rolling one process does all units"),
-        (["cache.rolling={max_gb: 1}"], {"shard": "0/2"}, "with cache.rolling one process does all units"),
-    ],
-)
-def test_stealing_is_for_parts(photos, overrides: list[str], options: dict, why: str) -> None:
-    with pytest.raises(UsageError, match=f"--steal is for --shard: {why}") as caught:
-        photos.run(encode_latents.run, *overrides, steal=True, **options)
-    assert caught.value.exit_code == USAGE
-
-
-def test_stealing_of_the_only_part_is_accepted(photos) -> None:
-    """Scripts give `--shard $i/$n --steal` whatever n is."""
-    assert photos.run(encode_latents.run, shard="0/1", steal=True, dry_run=True).remaining == 4
 
 
 def changed(home, *overrides: str) -> tuple[int, int]:

@@ -40,7 +40,6 @@ def test_the_whole_pipeline_by_one_command(project, cluster) -> None:
     printed = cluster.call("bash", EXAMPLES / "submit.sh", home.folder / "pipeline.yaml", "2", "--cpus-per-task=1")
     jobs = [word.strip(",") for word in printed.split() if word.strip(",").isdigit()]
     assert cluster.wait(jobs) == ["COMPLETED"] * 8, cluster.logs()  # two of them arrays of two tasks
-    assert "--shard 1/2, by SLURM_ARRAY_TASK_ID=1 of 0-1" in cluster.logs()
     assert len(home.shards("latents")) == 6
     assert list((home.folder / "output").rglob("*.safetensors"))
 

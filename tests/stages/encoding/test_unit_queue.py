@@ -1,256 +1,150 @@
-"""--max-time: what is begun is finished; --steal: which units a part takes, and how little is done twice."""
+"""Processes that are started with the same command share the units; with --max-time what is begun is finished."""
 
-from collections import Counter, deque
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections import Counter
 from operator import length_hint
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cache.sets.plans import Unit
-from cache.store.store import Store
-from schemas.cli.options import Partition
-from schemas.randomness import mix_bits
+from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents
-from stages.encoding.unit_queue import Claims, Shards, TimedUnits, take_units
-from stages.engines.jobs import UnitResult
+from stages.encoding.unit_queue import OpenUnits, order_units, process_name
+from stages.encoding.vae.worker import LatentsWorker
+from stages.engines import local
+from tests.processes import Child, ForkedWorkers
+from tests.torture.kills import wait_for
+
+UNITS = [Unit(f"u{number}", "latents", "8x8@1", ("a",), 1) for number in range(400)]
 
 
-def units(count: int, members: int = 4) -> list[Unit]:
-    return [Unit(f"u{number}", "latents", "8x8@1", tuple("abcdefgh"[:members]), 1) for number in range(count)]
+def test_each_process_has_an_order_of_its_own() -> None:
+    orders = [order_units(UNITS, process) for process in ("one", "other", "one")]
+    assert orders[0] == orders[2] != orders[1]
+    assert all(sorted(order, key=UNITS.index) == UNITS for order in orders)
+    same = sum(one is other for one, other in zip(orders[0], orders[1], strict=True))
+    assert same < 10, "of 400 places"
+    left = order_units(UNITS[::2], "one")
+    assert left == [unit for unit in orders[0] if unit in left], "what others did changes no order"
+    assert process_name() != process_name()
 
 
-def finish(queue: TimedUnits) -> list[UnitResult]:
-    """One of the units that were given."""
-    return list(queue.finish([UnitResult("u", "shard")]))
+@pytest.mark.parametrize("paces", [[1, 1, 1], [1, 1, 8, 1], [2, 3, 5, 7, 9]])
+def test_few_units_are_done_twice(paces: list[int]) -> None:
+    """Simulated: a shard appears `pace` steps after its unit was begun."""
+    done, busy = Counter[str](), dict[int, tuple[Unit, int]]()
+    orders = {number: iter(order_units(UNITS, f"process {number}")) for number in range(len(paces))}
+    step = 0
+    while orders:
+        for number, (unit, begun) in list(busy.items()):
+            if step - begun == paces[number]:
+                done[unit.unit_id] += 1
+                del busy[number]
+        for number in [number for number in orders if number not in busy]:
+            unit = next((unit for unit in orders[number] if unit.unit_id not in done), None)
+            if unit is None:
+                del orders[number]
+            else:
+                busy[number] = unit, step
+        step += 1
+    assert done.keys() == {unit.unit_id for unit in UNITS}
+    assert done.total() - len(UNITS) < len(UNITS) / 10
+    assert step <= 1.15 * len(UNITS) / sum(1 / pace for pace in paces) + max(paces)
 
 
-class Work:
-    """One worker, which takes a second for a member, after `first` seconds of loading its model."""
-
-    def __init__(self, units: list[Unit], limit: float, workers: int = 1) -> None:
-        self.now, self.limit = 0.0, limit
-        self.queue = TimedUnits(iter(units), workers, lambda: limit - self.now, clock=lambda: self.now)
-
-    def do(self, unit: Unit, seconds: float = 1.0) -> None:
-        for _ in unit.members:
-            self.now += seconds
-            self.queue.advance(1)
-        finish(self.queue)
+def test_units_with_a_shard_are_passed_over_and_units_end_once_the_time_is_up() -> None:
+    checks, passed = list[None](), list[Unit]()
+    common = lambda: checks.append(None), UNITS[:2].__contains__, passed.append
+    units = OpenUnits(iter(UNITS), time.monotonic() + 60, *common)
+    assert (next(units), length_hint(units), len(checks), passed) == (UNITS[2], 397, 3, UNITS[:2])
+    late = OpenUnits(iter(UNITS), time.monotonic(), *common)
+    assert next(late, None) is None and length_hint(late) == 0
 
 
-def test_no_unit_is_begun_that_would_not_be_finished() -> None:
-    work = Work(units(10), limit=18.5)
-    done = 0
-    for unit in work.queue:
-        work.do(unit)
-        done += 1
-    assert (done, work.queue.reason, length_hint(work.queue), work.now) == (4, "--max-time", 0, 16.0)
-    assert next(work.queue, None) is None
-
-
-def test_without_a_limit_and_without_a_rate_all_are_begun() -> None:
-    assert len(list(TimedUnits(iter(units(5)), 1, lambda: float("inf")))) == 5
-    queue = TimedUnits(iter(units(5)), 1, lambda: 0.001)
-    assert len(list(queue)) == 5 and queue.reason == ""
-
-
-def test_units_that_wait_for_their_turn_and_other_workers_count() -> None:
-    """Two workers with a unit each share the rate of both; a unit that is given ahead waits for the one before."""
-    work = Work(units(10), limit=100.0, workers=2)
-    first, second = next(work.queue), next(work.queue)
-    work.queue.advance(1)
-    work.now = 1.0
-    work.queue.advance(1)  # 1 member a second, 6 of 8 left
-    assert work.queue.expected_seconds(units(1)[0]) == pytest.approx(6 + 2 * 4)
-    finish(work.queue)
-    finish(work.queue)
-    work.queue.advance(6)
-    work.now = 7.0
-    # Of two workers one is idle: Ray has no room for it. The rate, 7 members in 7 s, is that of one.
-    assert work.queue.expected_seconds(units(1)[0]) == pytest.approx(4)
-    work.queue.advance(-4)  # a unit is done again
-    assert work.queue.expected_seconds(units(1)[0]) == pytest.approx((4 + 4) / (3 / 7))
-    assert first != second
-
-
-def test_units_that_others_did_are_among_the_results() -> None:
-    queue = TimedUnits(iter(units(2)), 1, lambda: float("inf"))
-    next(queue)
-    assert queue.in_work == 1
-    queue.pass_over(units(9)[8])
-    assert [(result.unit_id, result.elsewhere) for result in finish(queue)] == [("u", False), ("u8", True)]
-    assert queue.in_work == 0 and not list(queue.finish([]))
-
-
-@pytest.mark.slow
-def test_an_encoding_stage_ends_between_units_and_says_what_remains(project, monkeypatch) -> None:
+def plan(project, count: int):
     home = project(cache={"unit_mib": 0.004})
-    for number in range(8):
+    for number in range(count):
         home.image(f"{number}.png", (64, 64), f"picture {number}", number)
     for program in (discover, bucket):
         home.run(program.run)
-    begun, expected = [], TimedUnits.expected_seconds
+    return home
 
-    def slow(self: TimedUnits, unit: Unit) -> float:
-        begun.append(unit.unit_id)
-        return 4000.0 if len(begun) == 4 else expected(self, unit)
 
-    monkeypatch.setattr(TimedUnits, "expected_seconds", slow)
+def whole(home) -> dict[str, bytes]:
+    """The shards of one process, which are then removed."""
+    home.run(encode_latents.run)
+    shards = home.shards("latents")
+    for name in shards:
+        (home.root / "latents" / name).unlink()
+    return shards
+
+
+@pytest.mark.slow
+def test_time_that_is_up_ends_the_stage_between_two_units(project, monkeypatch) -> None:
+    """The unit in work is finished, and units that were read ahead remain."""
+    home = plan(project, 8)
+    expected, encode = whole(home), LatentsWorker.encode
+
+    def last(self, names, batch, limit):
+        yield from encode(self, names, batch, limit)
+        object.__setattr__(self.job, "until", 0.0)
+
+    monkeypatch.setattr(LatentsWorker, "encode", last)
     report = home.run(encode_latents.run, max_time=3600.0)
-    assert report.exit_code == 3 and report.remaining == 5 and report.done == 3
-    assert report.details["stopped"] == "by --max-time; 5 units remain, what is done is kept"
-    assert len(home.shards("latents")) == 3
-    assert home.run(encode_latents.run, max_time=3600.0).done == 5
+    assert (report.exit_code, report.done, report.remaining) == (INCOMPLETE, 1, 7)
+    assert report.details["stopped"] == "by --max-time; 7 units remain, what is done is kept"
+    assert len(home.shards("latents")) == 1 and not list(home.root.rglob("*.tmp"))
+    monkeypatch.undo()
+    assert home.run(encode_latents.run, max_time=3600.0).done == 7
+    assert home.shards("latents") == expected
 
 
-def rank(unit: int, part: int, total: int) -> int:
-    return int(mix_bits(np.array([unit * total + part + 1], np.uint64))[0])
+@pytest.mark.long
+def test_worker_processes_finish_one_unit_each_once_the_time_is_up(project, monkeypatch) -> None:
+    home = plan(project, 12)
+    encode = LatentsWorker.encode
+
+    def slow(self, names, batch, limit):
+        yield from encode(self, names, batch, limit)
+        while time.monotonic() < self.job.until:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(local, "multiprocessing", ForkedWorkers().multiprocessing)
+    monkeypatch.setattr(LatentsWorker, "encode", slow)
+    report = home.run(encode_latents.run, "stages.encode-latents.workers=2", max_time=10.0)
+    assert report.exit_code == INCOMPLETE and report.done == len(home.shards("latents")) <= 2
+    assert report.remaining == 12 - report.done and not report.failed
+    assert report.details["stopped"].startswith("by --max-time") and not list(home.root.rglob("*.tmp"))
 
 
-def choices(remaining: list[int], finished: list[int], total: int, leave: int = 1) -> dict[int, list[int]]:
-    claims = Claims(np.array(remaining), total, leave)
-    claims.add_finished(finished)
-    return {part: claims.choose(np.array(remaining), part).tolist() for part in finished}
+@pytest.mark.long
+def test_processes_of_one_command_share_the_work_and_one_may_be_killed(project, monkeypatch, tmp_path) -> None:
+    """Every unit is done, few are done twice, and the bytes are those of one process."""
+    home = plan(project, 30)
+    expected, encode = whole(home), LatentsWorker.encode
 
+    def slow(self, names, batch, limit):
+        time.sleep(0.3)
+        yield from encode(self, names, batch, limit)
 
-@pytest.mark.parametrize("leave", [1, 3])
-def test_parts_that_are_done_divide_what_remains(leave: int) -> None:
-    """Each unit goes to the part of the highest random weight, and the first of each part stay where they are."""
-    total, finished = 7, [1, 4, 6]
-    random = np.random.default_rng(0)
-    remaining = sorted(n for n in random.choice(200, 120, replace=False).tolist() if n % total not in finished)
-    found = choices(remaining, finished, total, leave)
-    own = {part: [n for n in remaining if n % total == part] for part in range(total)}
-    ahead = {n: place for units in own.values() for place, n in enumerate(units)}
-    assert sorted(n for units in found.values() for n in units) == [n for n in remaining if ahead[n] >= leave]
-    for part, units in found.items():
-        assert units, "it has a share"
-        assert all(max(finished, key=lambda each: rank(n, each, total)) == part for n in units)
-        assert [ahead[n] for n in units] == sorted((ahead[n] for n in units), reverse=True), "the last ones first"
+    def work(number: int) -> None:
+        (tmp_path / f"ready-{number}").touch()
+        wait_for((tmp_path / "go").exists)
+        report = home.run(encode_latents.run)
+        assert (report.exit_code, report.remaining, report.done + report.skipped) == (0, 0, 30)
+        (tmp_path / f"done-{number}").write_text(str(report.done))
 
-
-def test_a_part_that_is_done_later_takes_units_over_and_moves_no_others() -> None:
-    remaining = [n for n in range(1000) if n % 10 > 3]
-    before, after = (choices(remaining, finished, 10) for finished in ([0, 1, 2], [0, 1, 2, 3]))
-    assert all(set(after[part]) <= set(before[part]) for part in (0, 1, 2))
-    assert 100 < len(after[3]) < 200, "about a quarter of 594"
-    again = Claims(np.array(remaining), 10)
-    for part in (3, 0, 2, 1):  # as they happen to end
-        again.add_finished([part])
-    assert again.choose(np.array(remaining), 3).tolist() == after[3]
-
-
-class Part:
-    """A worker that reads ahead all that it is given, and asks for the shard right before it encodes a unit."""
-
-    def __init__(self, own: list[Unit], units: list[Unit], part: Partition, shards: Shards) -> None:
-        self.queue = TimedUnits(iter(()), 1, lambda: float("inf"))
-        self.queue.units = take_units(own, units, part, 1, shards, self.queue, clock=lambda: 0.0)
-        self.shards, self.ahead = shards, deque[Unit]()
-
-    def finish(self, unit: Unit, elsewhere: bool = False) -> None:
-        list(self.queue.finish([UnitResult(unit.unit_id, "", elsewhere=elsewhere)]))
-
-    def next_unit(self) -> Unit | None:
-        while True:
-            while (unit := next(self.queue, None)) is not None:
-                self.ahead.append(unit)
-            if not self.ahead:
-                return None
-            unit = self.ahead.popleft()
-            if not self.shards.has(unit):
-                return unit
-            self.finish(unit, elsewhere=True)
-
-    def __iter__(self) -> Iterator[Unit]:
-        while (unit := self.next_unit()) is not None:
-            yield unit
-            self.finish(unit)
-
-
-class Cluster:
-    """Parts with a store in common. A shard appears when its unit ends, `pace` steps after it began."""
-
-    def __init__(self, folder: Path, units: int, pace: list[int], format: str = "arrow") -> None:
-        self.store, self.pace, self.done = Store(folder), pace, Counter[str]()
-        self.units = [Unit(f"u{number:03d}", "latents", "8x8@1", ("a",), 1) for number in range(units)]
-        self.format = format
-
-    def work_of(self, number: int) -> "Part":
-        part = Partition(number, len(self.pace))
-        shards = Shards(self.store, "latents/f", self.format)
-        return Part(part.select(self.units), self.units, part, shards)
-
-    def end(self, unit: Unit) -> None:
-        self.done[unit.unit_id] += 1
-        self.store.publish_bytes(f"latents/f/{unit.unit_id}.{'tar' if self.format == 'webdataset' else 'arrow'}", b"")
-
-    def run(self) -> int:
-        """Steps until all have ended."""
-        work = {number: self.work_of(number) for number in range(len(self.pace))}
-        busy: dict[int, tuple[Unit, int]] = {}
-        for step in range(10_000):
-            for number, (unit, begun) in list(busy.items()):
-                if step - begun == self.pace[number]:
-                    self.end(unit)
-                    work[number].finish(unit)
-                    del busy[number]
-            for number in [number for number in work if number not in busy]:
-                unit = work[number].next_unit()
-                if unit is None:
-                    del work[number]
-                else:
-                    busy[number] = unit, step
-            if not work:
-                return step
-        raise AssertionError("it does not end")
-
-
-@pytest.mark.parametrize("format", ["arrow", "webdataset"])
-def test_a_slow_part_is_helped_and_little_is_done_twice(tmp_path: Path, format: str) -> None:
-    """Of 60 units, 15 each, one part takes eight times as long: alone 120 steps, together 60 / 3.125 = 19.2."""
-    cluster = Cluster(tmp_path, 60, [1, 1, 8, 1], format)
-    steps = cluster.run()
-    assert set(cluster.done) == {unit.unit_id for unit in cluster.units}
-    assert steps <= 30
-    assert cluster.done.total() - 60 <= 3
-
-
-def test_parts_of_one_pace_do_their_own(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, 40, [2, 2, 2, 2])
-    assert cluster.run() == 20
-    assert cluster.done.total() == 40
-
-
-@pytest.mark.parametrize("pace", [[1, 1, 9], [1, 9, 1, 1], [1, 1, 1, 1, 40]])
-def test_parts_that_end_at_once_do_not_encode_the_same(tmp_path: Path, pace: list[int]) -> None:
-    """Each helps the slow one, of whose units each does at most one that another is at. What a part has read ahead
-    before its own units were done would be all that the others have left, in the same order for each."""
-    cluster = Cluster(tmp_path, 90, pace)
-    cluster.run()
-    assert set(cluster.done) == {unit.unit_id for unit in cluster.units}
-    assert cluster.done.total() - 90 <= len(pace)
-
-
-def test_the_unit_that_a_lost_part_was_at_stays(tmp_path: Path) -> None:
-    """Others do the rest of its part. Started again it does that one."""
-    cluster = Cluster(tmp_path, 12, [1, 1, 1])
-    for number in (0, 1):
-        for unit in cluster.work_of(number):
-            cluster.end(unit)
-    assert {unit.unit_id for unit in cluster.units} - set(cluster.done) == {"u002"}
-    assert [unit.unit_id for unit in cluster.work_of(2)] == ["u002"]
-
-
-def test_what_is_encoded_again_is_its_owners(tmp_path: Path) -> None:
-    """Its shard exists, and lacks members whose files are there now."""
-    cluster = Cluster(tmp_path, 4, [1, 1])
-    for unit in cluster.units:
-        cluster.end(unit)
-    for number, expected in ((0, ["u002"]), (1, [])):
-        part = Partition(number, 2)
-        own = [unit for unit in part.select(cluster.units) if unit.unit_id == "u002"]
-        shards = Shards(cluster.store, "latents/f", "arrow", again={"u002"})
-        assert [unit.unit_id for unit in Part(own, cluster.units, part, shards)] == expected
+    monkeypatch.setattr(LatentsWorker, "encode", slow)
+    children = [Child(lambda number=number: work(number)) for number in range(4)]
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 4)
+    (tmp_path / "go").touch()
+    wait_for(lambda: len(home.shards("latents")) >= 5)
+    os.kill(children[0].pid, signal.SIGKILL)
+    assert [child.wait() for child in children[1:]] == [0, 0, 0]
+    assert home.shards("latents") == expected
+    done = [int(path.read_text()) for path in tmp_path.glob("done-*")]
+    assert len(done) == 3 and all(done), done
+    assert sum(done) <= 30 + 12, "a process does not see what the others have in work"
+    assert home.run(encode_latents.run).done == 0
