@@ -161,11 +161,12 @@ def load_pretrained(
 
 def check_config(file: Path) -> None:
     """WeightsError where a config.json counts more layers or labels than any model has, which would take all memory
-    before the weights are compared with them; UnsafeWeights where it names a kernel of the hub, which is code."""
+    before the weights are compared with them; UnsafeWeights where it names a kernel of the hub, which is code, or
+    another model, which would be fetched."""
     settings: list[tuple[str, Any]] = []
     try:
         with open_regular(file) as opened:
-            json.loads(opened.read(), object_hook=lambda values: settings.extend(values.items()))
+            config = json.loads(opened.read(), object_hook=lambda values: settings.extend(values.items()) or values)
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{file} can't be read: {error}", "replace it with a whole copy") from error
     for key, value in settings:
@@ -176,6 +177,9 @@ def check_config(file: Path) -> None:
         if key.endswith("attn_implementation") and "/" in str(value):
             problem = f"{file}: {key} is {printable(value)}, a kernel of the hub, and that is code"
             raise UnsafeWeights(problem, "remove that key from the file, if you trust the rest of the checkpoint")
+    if isinstance(config, dict) and (backbone := config.get("backbone")):  # in a part's config it has no effect
+        problem = f"{file}: backbone is {printable(backbone)}, another model, which is not a part of the checkpoint"
+        raise UnsafeWeights(problem, "choose a checkpoint that has its backbone_config instead")
 
 
 def _name_some(names: Sequence[str]) -> str:

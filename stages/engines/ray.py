@@ -46,6 +46,7 @@ POLL_S = 1.0  # between two questions to an actor how many members it has done, 
 QUESTIONS_PER_S = 50  # to all of them: an answer takes this program 4 ms where there are 1,000
 ROOM_WARNING_S = 30.0  # after which it is said that there is no room for an actor
 STOP_TIMEOUT_S = 30.0  # until an actor that should end is killed
+OWNER_DIED = "its owner has died"  # in Ray's words for the death of an actor whose program is gone
 SHARED_TIMEOUT_S = 10.0  # until a shard that an actor wrote is seen here
 
 
@@ -255,7 +256,14 @@ class _ActorPool:
         self._checked_places.add(actor.location)
 
     def _lose(self, actor: _Actor, reason: str) -> Iterator[UnitResult]:
-        """An actor that died, or hangs and is killed here: its unit is done again by another, a few times."""
+        """An actor that died, or hangs and is killed here: its unit is done again by another, a few times. ClusterError
+        if the cluster took this program for dead, as it does when Ray ends on this machine: it makes no actor then."""
+        if OWNER_DIED in reason:
+            raise ClusterError(
+                f"{actor} was lost: {reason}. The cluster takes this program for dead",
+                "look whether Ray runs on this machine (`ray status`), start it there again, and run the same command "
+                "again; what is done is kept",
+            )
         self._actors.remove(actor)
         ray.kill(actor.handle)
         self._advance(-actor.counted)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cache.models.single_model import WEIGHT_FILES, SingleModel
-from cache.models.weights import WeightsError, load_pretrained, read_object
+from cache.models.weights import WeightsError, config_errors, load_pretrained, read_object
 from cache.runs.scores import Measured
 from cache.store.store import Store
 from schemas.config.validation import Scores
@@ -59,8 +59,8 @@ class ClipScore:
         from stages.encoding.model_loading import check_picture_sizes, reading_errors
 
         folder = self._source.fetch()
-        check_picture_sizes(folder)
-        with reading_errors(str(folder), "the CLIP"):
+        with reading_errors(str(folder), "the CLIP"), config_errors(f"{folder}/{PREPROCESSOR}"):
+            check_picture_sizes(folder)
             model = load_pretrained(CLIPModel, folder, dtype=torch.float32)
             self._processor: Any = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)

@@ -281,3 +281,18 @@ def test_the_head_is_lost_and_another_cluster_goes_on(home) -> None:
     with ray_cluster(0, 1) as second, program(stage, second) as started:
         assert started.wait(400) == 0
     assert stage.files() == expected
+
+
+def test_ray_ends_on_the_machine_of_the_program(home) -> None:
+    """The workers go with it, and no other can be made: it is said at once."""
+    plan_pictures(home, range(60, 600))
+    stage = Stage(home, encode_latents)
+    expected = stage.whole()
+    with ray_cluster(0, 1) as cluster, program(stage, cluster) as started:
+        wait_for_shards(stage, started)
+        [raylet] = cluster.head_node.all_processes["raylet"]
+        raylet.process.kill()
+        _, said = started.communicate(timeout=200)
+        assert started.returncode == INCOMPLETE and "takes this program for dead" in said and "Traceback" not in said
+    assert stage.left(expected) > 0
+    assert stage.run().remaining == 0 and stage.files() == expected

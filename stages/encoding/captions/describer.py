@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from cache.models.weights import WeightsError, fetch_components
+from cache.models.weights import WeightsError, config_errors, fetch_components
 from schemas.config.captioning import Caption
 from schemas.config.pipeline import Config
 from stages.encoding import model_loading
@@ -130,7 +130,8 @@ def load_describer(config: Config, device: torch.device) -> Describer:
 
 def find_model_class(folder: Path, source: str) -> Any:
     """The class in transformers of a model that answers questions about pictures."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with config_errors(f"{folder}/config.json"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     mapping = transformers.AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         raise WeightsError(f"{source} is a {config.model_type}, which takes no pictures and questions", ADVICE)

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from cache.models.weights import WeightsError, load_pretrained
+from cache.models.single_model import CONFIG_FILE
+from cache.models.weights import WeightsError, config_errors, load_pretrained
 from schemas.devices import to_device
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
-from stages.encoding.features.settings import ADVICE
+from stages.encoding.features.settings import ADVICE, PROCESSOR_FILE
 from stages.encoding.vision.features import patch_grid
 from stages.encoding.vision.worker import Encoder, resize_frames
 
@@ -52,8 +53,10 @@ class AutoModel:
         """Raises WeightsError for damaged or missing weights, and for what is no model of pictures."""
         with model_loading.reading_errors(str(folder), "the vision model"):
             model_loading.check_picture_sizes(folder)
-            self._processor: Any = _load_processor(folder)
-            self._model: Any = _load_model(folder, dtype).eval().to(device)
+            with config_errors(f"{folder}/{PROCESSOR_FILE}"):
+                self._processor: Any = _load_processor(folder)
+            with config_errors(f"{folder}/{CONFIG_FILE}"):
+                self._model: Any = _load_model(folder, dtype).eval().to(device)
         self._has_class_token = any(name.endswith("cls_token") for name, _ in self._model.named_parameters())
         with model_loading.reading_errors(str(folder), "the vision model"):
             self._try_out(folder)

@@ -12,6 +12,7 @@ from schemas.cli.progress import announce
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.json_records import format_record
 from stages.encoding.member_reader import NextUnit
 from stages.engines.jobs import Job, UnitResult
 
@@ -61,7 +62,7 @@ def make_job(folder: Path, workers: int, resources: dict[str, Any] | None = None
     settings = {"root": str(folder), "model": {"family": "sana"}, "datasets": [{"id": "a", "instance_data_dir": "a"}]}
     plan = folder / "plans" / "generation" / "plan.json"
     plan.parent.mkdir(parents=True, exist_ok=True)
-    plan.write_text("{}")
+    plan.write_bytes(format_record({}))
     config = Config.model_validate(settings | {"stages": stages})
     encoding = Encoding(workers=workers, threads=1, **(resources or {}))
     return Job(config, "generation", "fingerprint", encoding, stage="encode-text")

@@ -121,3 +121,22 @@ def test_what_is_no_model_of_pictures_or_draws_by_chance_is_named(tmp_path: Path
     (tmp_path / "masked" / "preprocessor_config.json").unlink()
     with pytest.raises(WeightsError, match=r"preprocessor_config\.json"):
         load(tmp_path / "masked")
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, and no model has more"),
+        ("config.json", {"backbone": "owner/name"}, "backbone is owner/name, another model"),
+        ("config.json", {"model_type": ["vit"]}, "config.json has a value that no model can be made with"),
+        ("config.json", {"id2label": "x"}, "config.json has a value that no model can be made with"),
+        ("preprocessor_config.json", {"crop_size": {"height": 10**6}}, "crop_size makes pictures of 1000000 pixels"),
+        ("preprocessor_config.json", {"image_processor_type": 7}, "preprocessor_config.json has a value"),
+        ("preprocessor_config.json", {"image_std": [0, 0, 0]}, "NaN or infinite numbers for a picture"),
+    ],
+)
+def test_a_crafted_checkpoint_is_refused(tmp_path: Path, file: str, values: dict[str, Any], message: str) -> None:
+    save(tmp_path, "vit")
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | values))
+    with pytest.raises(WeightsError, match=message):
+        load(tmp_path)
