@@ -163,13 +163,13 @@ def check_config(file: Path) -> None:
     """WeightsError where a config.json counts more layers or labels than any model has, which would take all memory
     before the weights are compared with them; UnsafeWeights where it names a kernel of the hub, which is code, or
     another model, which would be fetched."""
-    settings: list[tuple[str, Any]] = []
+    objects: list[dict[str, Any]] = []  # each after those in it
     try:
         with open_regular(file) as opened:
-            config = json.loads(opened.read(), object_hook=lambda values: settings.extend(values.items()) or values)
+            json.loads(opened.read(), object_hook=objects.append)
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{file} can't be read: {error}", "replace it with a whole copy") from error
-    for key, value in settings:
+    for key, value in (setting for values in objects for setting in values.items()):
         counts = value if isinstance(value, list) else [value]
         if _COUNTED.search(key) and any(isinstance(count, int) and count > MOST_COUNTED for count in counts):
             problem = f"{file}: {key} is {printable(value)}, and no model has more than {MOST_COUNTED}"
@@ -177,7 +177,7 @@ def check_config(file: Path) -> None:
         if key.endswith("attn_implementation") and "/" in str(value):
             problem = f"{file}: {key} is {printable(value)}, a kernel of the hub, and that is code"
             raise UnsafeWeights(problem, "remove that key from the file, if you trust the rest of the checkpoint")
-    if isinstance(config, dict) and (backbone := config.get("backbone")):  # in a part's config it has no effect
+    if objects and (backbone := objects[-1].get("backbone")):  # in the configuration of a part it has no effect
         problem = f"{file}: backbone is {printable(backbone)}, another model, which is not a part of the checkpoint"
         raise UnsafeWeights(problem, "choose a checkpoint that has its backbone_config instead")
 
