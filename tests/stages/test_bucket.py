@@ -409,3 +409,20 @@ def test_several_resolutions_of_the_same_files_share_their_texts(photos):
     assert (
         len({tuple(row["texts"]) for row in current_plan(Store(photos.root), photos.config()).active.to_pylist()}) == 4
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", ["pipe", "folder", "link to itself"])
+def test_a_plan_of_which_a_file_is_none_is_planned_again(photos, odd) -> None:
+    plan(photos)
+    [name] = plans.list_plans(Store(photos.root))
+    table = photos.root / "plans" / name / "texts.arrow"
+    whole = table.read_bytes()
+    table.unlink()
+    if odd == "link to itself":
+        table.symlink_to(table.name)
+    else:
+        os.mkfifo(table) if odd == "pipe" else table.mkdir()
+    photos.run(bucket.run)
+    assert f"this plan is kept as damaged/plans/{name}.1 and planned again" in photos.said
+    assert table.read_bytes() == whole and plans.list_plans(Store(photos.root)) == [name]
