@@ -31,6 +31,7 @@ from stages.pages.ui.child_programs import ChildPrograms, list_conflicts
 Verb = Literal["list", "add", "remove", "up", "down", "again", "clear", "run", "stop"]
 OF_ENTRIES = ("remove", "up", "down", "again")
 LOCK_WAIT_S = 5.0  # for a program that has just worked the queue off
+INTERRUPTED = "interrupted"  # shown instead of running, if nobody works the queue off
 POLL_S = 1.0  # between two looks at what others made of the queue
 
 
@@ -73,12 +74,12 @@ def run(
     elif not options.dry_run:
         _change(queue, verb, numbers, config, options)
     state = queue.read()
-    report.details |= {"entries": [_row(entry) for entry in state.entries] or "none"}
+    worker = queue.worker()
+    at_work = worker is not None and (worker.is_running or worker.runs_elsewhere)
+    report.details |= {"entries": [_row(entry, at_work) for entry in state.entries] or "none"}
     waiting = state.unfinished
     if verb == "run":
         report.remaining = len(waiting)
-    worker = queue.worker()
-    at_work = worker is not None and (worker.is_running or worker.runs_elsewhere)
     report.details["worked_off"] = f"by process {worker.process} on {worker.host}" if worker and at_work else "no"
     if waiting and not at_work:
         report.next_steps = [f"latentpress queue run --config {shlex.quote(str(options.config))}"]
@@ -101,9 +102,11 @@ def _change(queue: RunQueue, verb: str, numbers: Sequence[int], config: Config, 
             queue.move(number, -1 if verb == "up" else 1)
 
 
-def _row(entry: QueueEntry) -> dict[str, Any]:
+def _row(entry: QueueEntry, at_work: bool) -> dict[str, Any]:
+    """at_work: whether a program works the queue off. One that was killed leaves its entry as running."""
+    state = INTERRUPTED if entry.state == "running" and not at_work else entry.state
     reason = f"{entry.reason}; {entry.advice}" if entry.advice else entry.reason
-    row = {"entry": entry.id, "state": entry.state, "run": entry.run, "config": entry.config}
+    row = {"entry": entry.id, "state": state, "run": entry.run, "config": entry.config}
     return row | {"set": " ".join(entry.overrides), "attempts": entry.attempts, "reason": reason}
 
 

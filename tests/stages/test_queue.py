@@ -109,6 +109,7 @@ def test_killed_it_goes_on_with_the_same_run_and_never_two_at_once(home: Project
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert states(runs) == {"long": "running", "second": "waiting"} and runs.read().is_on
+    assert [row["state"] for row in home.run(queue.run).details["entries"]] == ["interrupted", "waiting"]
     end = work(home)
     until(lambda: runs.read().find(1).attempts == 2, "a second attempt")
     with CardLock(None) as card:
