@@ -29,7 +29,7 @@ from schemas.family import Task
 from trainer import flow
 from trainer.attention import NATIVE, use_backend
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, module_of
+from trainer.families.base import ModelFamily, module_of
 from trainer.families.kandinsky5_attention import Kandinsky5Transformer3DModel, install_processors
 from trainer.methods.base import Method, MethodStep
 from trainer.methods.selection import make_methods
@@ -58,7 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
 WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
 
 
-def make_transformer(name: str, family: FamilyModule, options: argparse.Namespace, settings: Train) -> Any:
+def make_transformer(name: str, family: ModelFamily, options: argparse.Namespace, settings: Train) -> Any:
     """With a LoRA, gradient checkpointing and what `settings` asks for, as training has it."""
     if name == "sana":
         heads = {"num_attention_heads": 4 * options.heads, "num_cross_attention_heads": 4 * options.heads}
@@ -79,7 +79,7 @@ def make_transformer(name: str, family: FamilyModule, options: argparse.Namespac
     return model.train()
 
 
-def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Namespace, width: int) -> MethodStep:
+def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Namespace, width: int) -> MethodStep:
     """width: of the vision features."""
     spec, generator = FAMILIES[name], torch.Generator().manual_seed(0)
     grid = (options.frames, 2 * options.rows, 2 * options.columns)
@@ -110,7 +110,7 @@ def make_step(name: str, family: FamilyModule, model: Any, options: argparse.Nam
     )
 
 
-def make_used(family: FamilyModule, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
+def make_used(family: ModelFamily, model: Any, settings: dict[str, Any], width: int) -> list[Method]:
     methods = [*make_methods(Methods.model_validate(settings).used).values()]
     for method in methods:
         method.setup(model, family, {"vision": (width,)})

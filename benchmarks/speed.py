@@ -23,7 +23,7 @@ from benchmarks.common import MIB, measure_by_turns, print_header, print_row, ti
 from benchmarks.methods import FAMILY_TASKS, make_shape_parser, make_step, make_transformer, run_step
 from schemas.catalog import FAMILIES
 from schemas.config.training import Optimizer, Train
-from trainer.families.base import FamilyModule, module_of
+from trainer.families.base import ModelFamily, module_of
 from trainer.memory.meter import MemoryMeter
 from trainer.setup.optimizers import make_optimizer
 
@@ -93,7 +93,7 @@ def print_ways(what: str, found: Mapping[str, list[float]], peaks: Mapping[str, 
         print_row(what, way, f"{statistics.median(times):.3g}", f"{statistics.median(ratios):.2f}", spread, *memory)
 
 
-def compare_updates(what: str, adapter: str, family: FamilyModule, options: argparse.Namespace) -> None:
+def compare_updates(what: str, adapter: str, family: ModelFamily, options: argparse.Namespace) -> None:
     settings = {"adapter": {"type": adapter}, "optimizer": {"lr": 1e-5}}
     model = make_transformer("sana", family, options, Train.model_validate(settings))
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}

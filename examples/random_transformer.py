@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from examples.tiny_models import weight_scale
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 
 #: What initializes a tensor in place, of torch.nn.init and of tensors.
 IN_PLACE = frozenset({"kaiming_uniform_", "uniform_", "normal_", "constant_", "zero_", "fill_"})
@@ -25,7 +25,7 @@ class UninitializedMatrices(TorchFunctionMode):
 
 
 def make_transformer(
-    family: FamilyModule,
+    family: ModelFamily,
     config: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device | str,

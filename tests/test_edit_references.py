@@ -22,6 +22,7 @@ from tests.forms import long
 from tests.project import Project
 from tests.qwen_processor import Processor
 from trainer.families import qwen_image
+from trainer.families.qwen_image import QwenImage
 from trainer.reading import to_tensor
 from trainer.validation import denoise, draw_inputs, list_samples, load_scheduler
 
@@ -167,11 +168,11 @@ def test_what_is_cached_and_sampled_is_the_pipelines(
         "negative": (negative.text_BLD[0] - seen["texts"][1]).abs().max().item(),
         "references": (packed - seen["references"]).abs().max().item(),
     }
-    model, scheduler = qwen_image.load(config.model.source), load_scheduler(config.model.source)
+    model, scheduler = QwenImage().load(config.model.source), load_scheduler(config.model.source)
     with torch.no_grad():
-        prediction = qwen_image.predict(model, noise, torch.ones(1), batch, "i2i")
+        prediction = QwenImage().predict(model, noise, torch.ones(1), batch, "i2i")
     gaps["prediction"] = (qwen_image.pack(prediction) - seen["prediction"]).abs().max().item()
-    made = denoise(model, qwen_image, "i2i", batch, negative, noise, scheduler, STEPS, GUIDANCE)
+    made = denoise(model, QwenImage(), "i2i", batch, negative, noise, scheduler, STEPS, GUIDANCE)
     gaps["denoised"] = (qwen_image.pack(made) - wanted).abs().max().item()
     record_property("largest differences", gaps)
     assert (wanted - qwen_image.pack(noise)).std() > 0.1 and seen["texts"][0].std() > 0.1

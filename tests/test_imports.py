@@ -139,9 +139,10 @@ for module in pkgutil.walk_packages(trainer.__path__, "trainer."):
 from schemas.config.adapter import Adapter
 from trainer.setup.attach import make_trainable
 from trainer.setup.export import save_lora
-from trainer.families import kandinsky5, sana
+from trainer.families.kandinsky5 import Kandinsky5
+from trainer.families.sana import Sana
 from trainer.validation import load_scheduler
-for family, folder in ((kandinsky5, sys.argv[1]), (sana, sys.argv[2])):
+for family, folder in ((Kandinsky5(), sys.argv[1]), (Sana(), sys.argv[2])):
     model = family.load(folder)
     make_trainable(model, family, Adapter(rank=2))
     save_lora(model, Path(sys.argv[3]), "family")

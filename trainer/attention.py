@@ -18,7 +18,7 @@ from cache.models.weights import config_errors, read_component_config
 from cache.runs.training_checks import RunError, train_precision
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 
 NATIVE = "native"
 TRIAL_BATCH, TRIAL_TOKENS, TRIAL_HEADS = 2, 200, 2  # tokens: no multiple of the tiles that kernels have
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}
 TOLERANCE_8_BITS = 0.15
 
 
-def check_attention(config: Config, family: FamilyModule, device: torch.device) -> None:
+def check_attention(config: Config, family: ModelFamily, device: torch.device) -> None:
     """RunError where train.attention_backend or that of the validation prompts can't compute this model's attention on
     the device."""
     for option in chosen_backends(config):
@@ -42,7 +42,7 @@ def chosen_backends(config: Config) -> dict[str, str]:
     return chosen
 
 
-def try_backend(config: Config, option: str, family: FamilyModule, device: torch.device) -> None:
+def try_backend(config: Config, option: str, family: ModelFamily, device: torch.device) -> None:
     """RunError where the backend of one of `chosen_backends` can't compute this model's attention on the device."""
     name = chosen_backends(config)[option]
     if name == NATIVE:
@@ -64,7 +64,7 @@ def try_backend(config: Config, option: str, family: FamilyModule, device: torch
         )
 
 
-def describe_backends(config: Config, family: FamilyModule, device: torch.device, console: Console) -> list[dict]:
+def describe_backends(config: Config, family: ModelFamily, device: torch.device, console: Console) -> list[dict]:
     """For a dry run: each option, its backend and whether that can be used on the device; a warning with the reason
     where it can't."""
     rows = []
@@ -111,7 +111,7 @@ def define_attention(query_BLHD: torch.Tensor, key_BLHD: torch.Tensor, value_BLH
     return torch.einsum("bhlm,bmhd->blhd", scores_BHLL.softmax(-1), value_BLHD)
 
 
-def use_backend(model: Any, family: FamilyModule, name: str) -> None:
+def use_backend(model: Any, family: ModelFamily, name: str) -> None:
     """Have the model's visual tokens attended to by a backend that `check_attention` has tried. ValueError where the
     model has no such attention."""
     for attention in family.dense_attention(model)[0]:
@@ -119,7 +119,7 @@ def use_backend(model: Any, family: FamilyModule, name: str) -> None:
 
 
 @contextmanager
-def validation_backend(model: Any, family: FamilyModule, config: Config) -> Iterator[None]:
+def validation_backend(model: Any, family: ModelFamily, config: Config) -> Iterator[None]:
     """Within the body, the backend of the validation prompts."""
     training, wanted = config.train.attention_backend, config.validation.attention_backend
     if wanted in (None, training):

@@ -31,7 +31,7 @@ from trainer import flow
 from trainer.adapters.files import write_tensors
 from trainer.attention import validation_backend
 from trainer.batch import Batch, make_batch
-from trainer.families.base import FamilyModule, assistant_off
+from trainer.families.base import ModelFamily, assistant_off
 from trainer.noise import draw_latents, seeded_noise
 from trainer.reading import BatchReader, to_tensor
 from trainer.run.new_data import Change
@@ -114,7 +114,7 @@ def divide_samples(samples: Sequence[ValidationSample], share: tuple[int, int]) 
 
 def write_validation_latents(
     model: torch.nn.Module,
-    family: FamilyModule,
+    family: ModelFamily,
     config: Config,
     data: TrainSet,
     folder: Path | None,
@@ -239,7 +239,7 @@ def load_scheduler(source: str, revision: str | None = None, shift: float | None
 @torch.no_grad()
 def denoise(
     model: torch.nn.Module,
-    family: FamilyModule,
+    family: ModelFamily,
     task: Task,
     batch: Batch,
     negative: Batch | None,
@@ -266,7 +266,7 @@ class Denoising:
     def __init__(
         self,
         model: torch.nn.Module,
-        family: FamilyModule,
+        family: ModelFamily,
         task: Task,
         batch: Batch,
         negative: Batch | None,

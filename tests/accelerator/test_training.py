@@ -17,7 +17,7 @@ from tests.forms import first, in_turn, long
 from tests.trainer.methods import test_all_at_once as all_methods
 from tests.trainer.runs import moved
 from trainer.batch import Batch
-from trainer.families import kandinsky5
+from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -166,13 +166,13 @@ def test_positions_that_are_made_on_the_host_are_found(make, monkeypatch) -> Non
             train(make("t2i", device, name=f"{device}{len(waits)}", steps=1))
         return {*counts.waits}
 
-    def inputs(*args, real=kandinsky5.model_inputs) -> dict[str, Any]:
+    def inputs(*args, real=Kandinsky5.model_inputs) -> dict[str, Any]:
         found = real(*args)
         return found | {"text_rope_pos": found["text_rope_pos"].cpu()}
 
     waits = []
     waits.append(count(NAME))
-    monkeypatch.setattr(kandinsky5, "model_inputs", inputs)
+    monkeypatch.setattr(Kandinsky5, "model_inputs", inputs)
     waits.append(count(NAME))
     ((_, place),) = {(kind, place) for kind, place in waits[1] - waits[0] if kind == "copy of an index"}
     assert place.startswith("trainer/")

@@ -24,8 +24,13 @@ from tests.trainer.pipelines import absent_parts
 from tests.trainer.runs import opened, plain_batch, plan_batches, train
 from trainer.batch import Batch
 from trainer.data import BatchLoader
-from trainer.families import flux2, kandinsky5, qwen_image, sana, wan
+from trainer.families import kandinsky5, wan
 from trainer.families.base import module_of
+from trainer.families.flux2 import Flux2
+from trainer.families.kandinsky5 import Kandinsky5
+from trainer.families.qwen_image import QwenImage
+from trainer.families.sana import Sana
+from trainer.families.wan import Wan
 from trainer.noise import seeded_noise
 from trainer.run import metrics
 from trainer.validation import SHIFT_KEYS
@@ -87,16 +92,16 @@ def defined_loss(config, batch: Batch, noise: torch.Tensor, sigma: torch.Tensor,
     assert arguments.pop("text_mask_BL", None) is None, "one caption has no padding"
     with torch.no_grad():
         velocity = model(**arguments).sample
-    if family is kandinsky5:
+    if isinstance(family, Kandinsky5):
         velocity = velocity.movedim(-1, 1)
-    elif family is qwen_image:
+    elif isinstance(family, QwenImage):
         velocity = unpacked(velocity[:, : x0[0, 0].numel() // 4], x0)
-    elif family is wan:
+    elif isinstance(family, Wan):
         pass
-    elif family is flux2:
+    elif isinstance(family, Flux2):
         velocity = velocity[:, -x0[0, 0].numel() :].transpose(1, 2).reshape(x0.shape)
     else:
-        velocity = velocity[:, :, None] if family is sana else -velocity[0][None]
+        velocity = velocity[:, :, None] if isinstance(family, Sana) else -velocity[0][None]
     return cost((velocity - (noise - x0))[:, :, given:]).mean().item()
 
 

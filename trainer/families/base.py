@@ -1,18 +1,18 @@
-"""The contract of a family's module in `trainer/families/`.
-
-Each module ends with an assignment of itself to a name of type `FamilyModule`, so that mypy checks it.
-"""
+"""The base class of the families in `trainer/families/`, with defaults."""
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from cache.models.weights import load_part
 from schemas.family import Family, Task
 from trainer.batch import Batch
 
@@ -91,7 +91,7 @@ FIRST_TOKENS = BlockTokens()
 class KeptTokens:
     """The tokens of a route, of the N visual ones that the transformer has.
 
-    positions_BK: ascending, in the order of `FamilyModule.token_grid`. square: that of the TokenGrid, whose squares are
+    positions_BK: ascending, in the order of `ModelFamily.token_grid`. square: that of the TokenGrid, whose squares are
     kept whole. waiting_BND: the hidden states of all visual tokens where the route begins; set by its first block.
     What stands before or after the visual tokens, as a text that is attended to jointly, is kept whole.
     """
@@ -120,19 +120,25 @@ class KeptTokens:
         return where.join(restored, text)
 
 
-class FamilyModule(Protocol):
-    """A module of `trainer/families/`, named by `Family.transformer`.
+class ModelFamily(ABC):
+    """What the trainer asks of a transformer: a subclass in a module of `trainer/families/`, which `Family.transformer`
+    names.
 
     Latents are (B, C, T, h, w) in the model's space, sigma_B goes from 0 (data) to 1 (noise). model: what `load`
-    returns; `predict` may get it inside DistributedDataParallel. LORA_TARGETS: a regular expression that matches the
-    full paths of the modules that LoRA adapts by default. QUANTIZED: one for the linear layers that a quantized base
-    has in 8 or 4 bits, nearly all weights. UNGUIDED_SCALE: the guidance scale up to which the pipeline does without the
-    negative prompt.
+    returns; `predict` may get it inside DistributedDataParallel. TRANSFORMER: its class, a ModelMixin and ConfigMixin,
+    which diffusers need not have. Its blocks are checkpointed if it calls them by `_gradient_checkpointing_func`, as
+    diffusers' models do. FLOAT32_MODULES: names of the modules that stay in float32 for any dtype: never call
+    `.to(dtype)` on such a model. LORA_TARGETS: a regular expression that matches the full paths of the modules that
+    LoRA adapts by default. QUANTIZED: a regular expression for the linear layers that a quantized base has in 8 or 4
+    bits, nearly all weights. UNGUIDED_SCALE: the guidance scale up to which the pipeline does without the negative
+    prompt.
     """
 
+    TRANSFORMER: Any
+    FLOAT32_MODULES: Collection[str] = ()
     LORA_TARGETS: str
     QUANTIZED: str
-    UNGUIDED_SCALE: float
+    UNGUIDED_SCALE = 1.0
 
     def load(
         self,
@@ -142,47 +148,72 @@ class FamilyModule(Protocol):
         device: torch.device | str = "cpu",
         part: str = "transformer",
     ) -> Any:
-        """Only a transformer of a checkpoint (a folder or repo): a ModelMixin and ConfigMixin of diffusers, of a class
-        that diffusers need not have. Its blocks are checkpointed if it calls them by `_gradient_checkpointing_func`, as
-        diffusers' models do. part: its sub-folder. ValueError or OSError where it can't be trained."""
+        """Only a transformer of a checkpoint (a folder or repo). part: its sub-folder. ValueError or OSError if it
+        can't be trained."""
+        model = load_part(self.TRANSFORMER, source, revision, part, torch_dtype=dtype)
+        self.check(source, model.config)
+        self.install(model)
+        return model.to(device)
 
     def untrained(self, config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
         """A transformer as `load` would return, made from a config.json, with weights of no meaning. On the meta device
         it takes no memory."""
+        model = self.TRANSFORMER.from_config(dict(config))
+        self.install(model)
+        for name, weight in model.named_parameters():
+            if not {*self.FLOAT32_MODULES} & {*name.split(".")}:
+                weight.data = weight.data.to(dtype)
+        return model
+
+    def check(self, source: str, config: Any) -> None:  # noqa: B027
+        """ValueError if a transformer with this config can't be trained."""
+
+    def install(self, model: Any) -> None:  # noqa: B027
+        """Give a new transformer its own attention processors and hooks."""
 
     def clean_frames(self, task: Task) -> int:
         """Leading latent frames that are given: not noised, not in the loss."""
+        return 0
 
     def blocks(self, model: Any) -> list[torch.nn.Module]:
         """The transformer's repeated blocks, in the order in which they compute: what is offloaded, checkpointed,
         compiled or sharded one by one."""
+        return [*model.transformer_blocks]
 
     def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
         """The blocks of `blocks` that compute the visual tokens (B, N, D), in the order of `token_grid`."""
+        return self.blocks(model)
 
     def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
         """The places where a visual block has these tokens in its arguments and output."""
+        return FIRST_TOKENS
 
     def without_gradient(self, model: Any) -> list[torch.nn.Module]:
         """Modules on whose weights no prediction depends, as what a last block computes of the text. They are never
         trained: DistributedDataParallel waits for a gradient of each trained weight."""
+        return []
 
+    @abstractmethod
     def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
         """The order of the visual blocks' tokens."""
 
     def hidden_size(self, model: Any) -> int:
         """D of the visual tokens."""
+        return model.config.num_attention_heads * model.config.attention_head_dim
 
+    @abstractmethod
     def dense_attention(self, model: Any) -> tuple[list[Any], int]:
         """The attention modules, of diffusers' AttentionModuleMixin, in which all visual tokens attend to each other
-        without a mask, and the size of a head. ValueError, with the reason, where no attention backend can compute
+        without a mask, and the size of a head. ValueError, with the reason, if no attention backend can compute
         them."""
 
+    @abstractmethod
     def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
         """Hooks by which `blocks`, visual ones in a row, compute kept tokens (B, K, D) alone, which the first of them
         gets in place of all: what else belongs to a token is taken with it. A block may look at the tokens that wait
         (`kept.restore`) where it computes neighbors."""
 
+    @abstractmethod
     def predict(
         self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
     ) -> torch.Tensor:
@@ -191,61 +222,30 @@ class FamilyModule(Protocol):
 
     def sampling_dtype(self, model: Any) -> torch.dtype:
         """The dtype of the pipeline's latents between denoising steps."""
+        return torch.float32
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
         """Set the scheduler's noise levels as the pipeline does, for latents of so many visual tokens."""
+        scheduler.set_timesteps(steps, device=device)
 
     def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-        """The guided velocity (B, C, T, h, w), of those with the prompt and with the negative one."""
+        """The guided velocity (B, C, T, h, w), of the velocities with the prompt and with the negative prompt: by
+        default classifier-free guidance (Ho and Salimans 2022), without effect at a scale of 1."""
+        return unconditional + scale * (conditional - unconditional)
 
     def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
         """The latents that denoising starts from."""
+        return noise_BCTHW
 
     def postprocess_latents(self, latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
         """The pipeline's processing of latents after denoising."""
-
-
-def all_have_gradient(model: Any) -> list[torch.nn.Module]:
-    """`FamilyModule.without_gradient` of transformers whose every weight counts."""
-    return []
-
-
-def first_tokens(block: torch.nn.Module) -> BlockTokens:
-    """`FamilyModule.block_tokens` of blocks whose first argument and output begin with the visual tokens."""
-    return FIRST_TOKENS
-
-
-def cast_weights(model: Any, dtype: torch.dtype) -> Any:
-    """The model with its weights in a dtype. Its `to` warns of modules to keep in float32 where it has none, too."""
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    return model
-
-
-def no_clean_frames(task: Task) -> int:
-    """`FamilyModule.clean_frames` where everything is noised."""
-    return 0
-
-
-def noise_alone(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    """`FamilyModule.initial_latents` of pipelines that start from noise."""
-    return noise_BCTHW
-
-
-def as_denoised(latents_BCTHW: torch.Tensor, task: Task) -> torch.Tensor:
-    """`FamilyModule.postprocess_latents` of pipelines that change nothing."""
-    return latents_BCTHW
-
-
-def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
-    """`FamilyModule.set_timesteps` of pipelines that leave the noise levels to the scheduler."""
-    scheduler.set_timesteps(steps, device=device)
+        return latents_BCTHW
 
 
 def set_linear_sigmas(
     scheduler: Any, steps: int, tokens: int, device: torch.device, linspace: Callable[..., Any] = np.linspace
 ) -> None:
-    """`FamilyModule.set_timesteps` of pipelines that give sigmas from 1 to 1 / steps, and mu by the scheduler's config:
+    """`ModelFamily.set_timesteps` of pipelines that give sigmas from 1 to 1 / steps, and mu by the scheduler's config:
     that of a line through two numbers of tokens (`calculate_shift`), which a scheduler with a fixed shift ignores.
     linspace: that of the pipeline, in float64 or float32. A single step begins at 1, of which a scheduler with a
     `shift_terminal` makes 0 / 0."""
@@ -259,13 +259,20 @@ def set_linear_sigmas(
         scheduler.sigmas[0], scheduler.timesteps[0] = 1.0, config.num_train_timesteps
 
 
-def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-    """`FamilyModule.guide` of classifier-free guidance (Ho and Salimans 2022), without effect at a scale of 1."""
-    return unconditional + scale * (conditional - unconditional)
+def module_of(family: Family) -> ModelFamily:
+    """The trainer's side of a family: the object of the only subclass that its module defines."""
+    return _make(family.transformer)
 
 
-def module_of(family: Family) -> FamilyModule:
-    return cast(FamilyModule, importlib.import_module(f"trainer.families.{family.transformer}"))
+@cache
+def _make(name: str) -> ModelFamily:
+    module = importlib.import_module(f"trainer.families.{name}")
+    [defined] = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ModelFamily) and value.__module__ == module.__name__
+    ]
+    return defined()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""FLUX.2 klein: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See FamilyModule.
+"""FLUX.2 klein: the transformer, its inputs (equal to the pipeline's), and what LoRA adapts. See ModelFamily.
 
 Its double blocks have image and text apart, its single blocks the text before the image in one tensor. It takes no mask
 of the text: stored texts are of one length, padding included. Texts of unequal lengths are masked. Reference images
@@ -6,8 +6,8 @@ are tokens before those of the noisy image, and what it says of them is left out
 these, which is the same to the transformer: a token's place is its position's.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,31 +16,19 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2Transformer2DModel
 from torch.utils.hooks import RemovableHandle
 
-from cache.models.weights import load_part
 from schemas.families.flux2 import FAMILIES, compute_mu
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families import base
-from trainer.families.base import BlockTokens, FamilyModule, KeptTokens, TokenGrid
+from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid
 
 FAMILY = FAMILIES["flux2-klein"]
-
-LORA_TARGETS = (
-    r"transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
-    r"|ff(_context)?\.linear_(in|out))"
-    r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
-)
-QUANTIZED = LORA_TARGETS
-UNGUIDED_SCALE = 1.0
 DOUBLE, SINGLE = BlockTokens(output=1, last=True), BlockTokens(last=True)
+
+
 # The place of image_rotary_emb among the arguments of a block that is checkpointed; joint_attention_kwargs follows.
 DOUBLE_ROTARY, SINGLE_ROTARY = 4, 3
+
 REFERENCE_DISTANCE = 10  # of the first reference's frame from the image's, and of each from the one before
-guide = base.guide
-without_gradient = base.all_have_gradient
-clean_frames = base.no_clean_frames
-initial_latents = base.noise_alone
-postprocess_latents = base.as_denoised
 
 
 class JointAttention:
@@ -115,86 +103,8 @@ def install_processors(model: Any) -> None:
         block.attn.set_processor(SingleAttention())
 
 
-def load(
-    source: str,
-    revision: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    part: str = "transformer",
-) -> Flux2Transformer2DModel:
-    model = load_part(Flux2Transformer2DModel, source, revision, part, torch_dtype=dtype)
-    install_processors(model)
-    return model.to(device)
-
-
-def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Flux2Transformer2DModel:
-    model = Flux2Transformer2DModel.from_config(dict(config))
-    install_processors(model)
-    return base.cast_weights(model, dtype)
-
-
-def blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.transformer_blocks, *model.single_transformer_blocks]
-
-
-visual_blocks = blocks
-
-
 def is_single(block: torch.nn.Module) -> bool:
     return isinstance(block, Flux2SingleTransformerBlock)
-
-
-def block_tokens(block: torch.nn.Module) -> BlockTokens:
-    return SINGLE if is_single(block) else DOUBLE
-
-
-def token_grid(model: Any, batch: Batch) -> TokenGrid:
-    _, _, frames, height, width = batch.latents_BCTHW.shape
-    return TokenGrid(frames, height, width, batch.text_BLD.shape[1])
-
-
-def hidden_size(model: Any) -> int:
-    return model.config.num_attention_heads * model.config.attention_head_dim
-
-
-def dense_attention(model: Any) -> tuple[list[Any], int]:
-    return [block.attn for block in blocks(model)], model.config.attention_head_dim
-
-
-def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    taken: list[Any] = []  # the same for all of them: rotary embeddings, and the mask of padded texts
-
-    def take(
-        block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        position = SINGLE_ROTARY if is_single(block) else DOUBLE_ROTARY
-        by_name = "image_rotary_emb" in named
-        rotary, options = (
-            (named["image_rotary_emb"], named["joint_attention_kwargs"]) if by_name else inputs[position : position + 2]
-        )
-        if not taken:
-            taken.append(tuple(kept.take(values[None], SINGLE) for values in rotary))
-            taken.append(options and {"attention_mask": options["attention_mask"][..., : taken[0][0].shape[1]]})
-        if by_name:
-            return inputs, named | {"image_rotary_emb": taken[0], "joint_attention_kwargs": taken[1]}
-        return (*inputs[:position], *taken, *inputs[position + 2 :]), named
-
-    return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
-
-
-def compute_dtype(model: Any) -> torch.dtype:
-    """The dtype of frozen weights; adapters may be float32."""
-    return model.x_embedder.weight.dtype
-
-
-sampling_dtype = compute_dtype
-
-
-def set_timesteps(scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
-    """Sigmas from 1 to 1 / steps, unless the scheduler makes its own, shifted by the number of tokens and of steps."""
-    makes_sigmas = scheduler.config.get("use_flow_sigmas", False)
-    levels = {"num_inference_steps": steps} if makes_sigmas else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
-    scheduler.set_timesteps(**levels, mu=compute_mu(tokens, steps), device=device)
 
 
 def pack(latents_BC1HW: torch.Tensor) -> torch.Tensor:
@@ -221,40 +131,94 @@ def positions(
     return torch.cat(images), F.pad(torch.arange(grid.text_length, device=device)[:, None], (3, 0))
 
 
-def model_inputs(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> dict[str, Any]:
-    """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute dtype in
-    thousandths, as at inference."""
-    if task not in FAMILY.pipelines:
-        raise ValueError(f"FLUX.2 klein has no task {task!r}; valid: {', '.join(FAMILY.pipelines)}")
-    assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
-    grid, dtype = token_grid(model, batch), compute_dtype(model)
-    references = batch.references
-    if bool(references) != (task == "i2i"):
-        raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
-    sides = [(reference.shape[-2], reference.shape[-1]) for reference in references]
-    image_ids, text_ids = positions(grid, noisy_BCTHW.device, sides)
-    arguments: dict[str, Any] = {
-        "hidden_states": torch.cat([pack(latents.to(dtype)) for latents in (*references, noisy_BCTHW)], 1),
-        "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
-        "encoder_hidden_states": batch.text_BLD.to(dtype),
-        "img_ids": image_ids,
-        "txt_ids": text_ids,
-    }
-    if batch.padded:
-        mask_B11L = F.pad(batch.text_mask_BL, (0, len(image_ids)), value=True)[:, None, None]
-        arguments["joint_attention_kwargs"] = {"attention_mask": mask_B11L}
-    return arguments
+class Flux2(ModelFamily):
+    TRANSFORMER = Flux2Transformer2DModel
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\.(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+        r"|ff(_context)?\.linear_(in|out))"
+        r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
+    )
+    QUANTIZED = LORA_TARGETS
 
+    def install(self, model: Any) -> None:
+        install_processors(model)
 
-def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
-    tokens = noisy_BCTHW[0, 0].numel()
-    return unpack(model(**arguments, return_dict=False)[0][:, -tokens:], noisy_BCTHW.shape)
+    def blocks(self, model: Any) -> list[torch.nn.Module]:
+        return [*model.transformer_blocks, *model.single_transformer_blocks]
 
+    def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
+        return SINGLE if is_single(block) else DOUBLE
 
-if TYPE_CHECKING:
-    from trainer.families import flux2 as this_module
+    def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
+        _, _, frames, height, width = batch.latents_BCTHW.shape
+        return TokenGrid(frames, height, width, batch.text_BLD.shape[1])
 
-    _checked: FamilyModule = this_module
+    def dense_attention(self, model: Any) -> tuple[list[Any], int]:
+        return [block.attn for block in self.blocks(model)], model.config.attention_head_dim
+
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+        taken: list[Any] = []  # the same for all of them: rotary embeddings, and the mask of padded texts
+
+        def take(
+            block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            position = SINGLE_ROTARY if is_single(block) else DOUBLE_ROTARY
+            by_name = "image_rotary_emb" in named
+            rotary, options = (
+                (named["image_rotary_emb"], named["joint_attention_kwargs"])
+                if by_name
+                else inputs[position : position + 2]
+            )
+            if not taken:
+                taken.append(tuple(kept.take(values[None], SINGLE) for values in rotary))
+                taken.append(options and {"attention_mask": options["attention_mask"][..., : taken[0][0].shape[1]]})
+            if by_name:
+                return inputs, named | {"image_rotary_emb": taken[0], "joint_attention_kwargs": taken[1]}
+            return (*inputs[:position], *taken, *inputs[position + 2 :]), named
+
+        return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+
+    def compute_dtype(self, model: Any) -> torch.dtype:
+        """The dtype of frozen weights; adapters may be float32."""
+        return model.x_embedder.weight.dtype
+
+    sampling_dtype = compute_dtype
+
+    def set_timesteps(self, scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+        """Sigmas from 1 to 1 / steps, unless the scheduler makes its own, shifted by the number of tokens."""
+        makes_sigmas = scheduler.config.get("use_flow_sigmas", False)
+        levels = {"num_inference_steps": steps} if makes_sigmas else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+        scheduler.set_timesteps(**levels, mu=compute_mu(tokens, steps), device=device)
+
+    def model_inputs(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> dict[str, Any]:
+        """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute
+        dtype in thousandths, as at inference."""
+        if task not in FAMILY.pipelines:
+            raise ValueError(f"FLUX.2 klein has no task {task!r}; valid: {', '.join(FAMILY.pipelines)}")
+        assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
+        grid, dtype = self.token_grid(model, batch), self.compute_dtype(model)
+        references = batch.references
+        if bool(references) != (task == "i2i"):
+            raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
+        sides = [(reference.shape[-2], reference.shape[-1]) for reference in references]
+        image_ids, text_ids = positions(grid, noisy_BCTHW.device, sides)
+        arguments: dict[str, Any] = {
+            "hidden_states": torch.cat([pack(latents.to(dtype)) for latents in (*references, noisy_BCTHW)], 1),
+            "timestep": (1000 * sigma_B).float().to(dtype) / 1000,
+            "encoder_hidden_states": batch.text_BLD.to(dtype),
+            "img_ids": image_ids,
+            "txt_ids": text_ids,
+        }
+        if batch.padded:
+            mask_B11L = F.pad(batch.text_mask_BL, (0, len(image_ids)), value=True)[:, None, None]
+            arguments["joint_attention_kwargs"] = {"attention_mask": mask_B11L}
+        return arguments
+
+    def predict(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> torch.Tensor:
+        arguments = self.model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+        tokens = noisy_BCTHW[0, 0].numel()
+        return unpack(model(**arguments, return_dict=False)[0][:, -tokens:], noisy_BCTHW.shape)

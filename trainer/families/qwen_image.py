@@ -1,8 +1,8 @@
 """Qwen-Image and Qwen-Image-Edit: the transformer, its inputs (equal to the pipelines'), and what LoRA adapts. See
-FamilyModule. Reference images are tokens after those of the noisy image, and what it says of them is left out."""
+ModelFamily. Reference images are tokens after those of the noisy image, and what it says of them is left out."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,29 +10,18 @@ from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_a
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
-from cache.models.weights import load_part
 from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families import base
-from trainer.families.base import BlockTokens, FamilyModule, KeptTokens, TokenGrid
+from trainer.families.base import BlockTokens, KeptTokens, ModelFamily, TokenGrid, set_linear_sigmas
 
 FAMILY = FAMILIES["qwen-image"]
-
-# The image's attention, as other trainers have it by default; the text's are add_q_proj and its like.
-LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
-# All of the blocks: a third of the weights is modulations. The first block's of the image is left out, as in the 4-bit
-# checkpoint that diffusers publishes (diffusers/Qwen-Image-Layered-modular).
-QUANTIZED = r"transformer_blocks\.(?!0\.img_mod)\d+\..*"
-UNGUIDED_SCALE = 1.0
 BLOCK_TOKENS = BlockTokens(output=1)  # blocks return text and image
+
+
 # The places of image_rotary_emb, joint_attention_kwargs and modulate_index among the arguments of a block that is
 # checkpointed.
 ROTARY, OPTIONS, MODULATION = 4, 5, 6
-set_timesteps = base.set_linear_sigmas
-clean_frames = base.no_clean_frames
-initial_latents = base.noise_alone
-postprocess_latents = base.as_denoised
 
 
 class JointAttnProcessor:
@@ -110,90 +99,6 @@ def leave_zero_out(norm: torch.nn.Module, inputs: tuple[torch.Tensor, torch.Tens
     return hidden, time.chunk(2)[0]
 
 
-def load(
-    source: str,
-    revision: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    part: str = "transformer",
-) -> QwenImageTransformer2DModel:
-    model = load_part(QwenImageTransformer2DModel, source, revision, part, torch_dtype=dtype)
-    if model.config.guidance_embeds:
-        raise ValueError(f"{source}: a guidance-distilled model can't be trained")
-    install_processors(model)
-    return model.to(device)
-
-
-def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> QwenImageTransformer2DModel:
-    model = QwenImageTransformer2DModel.from_config(dict(config))
-    install_processors(model)
-    return base.cast_weights(model, dtype)
-
-
-def blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.transformer_blocks]
-
-
-def visual_blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.transformer_blocks]
-
-
-def block_tokens(block: torch.nn.Module) -> BlockTokens:
-    return BLOCK_TOKENS
-
-
-def without_gradient(model: Any) -> list[torch.nn.Module]:
-    """The layers of the last block that compute the text beyond its keys and values."""
-    last = model.transformer_blocks[-1]
-    return [last.attn.to_add_out, last.txt_mlp]
-
-
-def token_grid(model: Any, batch: Batch) -> TokenGrid:
-    _, _, frames, height, width = batch.latents_BCTHW.shape
-    return TokenGrid(frames, height // 2, width // 2, batch.text_BLD.shape[1])
-
-
-def hidden_size(model: Any) -> int:
-    return model.config.num_attention_heads * model.config.attention_head_dim
-
-
-def dense_attention(model: Any) -> tuple[list[Any], int]:
-    raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
-
-
-def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    taken: list[Any] = []  # the same for all of them: rotary embeddings, and which tokens have noise, or None
-
-    def take(
-        block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        by_name = "image_rotary_emb" in named
-        (image, text), index_BN = (
-            (named["image_rotary_emb"], named["modulate_index"]) if by_name else (inputs[ROTARY], inputs[MODULATION])
-        )
-        if not taken:
-            taken.extend([(kept.take(image[None]), text), None if index_BN is None else kept.take(index_BN)])
-        if by_name:
-            return inputs, named | {"image_rotary_emb": taken[0], "modulate_index": taken[1]}
-        return (
-            *inputs[:ROTARY],
-            taken[0],
-            *inputs[ROTARY + 1 : MODULATION],
-            taken[1],
-            *inputs[MODULATION + 1 :],
-        ), named
-
-    return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
-
-
-def compute_dtype(model: Any) -> torch.dtype:
-    """The dtype of frozen weights; adapters may be float32."""
-    return model.img_in.weight.dtype
-
-
-sampling_dtype = compute_dtype
-
-
 def pack(latents_BC1HW: torch.Tensor) -> torch.Tensor:
     """(B, N, 4 C): a token of each 2x2 latents, channels first."""
     squares = latents_BC1HW[:, :, 0].unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # B C H/2 2 W/2 2
@@ -206,53 +111,110 @@ def unpack(tokens_BND: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return squares.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
 
-def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-    """Classifier-free guidance, but each token has the norm of the conditional one."""
-    tokens, guided = pack(conditional), pack(base.guide(conditional, unconditional, scale))
-    norm, guided_norm = (torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) for vectors in (tokens, guided))
-    return unpack(guided * (norm / guided_norm), conditional.shape)
+class QwenImage(ModelFamily):
+    TRANSFORMER = QwenImageTransformer2DModel
+    # The image's attention, as other trainers have it by default; the text's are add_q_proj and its like.
+    LORA_TARGETS = r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|to_out\.0)"
+    # All of the blocks: a third of the weights is modulations. The first block's of the image is left out, as in the
+    # 4-bit checkpoint that diffusers publishes (diffusers/Qwen-Image-Layered-modular).
+    QUANTIZED = r"transformer_blocks\.(?!0\.img_mod)\d+\..*"
 
+    def check(self, source: str, config: Any) -> None:
+        if config.guidance_embeds:
+            raise ValueError(f"{source}: a guidance-distilled model can't be trained")
 
-def model_inputs(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> dict[str, Any]:
-    """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute dtype in
-    thousandths, as at inference."""
-    if task not in ("t2i", "i2i"):
-        raise ValueError(f"Qwen-Image has no task {task!r}; valid: t2i, and i2i of Qwen-Image-Edit")
-    if bool(references := batch.references) != (task == "i2i"):
-        raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
-    assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
-    sides = [latents.shape[-2:] for latents in (noisy_BCTHW, *references)]
-    for height, width in sides:
-        if height % 2 or width % 2:
-            stride = FAMILY.spatial_stride
-            raise ValueError(f"{width * stride}x{height * stride} pixels: sides must be multiples of {2 * stride}")
-    dtype = compute_dtype(model)
-    hidden_BND = torch.cat([pack(latents.to(dtype)) for latents in (noisy_BCTHW, *references)], 1)
-    timestep, options = (1000 * sigma_B).float().to(dtype) / 1000, dict[str, torch.Tensor]()
-    if batch.padded:
-        options["text_mask_BL"] = batch.text_mask_BL
-    if model.config.zero_cond_t and not model.zero_cond_t:  # by this module's hooks
-        timestep = torch.cat([timestep, torch.zeros_like(timestep)])
-        given_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device) >= noisy_BCTHW[0, 0].numel() // 4
-        options["modulate_index"] = given_N.int().expand(len(batch), -1)
-    return {
-        "hidden_states": hidden_BND,
-        "timestep": timestep,
-        "encoder_hidden_states": batch.text_BLD.to(dtype),
-        "attention_kwargs": options or None,
-        "img_shapes": [[(1, height // 2, width // 2) for height, width in sides]] * len(batch),
-    }
+    def install(self, model: Any) -> None:
+        install_processors(model)
 
+    def block_tokens(self, block: torch.nn.Module) -> BlockTokens:
+        return BLOCK_TOKENS
 
-def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
-    tokens = noisy_BCTHW[0, 0].numel() // 4
-    return unpack(model(**arguments, return_dict=False)[0][:, :tokens], noisy_BCTHW.shape)
+    def without_gradient(self, model: Any) -> list[torch.nn.Module]:
+        """The layers of the last block that compute the text beyond its keys and values."""
+        last = model.transformer_blocks[-1]
+        return [last.attn.to_add_out, last.txt_mlp]
 
+    def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
+        _, _, frames, height, width = batch.latents_BCTHW.shape
+        return TokenGrid(frames, height // 2, width // 2, batch.text_BLD.shape[1])
 
-if TYPE_CHECKING:
-    from trainer.families import qwen_image as this_module
+    def dense_attention(self, model: Any) -> tuple[list[Any], int]:
+        raise ValueError("Qwen-Image attends to image and text at once, and the text's padding needs a mask")
 
-    _checked: FamilyModule = this_module
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+        taken: list[Any] = []  # the same for all of them: rotary embeddings, and which tokens have noise, or None
+
+        def take(
+            block: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            by_name = "image_rotary_emb" in named
+            (image, text), index_BN = (
+                (named["image_rotary_emb"], named["modulate_index"])
+                if by_name
+                else (inputs[ROTARY], inputs[MODULATION])
+            )
+            if not taken:
+                taken.extend([(kept.take(image[None]), text), None if index_BN is None else kept.take(index_BN)])
+            if by_name:
+                return inputs, named | {"image_rotary_emb": taken[0], "modulate_index": taken[1]}
+            return (
+                *inputs[:ROTARY],
+                taken[0],
+                *inputs[ROTARY + 1 : MODULATION],
+                taken[1],
+                *inputs[MODULATION + 1 :],
+            ), named
+
+        return [block.register_forward_pre_hook(take, with_kwargs=True) for block in blocks]
+
+    def compute_dtype(self, model: Any) -> torch.dtype:
+        """The dtype of frozen weights; adapters may be float32."""
+        return model.img_in.weight.dtype
+
+    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
+        """Classifier-free guidance, but each token has the norm of the conditional one."""
+        tokens, guided = pack(conditional), pack(super().guide(conditional, unconditional, scale))
+        norm, guided_norm = (torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) for vectors in (tokens, guided))
+        return unpack(guided * (norm / guided_norm), conditional.shape)
+
+    def model_inputs(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> dict[str, Any]:
+        """Keyword arguments of the transformer's forward pass. T must be 1. The timestep is rounded to the compute
+        dtype in thousandths, as at inference."""
+        if task not in ("t2i", "i2i"):
+            raise ValueError(f"Qwen-Image has no task {task!r}; valid: t2i, and i2i of Qwen-Image-Edit")
+        if bool(references := batch.references) != (task == "i2i"):
+            raise ValueError(f"{task} with {len(references)} references: a batch of i2i has some, and one of t2i none")
+        assert noisy_BCTHW.shape[2] == 1, f"images have one frame, not {noisy_BCTHW.shape[2]}"
+        sides = [latents.shape[-2:] for latents in (noisy_BCTHW, *references)]
+        for height, width in sides:
+            if height % 2 or width % 2:
+                stride = FAMILY.spatial_stride
+                raise ValueError(f"{width * stride}x{height * stride} pixels: sides must be multiples of {2 * stride}")
+        dtype = self.compute_dtype(model)
+        hidden_BND = torch.cat([pack(latents.to(dtype)) for latents in (noisy_BCTHW, *references)], 1)
+        timestep, options = (1000 * sigma_B).float().to(dtype) / 1000, dict[str, torch.Tensor]()
+        if batch.padded:
+            options["text_mask_BL"] = batch.text_mask_BL
+        if model.config.zero_cond_t and not model.zero_cond_t:  # by this module's hooks
+            timestep = torch.cat([timestep, torch.zeros_like(timestep)])
+            given_N = torch.arange(hidden_BND.shape[1], device=hidden_BND.device) >= noisy_BCTHW[0, 0].numel() // 4
+            options["modulate_index"] = given_N.int().expand(len(batch), -1)
+        return {
+            "hidden_states": hidden_BND,
+            "timestep": timestep,
+            "encoder_hidden_states": batch.text_BLD.to(dtype),
+            "attention_kwargs": options or None,
+            "img_shapes": [[(1, height // 2, width // 2) for height, width in sides]] * len(batch),
+        }
+
+    def set_timesteps(self, scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+        set_linear_sigmas(scheduler, steps, tokens, device)
+
+    def predict(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> torch.Tensor:
+        arguments = self.model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+        tokens = noisy_BCTHW[0, 0].numel() // 4
+        return unpack(model(**arguments, return_dict=False)[0][:, :tokens], noisy_BCTHW.shape)

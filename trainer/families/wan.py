@@ -1,105 +1,24 @@
 """Wan 2.1 text to video and Wan 2.2 TI2V-5B: the transformer, its inputs (equal to the pipelines'), and what LoRA
-adapts. See FamilyModule.
+adapts. See ModelFamily.
 
 The transformer has no mask for text, and attends to zeros behind the real tokens. The pipelines pad to 512 tokens, so
 every batch is padded to as many, and a sample's prediction does not depend on how long the others' texts are.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch.utils.hooks import RemovableHandle
 
-from cache.models.weights import load_part
 from schemas.catalog import FAMILIES
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families import base
-from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
+from trainer.families.base import KeptTokens, ModelFamily, TokenGrid
 
 TEXT_LENGTH = FAMILIES["wan2.1"].templates["t2v"].max_length
-LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
-QUANTIZED = LORA_TARGETS
-UNGUIDED_SCALE = 1.0
-guide = base.guide
-set_timesteps = base.set_timesteps
-postprocess_latents = base.as_denoised
-block_tokens = base.first_tokens
-without_gradient = base.all_have_gradient
-
-
-def load(
-    source: str,
-    revision: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    part: str = "transformer",
-) -> WanTransformer3DModel:
-    """Time embedding, modulations and norms stay in float32 for any dtype: never call `.to(dtype)` on the result."""
-    model = load_part(WanTransformer3DModel, source, revision, part, torch_dtype=dtype)
-    if model.config.image_dim is not None or model.config.in_channels != model.config.out_channels:
-        raise ValueError(f"{source}: a transformer that reads an encoded image beside the noise can't be trained")
-    return model.to(device)
-
-
-def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
-    model = WanTransformer3DModel.from_config(dict(config))
-    for name, weight in model.named_parameters():
-        if not {*WanTransformer3DModel._keep_in_fp32_modules} & {*name.split(".")}:
-            weight.data = weight.data.to(dtype)
-    return model
-
-
-def clean_frames(task: Task) -> int:
-    return 1 if task == "i2v" else 0
-
-
-def blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.blocks]
-
-
-def visual_blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.blocks]
-
-
-def token_grid(model: Any, batch: Batch) -> TokenGrid:
-    sizes = zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
-    frames, rows, columns = (size // patch for size, patch in sizes)
-    return TokenGrid(frames, rows, columns, TEXT_LENGTH)
-
-
-def hidden_size(model: Any) -> int:
-    return model.config.num_attention_heads * model.config.attention_head_dim
-
-
-def dense_attention(model: Any) -> tuple[list[Any], int]:
-    return [block.attn1 for block in model.blocks], model.config.attention_head_dim
-
-
-def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    taken: list[tuple[torch.Tensor, ...]] = []  # the same for all of them
-
-    def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        visual_BKD, text, time, rotary = inputs
-        if not taken:
-            taken.append(tuple(kept.take(values) for values in rotary))
-        # (B, 6, D), or where given frames have a time of their own (B, N, 6, D). It may have a gradient, and what is
-        # computed once would be missing where gradient checkpointing computes a block again.
-        return visual_BKD, text, kept.take(time) if time.ndim == 4 else time, taken[0]
-
-    return [block.register_forward_pre_hook(take) for block in blocks]
-
-
-def compute_dtype(model: Any) -> torch.dtype:
-    """The dtype of frozen weights; adapters, modulations and norms may be float32."""
-    return model.patch_embedding.weight.dtype
-
-
-def sampling_dtype(model: Any) -> torch.dtype:
-    return torch.float32
 
 
 def pad_texts(text_BLD: torch.Tensor) -> torch.Tensor:
@@ -109,42 +28,77 @@ def pad_texts(text_BLD: torch.Tensor) -> torch.Tensor:
     return F.pad(text_BLD, (0, 0, 0, TEXT_LENGTH - length))
 
 
-def model_inputs(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> dict[str, Any]:
-    """Keyword arguments of the transformer's forward pass.
+class Wan(ModelFamily):
+    TRANSFORMER = WanTransformer3DModel
+    FLOAT32_MODULES = frozenset(WanTransformer3DModel._keep_in_fp32_modules)  # time embedding, modulations and norms
+    LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
+    QUANTIZED = LORA_TARGETS
 
-    i2v: frame 0 of the latent is the clean first frame, whose tokens have the timestep 0, the others the sample's, all
-    in order (B, N). t2v: (B,), with which the transformer gives the same as with a timestep for each token, and
-    computes the modulations of a sample once.
-    """
-    dtype, timestep = compute_dtype(model), (1000 * sigma_B).float()
-    if task == "i2v":
-        _, rows, columns = model.config.patch_size
-        grid_THW = torch.ones(noisy_BCTHW[0, 0, :, ::rows, ::columns].shape, device=noisy_BCTHW.device)
-        grid_THW[: clean_frames(task)] = 0
-        timestep = timestep[:, None] * grid_THW.flatten()
-    return {
-        "hidden_states": initial_latents(noisy_BCTHW, batch, task).to(dtype),
-        "timestep": timestep,
-        "encoder_hidden_states": pad_texts(batch.text_BLD.to(dtype)),
-    }
+    def check(self, source: str, config: Any) -> None:
+        if config.image_dim is not None or config.in_channels != config.out_channels:
+            raise ValueError(f"{source}: a transformer that reads an encoded image beside the noise can't be trained")
 
+    def clean_frames(self, task: Task) -> int:
+        return 1 if task == "i2v" else 0
 
-def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
-    return model(**arguments, return_dict=False)[0]
+    def blocks(self, model: Any) -> list[torch.nn.Module]:
+        return [*model.blocks]
 
+    def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
+        sizes = zip(batch.latents_BCTHW.shape[2:], model.config.patch_size, strict=True)
+        frames, rows, columns = (size // patch for size, patch in sizes)
+        return TokenGrid(frames, rows, columns, TEXT_LENGTH)
 
-def initial_latents(noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    if task != "i2v":
-        return noise_BCTHW
-    if batch.condition_BCTHW is None:
-        raise ValueError("i2v needs the condition's latent, and this batch has none; run encode-latents")
-    return torch.cat([batch.condition_BCTHW.to(noise_BCTHW.dtype), noise_BCTHW[:, :, 1:]], 2)
+    def dense_attention(self, model: Any) -> tuple[list[Any], int]:
+        return [block.attn1 for block in model.blocks], model.config.attention_head_dim
 
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+        taken: list[tuple[torch.Tensor, ...]] = []  # the same for all of them
 
-if TYPE_CHECKING:
-    from trainer.families import wan as this_module
+        def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            visual_BKD, text, time, rotary = inputs
+            if not taken:
+                taken.append(tuple(kept.take(values) for values in rotary))
+            # (B, 6, D), or if given frames have a time of their own (B, N, 6, D). It may have a gradient, and what is
+            # computed once would be missing when gradient checkpointing computes a block again.
+            return visual_BKD, text, kept.take(time) if time.ndim == 4 else time, taken[0]
 
-    _checked: FamilyModule = this_module
+        return [block.register_forward_pre_hook(take) for block in blocks]
+
+    def compute_dtype(self, model: Any) -> torch.dtype:
+        """The dtype of frozen weights; adapters, modulations and norms may be float32."""
+        return model.patch_embedding.weight.dtype
+
+    def model_inputs(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> dict[str, Any]:
+        """Keyword arguments of the transformer's forward pass.
+
+        i2v: frame 0 of the latent is the clean first frame, whose tokens have the timestep 0, the other tokens the
+        sample's, all in order (B, N). t2v: (B,), with which the transformer gives the same as with a timestep for each
+        token, and computes the modulations of a sample once.
+        """
+        dtype, timestep = self.compute_dtype(model), (1000 * sigma_B).float()
+        if task == "i2v":
+            _, rows, columns = model.config.patch_size
+            grid_THW = torch.ones(noisy_BCTHW[0, 0, :, ::rows, ::columns].shape, device=noisy_BCTHW.device)
+            grid_THW[: self.clean_frames(task)] = 0
+            timestep = timestep[:, None] * grid_THW.flatten()
+        return {
+            "hidden_states": self.initial_latents(noisy_BCTHW, batch, task).to(dtype),
+            "timestep": timestep,
+            "encoder_hidden_states": pad_texts(batch.text_BLD.to(dtype)),
+        }
+
+    def predict(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> torch.Tensor:
+        arguments = self.model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+        return model(**arguments, return_dict=False)[0]
+
+    def initial_latents(self, noise_BCTHW: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
+        if task != "i2v":
+            return noise_BCTHW
+        if batch.condition_BCTHW is None:
+            raise ValueError("i2v needs the condition's latent, and this batch has none; run encode-latents")
+        return torch.cat([batch.condition_BCTHW.to(noise_BCTHW.dtype), noise_BCTHW[:, :, 1:]], 2)

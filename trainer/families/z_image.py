@@ -1,120 +1,89 @@
-"""Z-Image: the transformer, its inputs (equal to ZImagePipeline's), and what LoRA adapts. See FamilyModule.
+"""Z-Image: the transformer, its inputs (equal to ZImagePipeline's), and what LoRA adapts. See ModelFamily.
 
 Its blocks compute visual tokens and text jointly: first the visual ones, padded to a multiple of 32 with a learned
 token, then the text, padded likewise. Both lengths are the sample's own, and what pads a batch is masked.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from torch.utils.hooks import RemovableHandle
 
-from cache.models.weights import load_part
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families import base
-from trainer.families.base import FamilyModule, KeptTokens, TokenGrid
+from trainer.families.base import KeptTokens, ModelFamily, TokenGrid, set_linear_sigmas
 
-LORA_TARGETS = (
-    r"(noise_refiner|context_refiner|layers)\.\d+\.(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.w[123])"
-)
-QUANTIZED = LORA_TARGETS
-UNGUIDED_SCALE = 0.0
 PATCH = 2
-set_timesteps = partial(base.set_linear_sigmas, linspace=torch.linspace)
-clean_frames = base.no_clean_frames
-initial_latents = base.noise_alone
-postprocess_latents = base.as_denoised
-block_tokens = base.first_tokens
-without_gradient = base.all_have_gradient
 
 
-def load(
-    source: str,
-    revision: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    part: str = "transformer",
-) -> ZImageTransformer2DModel:
-    model = load_part(ZImageTransformer2DModel, source, revision, part, torch_dtype=dtype)
-    if model.config.siglip_feat_dim is not None:
-        raise ValueError(f"{source}: a transformer that reads images beside the text (Z-Image-Omni) can't be trained")
-    return model.to(device)
+class ZImage(ModelFamily):
+    TRANSFORMER = ZImageTransformer2DModel
+    LORA_TARGETS = (
+        r"(noise_refiner|context_refiner|layers)\.\d+\.(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.w[123])"
+    )
+    QUANTIZED = LORA_TARGETS
+    UNGUIDED_SCALE = 0.0
 
+    def check(self, source: str, config: Any) -> None:
+        if config.siglip_feat_dim is not None:
+            raise ValueError(
+                f"{source}: a transformer that reads images beside the text (Z-Image-Omni) can't be trained"
+            )
 
-def untrained(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> ZImageTransformer2DModel:
-    return base.cast_weights(ZImageTransformer2DModel.from_config(dict(config)), dtype)
+    def blocks(self, model: Any) -> list[torch.nn.Module]:
+        return [*model.noise_refiner, *model.context_refiner, *model.layers]
 
+    def visual_blocks(self, model: Any) -> list[torch.nn.Module]:
+        return [*model.layers]
 
-def blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.noise_refiner, *model.context_refiner, *model.layers]
+    def token_grid(self, model: Any, batch: Batch) -> TokenGrid:
+        _, _, frames, height, width = batch.latents_BCTHW.shape
+        return TokenGrid(frames, height // PATCH, width // PATCH, batch.text_BLD.shape[1])
 
+    def hidden_size(self, model: Any) -> int:
+        return model.config.dim
 
-def visual_blocks(model: Any) -> list[torch.nn.Module]:
-    return [*model.layers]
+    def dense_attention(self, model: Any) -> tuple[list[Any], int]:
+        raise ValueError("its attention is joint with the text, whose padding is masked in a batch")
 
+    def route_blocks(self, blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
+        taken: dict[str, Any] = {}  # the same for all of them
 
-def token_grid(model: Any, batch: Batch) -> TokenGrid:
-    _, _, frames, height, width = batch.latents_BCTHW.shape
-    return TokenGrid(frames, height // PATCH, width // PATCH, batch.text_BLD.shape[1])
+        def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden, mask, rotary, *others = inputs
+            if not taken:
+                taken["mask"], taken["rotary"] = None if mask is None else kept.take(mask), kept.take(rotary)
+            return hidden, taken["mask"], taken["rotary"], *others
 
+        return [block.register_forward_pre_hook(take) for block in blocks]
 
-def hidden_size(model: Any) -> int:
-    return model.config.dim
+    def compute_dtype(self, model: Any) -> torch.dtype:
+        """The dtype of frozen weights; adapters may be float32."""
+        return model.x_pad_token.dtype
 
+    def model_inputs(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> dict[str, Any]:
+        """Arguments of the transformer's forward pass: images (C, 1, h, w) and texts (L, D), each of its own length. T
+        must be 1. Its timestep is 0 for noise and 1 for data."""
+        dtype = self.compute_dtype(model)
+        texts = batch.text_BLD.to(dtype).unbind()
+        return {
+            "x": [*noisy_BCTHW.to(dtype).unbind()],
+            "t": (1000 - (1000 * sigma_B).float()) / 1000,
+            "cap_feats": [text_LD[:length] for text_LD, length in zip(texts, batch.lengths, strict=True)],
+        }
 
-def dense_attention(model: Any) -> tuple[list[Any], int]:
-    raise ValueError("its attention is joint with the text, whose padding is masked in a batch")
+    def set_timesteps(self, scheduler: Any, steps: int, tokens: int, device: torch.device) -> None:
+        set_linear_sigmas(scheduler, steps, tokens, device, torch.linspace)
 
+    def predict(
+        self, model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
+    ) -> torch.Tensor:
+        arguments = self.model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
+        return -torch.stack(model(**arguments, return_dict=False)[0])
 
-def route_blocks(blocks: Sequence[torch.nn.Module], kept: KeptTokens) -> list[RemovableHandle]:
-    taken: dict[str, Any] = {}  # the same for all of them
-
-    def take(block: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, mask, rotary, *others = inputs
-        if not taken:
-            taken["mask"], taken["rotary"] = None if mask is None else kept.take(mask), kept.take(rotary)
-        return hidden, taken["mask"], taken["rotary"], *others
-
-    return [block.register_forward_pre_hook(take) for block in blocks]
-
-
-def compute_dtype(model: Any) -> torch.dtype:
-    """The dtype of frozen weights; adapters may be float32."""
-    return model.x_pad_token.dtype
-
-
-def sampling_dtype(model: Any) -> torch.dtype:
-    return torch.float32
-
-
-def model_inputs(
-    model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task
-) -> dict[str, Any]:
-    """Arguments of the transformer's forward pass: images (C, 1, h, w) and texts (L, D), each of its own length. T must
-    be 1. Its timestep is 0 for noise and 1 for data."""
-    dtype = compute_dtype(model)
-    texts = batch.text_BLD.to(dtype).unbind()
-    return {
-        "x": [*noisy_BCTHW.to(dtype).unbind()],
-        "t": (1000 - (1000 * sigma_B).float()) / 1000,
-        "cap_feats": [text_LD[:length] for text_LD, length in zip(texts, batch.lengths, strict=True)],
-    }
-
-
-def predict(model: Any, noisy_BCTHW: torch.Tensor, sigma_B: torch.Tensor, batch: Batch, task: Task) -> torch.Tensor:
-    arguments = model_inputs(getattr(model, "module", model), noisy_BCTHW, sigma_B, batch, task)
-    return -torch.stack(model(**arguments, return_dict=False)[0])
-
-
-def guide(conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
-    return conditional + scale * (conditional - unconditional)
-
-
-if TYPE_CHECKING:
-    from trainer.families import z_image as this_module
-
-    _checked: FamilyModule = this_module
+    def guide(self, conditional: torch.Tensor, unconditional: torch.Tensor, scale: float) -> torch.Tensor:
+        return conditional + scale * (conditional - unconditional)

@@ -23,7 +23,7 @@ from schemas.references import REFERENCE_PARTS
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, module_of
+from trainer.families.base import ModelFamily, module_of
 from trainer.memory.meter import (
     META,
     KernelMode,
@@ -233,7 +233,7 @@ def sum_bytes(weights: Iterable[torch.nn.Parameter]) -> int:
 
 
 def step_memory(
-    model: Any, family: FamilyModule, config: Config, bucket: str, text_length: int, kernels: KernelMode
+    model: Any, family: ModelFamily, config: Config, bucket: str, text_length: int, kernels: KernelMode
 ) -> tuple[int, int]:
     """(bytes of activations on the host at most, bytes on the device at most, weights included) of the forward and
     backward passes of one step."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents th
 
 from schemas.config.training import Optimizer
 from schemas.optimizers import find_optimizer
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.run.optimizer_state import collect
 from trainer.setup.optimizers import averages_weights, find_class, make_optimizer
 from trainer.setup.quantize import base_matrices, can_quantize, packed_bytes
@@ -181,7 +181,7 @@ class DequantizedProduct(torch.autograd.Function):
         return torch.matmul(grad, matrix), None, None
 
 
-def quantize_shapes(model: Any, family: FamilyModule, name: str) -> None:
+def quantize_shapes(model: Any, family: ModelFamily, name: str) -> None:
     """Do what `quantize_base` does, to a model on the meta device."""
     for path, part in base_matrices(model, family).items():
         if can_quantize(part, name):

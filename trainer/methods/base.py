@@ -15,7 +15,7 @@ from schemas.errors import USAGE, LatentpressError
 from schemas.family import Task
 from trainer import flow
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule, TokenGrid
+from trainer.families.base import ModelFamily, TokenGrid
 from trainer.noise import seeded_noise, seeded_uniform
 
 
@@ -54,7 +54,7 @@ class MethodStep:
     number: int
     steps: int
     model: Any
-    family: FamilyModule
+    family: ModelFamily
     task: Task
     predict: Predict
     most_passes: Callable[[int], int]
@@ -98,7 +98,7 @@ class Method:
     """Does nothing; a method overrides what it needs. The tensors that it needs are named by its section. Eval loss and
     validation call nothing of it."""
 
-    def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def setup(self, model: Any, family: ModelFamily, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Called once, before weights are loaded: MethodError where the method can't be used.
 
         model: the transformer on the meta device, without weights. shapes: those of one sample's tensors, by name.

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.hooks import RemovableHandle
 
 from schemas.config.methods import CREPA
-from trainer.families.base import FIRST_TOKENS, FamilyModule
+from trainer.families.base import FIRST_TOKENS, ModelFamily
 from trainer.methods.base import Method, MethodError, MethodStep
 from trainer.schedules import scheduled_value
 
@@ -46,7 +46,7 @@ class CREPAMethod(Method):
         self._hook: RemovableHandle | None = None
         self._tokens = FIRST_TOKENS  # where the block has those that it computes
 
-    def setup(self, model: Any, family: FamilyModule, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def setup(self, model: Any, family: ModelFamily, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._width = family.hidden_size(model)
         linear = torch.nn.Linear(self._width, shapes["vision"][-1])
         parts = {"norm": torch.nn.LayerNorm(self._width), "linear": linear}

@@ -13,14 +13,14 @@ from schemas.config.adapter import Adapter
 from trainer.adapters.files import load_layers
 from trainer.adapters.header import AdapterError, AdapterFile, check_fits, initial_scale, read_initial
 from trainer.adapters.names import resolve_names
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.setup import adapters
 from trainer.setup.adapters import choose_targets, lora_state
 
 
 def make_trainable(
     model: Any,
-    family: FamilyModule,
+    family: ModelFamily,
     adapter: Adapter,
     weight_precision: str = "float32",
     scales: Mapping[str, tuple[int, float]] | None = None,
@@ -56,7 +56,7 @@ def make_trainable(
         load_weights(model, file)
 
 
-def unfreeze(model: Any, targets: Sequence[str] | None, family: FamilyModule) -> None:
+def unfreeze(model: Any, targets: Sequence[str] | None, family: ModelFamily) -> None:
     """Train the parameters that a pattern matches whole, by their own path or that of a module around them; None: all.
     Those without a gradient stay frozen. AdapterError for a pattern without matches."""
     model.requires_grad_(targets is None)
@@ -83,7 +83,7 @@ def unfreeze(model: Any, targets: Sequence[str] | None, family: FamilyModule) ->
 
 
 def fit_initial(
-    model: Any, family: FamilyModule, file: AdapterFile, adapter: Adapter
+    model: Any, family: ModelFamily, file: AdapterFile, adapter: Adapter
 ) -> tuple[AdapterFile, dict[str, tuple[int, float]]]:
     """The file with module paths for names, and of each module that it adapts the full path, rank and alpha.
     AdapterError where the model has no such module or one of another size, or `train.adapter.targets` chooses others.

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from cache.runs.training_checks import RunError
 from schemas.config.training import Offload, Train
 from schemas.devices import STREAM_DEVICES, pins_memory
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.setup.quantize import remake
 
 MOST_GRAPHS = 64  # of a class of blocks: shapes of pictures and text, with and without gradient
@@ -190,7 +190,7 @@ def loading_device(offload: Offload, sharded: bool, device: torch.device) -> tor
     return torch.device("cpu") if offload.blocks or sharded else device
 
 
-def reduce_memory(model: Any, family: FamilyModule, settings: Train, device: torch.device) -> None:
+def reduce_memory(model: Any, family: ModelFamily, settings: Train, device: torch.device) -> None:
     """Set up gradient checkpointing and block offload of a model whose trained weights are attached."""
     blocks = family.blocks(model)
     if settings.gradient_checkpointing:

@@ -9,7 +9,7 @@ from schemas.config.pipeline import Config
 from schemas.devices import device_name
 from trainer import flow
 from trainer.adapters.header import read_assistant, read_initial
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.run.run_state import train_shift
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
 from trainer.setup.assistant import match_modules
@@ -25,7 +25,7 @@ PROBED_TOKENS = 1024  # of an image for which a scheduler is tried
 
 
 def check_start(
-    config: Config, family: FamilyModule, device: torch.device, ranks: int = 1, sharded: bool = False
+    config: Config, family: ModelFamily, device: torch.device, ranks: int = 1, sharded: bool = False
 ) -> None:
     """Every check that needs torch, and neither weights nor a set, except for attention backends. sharded: see
     `check_optimizer`."""
@@ -35,7 +35,7 @@ def check_start(
     check_setup(config, family, device)
 
 
-def check_setup(config: Config, family: FamilyModule, device: torch.device) -> None:
+def check_setup(config: Config, family: ModelFamily, device: torch.device) -> None:
     """RunError for a base_precision or init_weights that model or device can't have; AdapterError for targets and
     patterns that match nothing, and an initial adapter of another model."""
     name, adapter = config.train.base_precision, config.train.adapter
@@ -79,7 +79,7 @@ def check_setup(config: Config, family: FamilyModule, device: torch.device) -> N
         )
 
 
-def check_scheduler(config: Config, family: FamilyModule, data: TrainSet) -> None:
+def check_scheduler(config: Config, family: ModelFamily, data: TrainSet) -> None:
     """RunError if the checkpoint's scheduler, by which validation prompts are denoised, is missing, or can't have the
     family's noise levels or validation.shift."""
     if not data.meta["validation"]:

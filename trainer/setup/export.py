@@ -14,7 +14,7 @@ from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
 from trainer.adapters.names import DIFFUSERS_NAMES
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.run.sharded import gather_all, is_sharded
 from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
 from trainer.setup.attach import make_trainable
@@ -23,7 +23,7 @@ from trainer.setup.load import model_shape
 
 def export_weights(
     model: Any,
-    family: FamilyModule,
+    family: ModelFamily,
     config: Config,
     folder: Path | None,
     notes: Mapping[str, str],
@@ -51,7 +51,7 @@ def export_weights(
     return written
 
 
-def gather_model(model: Any, family: FamilyModule, config: Config, keep: bool) -> Any:
+def gather_model(model: Any, family: ModelFamily, config: Config, keep: bool) -> Any:
     """A model on the host with the whole weights that are saved, the others on the meta device; None where not kept.
     Every process calls it."""
     adapter = config.train.adapter

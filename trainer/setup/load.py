@@ -14,11 +14,11 @@ from cache.runs.training_checks import RunError, train_precision
 from cache.store.store import Store
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from trainer.families.base import FamilyModule, module_of
+from trainer.families.base import ModelFamily, module_of
 
 
 def load_transformer(
-    config: Config, family: FamilyModule, device: torch.device, load: Callable[..., Any] | None = None
+    config: Config, family: ModelFamily, device: torch.device, load: Callable[..., Any] | None = None
 ) -> tuple[Any, torch.dtype | None]:
     """The transformer on the device, and the dtype of autocast, None without it. RunError where it can't be trained.
 

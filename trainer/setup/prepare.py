@@ -27,7 +27,7 @@ from schemas.text_format import shown_path
 from trainer.adapters.header import read_assistant
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
-from trainer.families.base import FamilyModule, module_of
+from trainer.families.base import ModelFamily, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
 from trainer.run import checkpoint, resume, run_state
@@ -66,7 +66,7 @@ class TrainState:
     watch: RankWatch
     files: RunFiles
     loader: BatchLoader
-    family: FamilyModule
+    family: ModelFamily
     methods: dict[str, Method]
     signature: dict[str, Any]  # what a checkpoint and its continuation must have in common
     bad_steps: BadStepCounter
@@ -266,7 +266,7 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     return denoiser
 
 
-def set_up_methods(methods: Mapping[str, Method], config: Config, family: FamilyModule, data: TrainSet) -> None:
+def set_up_methods(methods: Mapping[str, Method], config: Config, family: ModelFamily, data: TrainSet) -> None:
     """`Method.setup` of each; MethodError where one can't be used. Reads the transformer's config.json and a sample."""
     if not methods:
         return

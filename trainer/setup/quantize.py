@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.setup.adapters import choose_targets
 
 MIB = 1 << 20
@@ -69,7 +69,7 @@ def stored_bytes(weight: torch.Tensor) -> int:
     return sum(part.nbytes for part in take_apart(weight)[0])
 
 
-def base_matrices(model: Any, family: FamilyModule) -> dict[str, torch.nn.Linear]:
+def base_matrices(model: Any, family: ModelFamily) -> dict[str, torch.nn.Linear]:
     """Full path -> linear layer of those that may be quantized."""
     paths = choose_targets(model, [family.QUANTIZED])
     return {path: part for path in paths if isinstance(part := model.get_submodule(path), torch.nn.Linear)}
@@ -87,7 +87,7 @@ def packed_bytes(part: torch.nn.Linear, name: str) -> int:
 
 
 def quantize_base(
-    model: Any, family: FamilyModule, name: str, via: str, device: torch.device, home: torch.device | None = None
+    model: Any, family: ModelFamily, name: str, via: str, device: torch.device, home: torch.device | None = None
 ) -> str:
     """Quantize the base in place and move it to `place`, by default the device; returns a remark for the log.
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from schemas.config.training import Parallel, Train
 from schemas.devices import pins_memory
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.setup.quantize import take_apart
 
 #: With older versions a group of modules does not come back whole from torch.utils.checkpoint.
@@ -70,7 +70,7 @@ def by_turns(accelerator: Accelerator, wanted: bool, note: Callable[[str], objec
 
 def shard_model(
     model: Any,
-    family: FamilyModule,
+    family: ModelFamily,
     methods: Mapping[str, torch.nn.Module],
     settings: Parallel,
     device: torch.device,

@@ -24,7 +24,7 @@ from schemas.config.training import Offload, Parallel, Train
 from schemas.devices import DeviceNotFound, find_device
 from schemas.family import Task
 from trainer.batch import Batch
-from trainer.families.base import FamilyModule
+from trainer.families.base import ModelFamily
 from trainer.run.rank_watch import RankLostError
 from trainer.setup.adapters import adapter_off
 from trainer.setup.blocks import around_forward
@@ -42,7 +42,7 @@ class Denoiser(torch.nn.Module):
     def __init__(
         self,
         model: torch.nn.Module,
-        family: FamilyModule,
+        family: ModelFamily,
         task: Task,
         autocast: torch.dtype | None,
         methods: Mapping[str, torch.nn.Module],

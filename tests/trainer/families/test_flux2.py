@@ -15,6 +15,7 @@ from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, 
 from trainer.batch import Batch, pad_text
 from trainer.families import flux2
 from trainer.families.base import KeptTokens
+from trainer.families.flux2 import Flux2
 from trainer.methods.tread import begin, end
 from trainer.setup import export
 from trainer.validation import denoise, load_scheduler
@@ -101,9 +102,9 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         width=80,
         **({"image": images} if images else {}),
     )
-    model, scheduler = flux2.load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
+    model, scheduler = Flux2().load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
     task = "i2i" if references else "t2i"
-    made = denoise(model, flux2, task, batch, negative, noise, scheduler, 5, guidance)
+    made = denoise(model, Flux2(), task, batch, negative, noise, scheduler, 5, guidance)
     assert made.shape == noise.shape and made.dtype == dtype and not made.requires_grad
     assert wanted.std() > 0.1 and (wanted.float() - noise[:, :, 0]).std() > 0.1
     difference = (made[:, :, 0] - wanted).abs().max().item()
@@ -117,7 +118,7 @@ def test_the_shift_by_tokens_and_steps_is_the_pipelines():
     for tokens in (64, 1024, 4300, 4301, 9216):
         for steps in (4, 50, 200):
             assert flux2.compute_mu(tokens, steps) == pytest.approx(compute_empirical_mu(tokens, steps), rel=1e-12)
-        flux2.set_timesteps(scheduler, 50, tokens, torch.device("cpu"))
+        Flux2().set_timesteps(scheduler, 50, tokens, torch.device("cpu"))
         shift, sigma = flux2.FAMILY.shift_by_tokens(tokens), 0.5
         assert scheduler.sigmas[25].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
 
@@ -130,7 +131,7 @@ def test_a_scheduler_with_noise_levels_of_its_own_keeps_them():
         )
         for _ in range(2)
     ]
-    flux2.set_timesteps(schedulers[0], 4, 256, torch.device("cpu"))
+    Flux2().set_timesteps(schedulers[0], 4, 256, torch.device("cpu"))
     schedulers[1].set_timesteps(4, mu=compute_empirical_mu(256, 4))
     assert torch.equal(schedulers[0].sigmas, schedulers[1].sigmas)
 
@@ -140,7 +141,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
     """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths each by
     itself, as the pipeline has no mask."""
     folder, task = tiny(KIND), "i2i" if references else "t2i"
-    pipe, model = make_pipeline(folder), flux2.load(str(folder))
+    pipe, model = make_pipeline(folder), Flux2().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
     wanted = []
     with torch.no_grad():
@@ -158,7 +159,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
                 return_dict=False,
             )[0][:, : latents[0, 0].numel()]
             wanted.append(pipe._unpack_latents_with_ids(tokens, pipe._prepare_latent_ids(latents), 3, 5))
-        made = flux2.predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
+        made = Flux2().predict(model, batch.latents_BCTHW, sigma, batch, task)[:, :, 0]
     difference = (made - torch.cat(wanted)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
@@ -167,23 +168,23 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
     """Of one length, as texts are stored, and of several."""
-    model = flux2.load(str(tiny(KIND)))
+    model = Flux2().load(str(tiny(KIND)))
     if checkpointing:
         model.enable_gradient_checkpointing()
     for lengths in ([16, 16, 16], [3, 17, 8]):
-        check_batch_mates(flux2, model, make_batch(lengths), record_property)
-    check_batch_mates(flux2, model, make_batch([3, 8], references=TWO), record_property, task="i2i")
+        check_batch_mates(Flux2(), model, make_batch(lengths), record_property)
+    check_batch_mates(Flux2(), model, make_batch([3, 8], references=TWO), record_property, task="i2i")
 
 
 def test_padding_that_is_stored_counts(tiny):
     """No mask is made of texts of one length: what stands at their end changes the loss."""
-    model, batch = flux2.load(str(tiny(KIND))), make_batch([16, 16])
-    inputs = flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(2), batch, "t2i")
+    model, batch = Flux2().load(str(tiny(KIND))), make_batch([16, 16])
+    inputs = Flux2().model_inputs(model, batch.latents_BCTHW, torch.ones(2), batch, "t2i")
     assert "joint_attention_kwargs" not in inputs
     with torch.no_grad():
-        before = sample_losses(flux2, model, batch)
+        before = sample_losses(Flux2(), model, batch)
         batch.text_BLD[0, 12:] = 0
-        changed = (sample_losses(flux2, model, batch) - before).abs()
+        changed = (sample_losses(Flux2(), model, batch) - before).abs()
     assert changed[0] > 1e-4 and changed[1] == 0
 
 
@@ -210,16 +211,16 @@ def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
 
 def test_a_route_over_both_kinds_of_blocks_equals_its_blocks_by_hand(tiny, record_property):
     """Each sample drops tokens of its own; of two texts one is padded."""
-    model, batch, sigma = flux2.load(str(tiny(KIND))), make_batch([7, 4]), torch.tensor([0.3, 0.7])
+    model, batch, sigma = Flux2().load(str(tiny(KIND))), make_batch([7, 4]), torch.tensor([0.3, 0.7])
     places = torch.tensor([[0, 3, 4, 9, 14], [1, 2, 7, 8, 13]])
-    kept, (first, last) = KeptTokens(places, 15), flux2.blocks(model)[1:3]
+    kept, (first, last) = KeptTokens(places, 15), Flux2().blocks(model)[1:3]
     hooks = [
-        first.register_forward_pre_hook(partial(begin, kept, flux2.block_tokens(first)), with_kwargs=True),
-        last.register_forward_hook(partial(end, kept, flux2.block_tokens(last))),
-        *flux2.route_blocks([first, last], kept),
+        first.register_forward_pre_hook(partial(begin, kept, Flux2().block_tokens(first)), with_kwargs=True),
+        last.register_forward_hook(partial(end, kept, Flux2().block_tokens(last))),
+        *Flux2().route_blocks([first, last], kept),
     ]
     with torch.no_grad():
-        made = flux2.pack(flux2.predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
+        made = flux2.pack(Flux2().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
         for hook in hooks:
             hook.remove()
         for block in model.transformer_blocks:
@@ -257,8 +258,8 @@ def test_packed_latents_come_back():
 
 
 def test_another_task_is_refused(tiny):
-    model, batch = flux2.load(str(tiny(KIND))), make_batch([3])
+    model, batch = Flux2().load(str(tiny(KIND))), make_batch([3])
     with pytest.raises(ValueError, match="no task 't2v'; valid: t2i, i2i"):
-        flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
+        Flux2().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
     with pytest.raises(ValueError, match="i2i with 0 references: a batch of i2i has some"):
-        flux2.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")
+        Flux2().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")

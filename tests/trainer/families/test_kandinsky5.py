@@ -17,6 +17,7 @@ from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
 from trainer.families import kandinsky5_attention as attention
+from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
 from trainer.validation import denoise, load_scheduler
@@ -33,7 +34,7 @@ VIDEO = ("t2v", "i2v")
 PIXELS = (32, 48)  # height, width
 
 
-run = partial(sample_losses, kandinsky5, task="t2v")
+run = partial(sample_losses, Kandinsky5(), task="t2v")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -102,10 +103,10 @@ def test_model_input_equals_prepare_latents(tiny, task):
 @pytest.mark.parametrize("task", VIDEO)
 @pytest.mark.parametrize("size", [(512, 768), (512, 512), (480, 848), (384, 688), (720, 1280), (256, 256)])
 def test_scale_factor_equals_the_pipelines(tiny, task, size):
-    model = kandinsky5.load(str(tiny(KINDS[task])))
+    model = Kandinsky5().load(str(tiny(KINDS[task])))
     latent = (16, 1, size[0] // 8, size[1] // 8)
     batch = make_batch([3], latent, condition=task == "i2v")
-    arguments = kandinsky5.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
+    arguments = Kandinsky5().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
     wanted = make_pipeline(tiny(KINDS[task]), task)._get_scale_factor(*size)
     assert tuple(arguments["scale_factor"]) == wanted
 
@@ -142,8 +143,8 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
         return_dict=False,
     )[0].movedim(-1, 1)
     batch.condition_BCTHW = negative.condition_BCTHW = condition
-    model, scheduler = kandinsky5.load(str(folder), dtype=dtype), load_scheduler(str(folder))
-    made = denoise(model, kandinsky5, task, batch, negative, noise, scheduler, 4, 3.0)
+    model, scheduler = Kandinsky5().load(str(folder), dtype=dtype), load_scheduler(str(folder))
+    made = denoise(model, Kandinsky5(), task, batch, negative, noise, scheduler, 4, 3.0)
     assert made.shape == (1, 16, frames, 4, 6) and made.dtype == dtype
     assert not made.requires_grad, "it would keep every step of it in memory"
     assert wanted.std() > 0.1
@@ -154,19 +155,19 @@ def test_denoised_latents_equal_the_pipelines(tiny, task, dtype, record_property
 
 def test_i2v_without_later_frames_to_compare_with_keeps_its_latents():
     latents = random(1, 16, 4, 4, 4)
-    assert torch.equal(kandinsky5.postprocess_latents(latents, "i2v"), latents)
-    assert not torch.equal(kandinsky5.postprocess_latents(random(1, 16, 5, 4, 4), "i2v"), random(1, 16, 5, 4, 4))
+    assert torch.equal(Kandinsky5().postprocess_latents(latents, "i2v"), latents)
+    assert not torch.equal(Kandinsky5().postprocess_latents(random(1, 16, 5, 4, 4), "i2v"), random(1, 16, 5, 4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", NABLA])
 def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
     folder = str(tiny(kind))
-    model = kandinsky5.load(folder, dtype=dtype)
+    model = Kandinsky5().load(folder, dtype=dtype)
     plain = stock.Kandinsky5Transformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=dtype)
     model.register_to_config(attention_type="regular")  # the stock NABLA needs compiled flex attention
     batch = make_batch([5, 5], (16, 2, 4, 6))
-    arguments = kandinsky5.model_inputs(model, batch.latents_BCTHW, torch.tensor([0.3, 0.9]), batch, "t2v")
+    arguments = Kandinsky5().model_inputs(model, batch.latents_BCTHW, torch.tensor([0.3, 0.9]), batch, "t2v")
     assert arguments.pop("text_mask_BL") is None
     with torch.no_grad():
         ours, theirs = (m(**arguments, return_dict=False) for m in (model, plain))
@@ -176,11 +177,11 @@ def test_without_padding_every_bit_equals_the_stock_model(tiny, dtype, kind):
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("float32_rotary", [True, False])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, float32_rotary, record_property):
-    model = kandinsky5.load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
+    model = Kandinsky5().load(str(tiny(KINDS[task])), float32_rotary=float32_rotary)
     latent = (16, 2 if task in VIDEO else 1, 4, 6)
     batch = make_batch([3, 17, 8], latent, condition=task in ("i2i", "i2v"))
     check_batch_mates(
-        kandinsky5,
+        Kandinsky5(),
         model,
         batch,
         record_property,
@@ -192,29 +193,29 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, float32_rot
 
 
 def test_without_a_mask_losses_do_depend_on_batch_mates(tiny, monkeypatch):
-    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")), float32_rotary=True)
+    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")), float32_rotary=True)
     batch = make_batch([3, 17, 8], (16, 2, 4, 6))
     monkeypatch.setattr(attention.TextMask, "current", None)
-    together, single, _ = by_batch_and_alone(kandinsky5, model, batch, "t2v")
+    together, single, _ = by_batch_and_alone(Kandinsky5(), model, batch, "t2v")
     assert (together - single).abs().max() > 1e-3
 
 
 def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
-    model = kandinsky5.load(str(tiny(KINDS["i2v"])))
+    model = Kandinsky5().load(str(tiny(KINDS["i2v"])))
     batch = make_batch([4], (16, 3, 4, 6), condition=True)
     noisy = random(1, 16, 3, 4, 6, seed=9)
     other = noisy.clone()
     other[:, :, 0] += 5
     with torch.no_grad():
-        first, second = (kandinsky5.predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, other))
+        first, second = (Kandinsky5().predict(model, x, torch.tensor([0.5]), batch, "i2v") for x in (noisy, other))
         assert torch.equal(first, second)
         batch.condition_BCTHW = batch.condition_BCTHW + 1
-        assert not torch.equal(first, kandinsky5.predict(model, noisy, torch.tensor([0.5]), batch, "i2v"))
+        assert not torch.equal(first, Kandinsky5().predict(model, noisy, torch.tensor([0.5]), batch, "i2v"))
 
 
 def with_lora(model):
     torch.manual_seed(0)
-    make_trainable(model, kandinsky5, Adapter(rank=4))
+    make_trainable(model, Kandinsky5(), Adapter(rank=4))
     for name, parameter in adapters.trainable_parameters(model).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -229,7 +230,7 @@ def gradients_of(model, batch) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
     batch = make_batch([3, 17, 8], (16, 2, 4, 6))
-    plain, saving = (with_lora(kandinsky5.load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))
+    plain, saving = (with_lora(Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))) for _ in range(2))
     saving.enable_gradient_checkpointing()
     wanted = gradients_of(plain, batch)
     # Another forward pass with another mask before this one's backward must not reach its recomputation.
@@ -241,7 +242,7 @@ def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
 
 
 def test_checkpointing_that_loses_the_mask_is_refused(tiny):
-    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
+    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))
     model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
     losses = run(model, make_batch([3, 5], (16, 1, 4, 6)))
     with pytest.raises(AssertionError, match="enable_gradient_checkpointing"):
@@ -249,7 +250,7 @@ def test_checkpointing_that_loses_the_mask_is_refused(tiny):
 
 
 def test_a_mask_changed_before_backward_has_no_effect(tiny):
-    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
+    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))
     model.enable_gradient_checkpointing()
     batch, gradients = make_batch([3, 5], (16, 1, 4, 6)), []
     for real in (True, False):
@@ -260,11 +261,11 @@ def test_a_mask_changed_before_backward_has_no_effect(tiny):
 
 
 def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):
-    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")), dtype=torch.bfloat16)
+    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")), dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         kept = "time_embeddings" in name or "modulation" in name
         assert parameter.dtype == (torch.float32 if kept else torch.bfloat16), name
-    assert kandinsky5.compute_dtype(model) == torch.bfloat16
+    assert Kandinsky5().compute_dtype(model) == torch.bfloat16
     assert torch.isfinite(run(with_lora(model), make_batch([3, 5], (16, 1, 4, 6)))).all()
 
 
@@ -277,7 +278,7 @@ def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):
     ],
 )
 def test_a_checkpoint_or_batch_for_another_task_is_refused(tiny, kind, task, message):
-    model = kandinsky5.load(str(tiny(kind)))
+    model = Kandinsky5().load(str(tiny(kind)))
     batch = make_batch([3], condition=task == "i2i")
     with pytest.raises(ValueError, match=message):
-        kandinsky5.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)
+        Kandinsky5().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, task)

@@ -9,8 +9,8 @@ import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
 
 from trainer.batch import Batch
-from trainer.families import kandinsky5
 from trainer.families import kandinsky5_attention as attention
+from trainer.families.kandinsky5 import Kandinsky5
 
 NABLA = "kandinsky5-video-t2v-nabla"
 OTHERS = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
@@ -72,12 +72,12 @@ def nabla_run(tiny, processor=None):
 
     With a float32 rotary: rounding to bfloat16 would make a last bit's difference 60,000 times larger.
     """
-    model = kandinsky5.load(str(tiny(NABLA)), float32_rotary=True)
+    model = Kandinsky5().load(str(tiny(NABLA)), float32_rotary=True)
     model.register_to_config(**SPARSE)
     for block in model.visual_transformer_blocks if processor else ():
         block.self_attention.set_processor(processor)
     batch = make_batch()
-    predicted = kandinsky5.predict(model, batch.latents_BCTHW, torch.tensor([0.5]), batch, "t2v")
+    predicted = Kandinsky5().predict(model, batch.latents_BCTHW, torch.tensor([0.5]), batch, "t2v")
     predicted.square().sum().backward()
     return predicted.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -104,11 +104,11 @@ def test_nabla_is_read_from_the_checkpoint_and_equals_get_sparse_params(tiny):
     transformer = stock.Kandinsky5Transformer3DModel.from_pretrained(tiny(NABLA) / "transformer")
     pipe = diffusers.Kandinsky5T2VPipeline(transformer=transformer, **dict.fromkeys(OTHERS))
     wanted = pipe.get_sparse_params(torch.zeros(1, 5, 32, 48, 33), "cpu")
-    made = attention.sparse_params(kandinsky5.load(str(tiny(NABLA))), 5, 32, 48)
+    made = attention.sparse_params(Kandinsky5().load(str(tiny(NABLA))), 5, 32, 48)
     assert made.keys() == wanted.keys()
     assert torch.equal(made.pop("sta_mask"), wanted.pop("sta_mask"))
     assert made == wanted
-    assert attention.sparse_params(kandinsky5.load(str(tiny("kandinsky5-video-t2v"))), 5, 32, 48) is None
+    assert attention.sparse_params(Kandinsky5().load(str(tiny("kandinsky5-video-t2v"))), 5, 32, 48) is None
 
 
 @pytest.mark.parametrize("window", [(3, 3, 3), (1, 5, 3), (11, 3, 3)])
@@ -144,5 +144,5 @@ def test_a_grid_is_flattened_in_the_order_of_the_blocks(tiny):
     values = torch.arange(4 * 16 * 16 * 2).view(1, 4, 16, 16, 2)
     for kind, blocks in ((NABLA, True), ("kandinsky5-video-t2v", False)):
         wanted, _ = stock.fractal_flatten(values, values, values.shape[:-1], block_mask=blocks)
-        grid = kandinsky5.token_grid(kandinsky5.load(str(tiny(kind))), make_batch())
+        grid = Kandinsky5().token_grid(Kandinsky5().load(str(tiny(kind))), make_batch())
         assert torch.equal(grid.flatten(values), wanted)

@@ -13,6 +13,7 @@ from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, 
 from trainer.batch import Batch, pad_text
 from trainer.families import qwen_image
 from trainer.families.base import KeptTokens
+from trainer.families.qwen_image import QwenImage
 from trainer.methods.tread import begin, end
 from trainer.setup import export
 from trainer.validation import denoise, load_scheduler
@@ -74,8 +75,8 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, guidance, s
         **made_for,
     )[0]
     wanted = pipe._unpack_latents(wanted, 48, 64, 8)
-    model, scheduler = qwen_image.load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
-    made = denoise(model, qwen_image, "t2i", batch, negative, noise, scheduler, 5, guidance)
+    model, scheduler = QwenImage().load(str(folder), dtype=dtype), load_scheduler(str(folder), shift=shift)
+    made = denoise(model, QwenImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
     assert made.shape == (1, 16, 1, 6, 8) and made.dtype == dtype and not made.requires_grad
     assert wanted.std() > 0.1 and (wanted.float() - noise).std() > 0.1
     assert scheduler.sigmas[-2] == pytest.approx(0.02, abs=1e-6)
@@ -90,11 +91,11 @@ def test_the_shift_by_tokens_is_the_pipelines():
         use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
     )
     for tokens in (64, 256, 6889, 8192, 10000):
-        qwen_image.set_timesteps(pipe, 4, tokens, torch.device("cpu"))
+        QwenImage().set_timesteps(pipe, 4, tokens, torch.device("cpu"))
         shift, sigma = qwen_image.FAMILY.shift_by_tokens(tokens), 0.5
         assert pipe.sigmas[2].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), abs=1e-6)
     pipe.register_to_config(shift_terminal=0.02)  # which the installed scheduler makes NaN of one step
-    qwen_image.set_timesteps(pipe, 1, 64, torch.device("cpu"))
+    QwenImage().set_timesteps(pipe, 1, 64, torch.device("cpu"))
     assert (pipe.sigmas.tolist(), pipe.timesteps.tolist()) == ([1, 0], [1000])
 
 
@@ -102,7 +103,7 @@ def test_the_shift_by_tokens_is_the_pipelines():
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property, kind, references):
     """At fractional timesteps too, which training has and the scheduler has not; of texts of unequal lengths."""
     folder, task = tiny(kind), "i2i" if references else "t2i"
-    pipe, model = make_pipeline(folder), qwen_image.load(str(folder))
+    pipe, model = make_pipeline(folder), QwenImage().load(str(folder))
     batch, sigma = make_batch([9, 5], references=references), torch.tensor([0.1234, 0.777])
     tokens = [
         pipe._pack_latents(latents.transpose(1, 2), 2, 16, *latents.shape[3:])
@@ -117,7 +118,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
             img_shapes=[[(1, 3, 4), *((1, rows // 2, columns // 2) for rows, columns in references)]] * 2,
             return_dict=False,
         )[0][:, : tokens[0].shape[1]]
-        made = qwen_image.predict(model, batch.latents_BCTHW, sigma, batch, task)
+        made = QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, task)
     wanted = pipe._unpack_latents(wanted, 48, 64, 8)
     record_property("largest difference", (made - wanted).abs().max().item())
     torch.testing.assert_close(made, wanted, rtol=0, atol=1e-5)
@@ -146,15 +147,15 @@ def by_hand(model, single, noisy_BCTHW, sigma_B, kept) -> torch.Tensor:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property, checkpointing):
     """Each sample drops tokens of its own, and no reference's: which have the noise level 0."""
-    model, sigma = qwen_image.load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
+    model, sigma = QwenImage().load(str(tiny(PLUS))), torch.tensor([0.3, 0.7])
     batch, places = make_batch([7, 4], references=TWO), torch.tensor([[0, 3, 4, 9, 11], [1, 2, 7, 8, 10]])
-    kept, (first, last) = KeptTokens(places, 12), qwen_image.blocks(model)[1:]
-    first.register_forward_pre_hook(partial(begin, kept, qwen_image.block_tokens(first)), with_kwargs=True)
-    last.register_forward_hook(partial(end, kept, qwen_image.block_tokens(last)))
-    qwen_image.route_blocks([first, last], kept)
+    kept, (first, last) = KeptTokens(places, 12), QwenImage().blocks(model)[1:]
+    first.register_forward_pre_hook(partial(begin, kept, QwenImage().block_tokens(first)), with_kwargs=True)
+    last.register_forward_hook(partial(end, kept, QwenImage().block_tokens(last)))
+    QwenImage().route_blocks([first, last], kept)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    made = qwen_image.pack(qwen_image.predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
+    made = qwen_image.pack(QwenImage().predict(model, batch.latents_BCTHW, sigma, batch, "i2i")).detach()
     stock = diffusers.QwenImageTransformer2DModel.from_pretrained(tiny(PLUS) / "transformer")
     with torch.no_grad():
         rows = [
@@ -167,21 +168,21 @@ def test_a_route_past_references_equals_its_blocks_by_hand(tiny, record_property
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
-    model = qwen_image.load(str(tiny("qwen-image")))
+    model = QwenImage().load(str(tiny("qwen-image")))
     if checkpointing:
         model.enable_gradient_checkpointing()
     # A key's bias that adds the same to all scores has a gradient of zero but for rounding: hence the floor.
-    check_batch_mates(qwen_image, model, make_batch([3, 17, 8]), record_property)
+    check_batch_mates(QwenImage(), model, make_batch([3, 17, 8]), record_property)
     for kind, references in ((PLUS, TWO), (EDIT, TWO[:1])) if not checkpointing else ():
-        model = qwen_image.load(str(tiny(kind)))
-        check_batch_mates(qwen_image, model, make_batch([3, 8], references=references), record_property, task="i2i")
+        model = QwenImage().load(str(tiny(kind)))
+        check_batch_mates(QwenImage(), model, make_batch([3, 8], references=references), record_property, task="i2i")
 
 
 def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
-    model, batch, unmasked = qwen_image.load(str(tiny("qwen-image"))), make_batch([3, 17]), make_batch([3, 17])
+    model, batch, unmasked = QwenImage().load(str(tiny("qwen-image"))), make_batch([3, 17]), make_batch([3, 17])
     unmasked.text_mask_BL[:] = True
     with torch.no_grad():
-        losses = [sample_losses(qwen_image, model, each) for each in (batch, unmasked)]
+        losses = [sample_losses(QwenImage(), model, each) for each in (batch, unmasked)]
     assert (losses[0] - losses[1])[0].abs() > 1e-4
 
 
@@ -209,17 +210,17 @@ def test_packed_latents_come_back():
 
 
 def test_what_it_can_not_compute_is_refused(tiny, tmp_path):
-    model, batch = qwen_image.load(str(tiny("qwen-image"))), make_batch([3])
+    model, batch = QwenImage().load(str(tiny("qwen-image"))), make_batch([3])
     with pytest.raises(ValueError, match="i2i with 0 references: a batch of i2i has some"):
-        qwen_image.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")
+        QwenImage().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")
     with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
-        qwen_image.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
+        QwenImage().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
     odd = make_batch([3], height=5)
     with pytest.raises(ValueError, match="64x40 pixels: sides must be multiples of 16"):
-        qwen_image.model_inputs(model, odd.latents_BCTHW, torch.ones(1), odd, "t2i")
+        QwenImage().model_inputs(model, odd.latents_BCTHW, torch.ones(1), odd, "t2i")
     with pytest.raises(ValueError, match="padding needs a mask"):
-        qwen_image.dense_attention(model)
+        QwenImage().dense_attention(model)
     model.register_to_config(guidance_embeds=True)
     model.save_pretrained(tmp_path / "transformer")
     with pytest.raises(ValueError, match="guidance-distilled"):
-        qwen_image.load(str(tmp_path))
+        QwenImage().load(str(tmp_path))

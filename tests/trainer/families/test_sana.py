@@ -9,7 +9,7 @@ import torch
 from tests.trainer.families.batches import check_batch_mates, sample_losses
 from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
-from trainer.families import sana
+from trainer.families.sana import Sana
 from trainer.validation import denoise, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +82,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
     )[0]
     noise = random(1, 32, 3, 4, seed=5)[:, :, None]
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(sana.load(str(folder), dtype=dtype), sana, "t2i", batch, negative, noise, scheduler, 5, 4.5)
+    made = denoise(Sana().load(str(folder), dtype=dtype), Sana(), "t2i", batch, negative, noise, scheduler, 5, 4.5)
     assert made.shape == (1, 32, 1, 3, 4) and not made.requires_grad
     assert wanted.std() > 0.1
     difference = (made[:, :, 0] - wanted).abs().max().item()
@@ -93,7 +93,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, dtyp
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
     """At fractional timesteps too, which training has and the scheduler has not."""
     folder = tiny("sana")
-    pipe, model = make_pipeline(folder), sana.load(str(folder))
+    pipe, model = make_pipeline(folder), Sana().load(str(folder))
     batch, sigma = make_batch([9, 9]), torch.tensor([0.1234, 0.777])
     text = as_the_pipeline_has_it(batch)
     with torch.no_grad():
@@ -104,39 +104,39 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
             timestep=1000 * sigma * pipe.transformer.config.timestep_scale,
             return_dict=False,
         )[0]
-        made = sana.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+        made = Sana().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
     torch.testing.assert_close(made[:, :, 0], wanted, rtol=0, atol=1e-5)
 
 
 def test_timesteps_are_scaled_as_the_checkpoint_says(tiny):
-    model, batch = sana.load(str(tiny("sana"))), make_batch([3])
+    model, batch = Sana().load(str(tiny("sana"))), make_batch([3])
     model.register_to_config(timestep_scale=0.001)
-    timestep = sana.model_inputs(model, batch.latents_BCTHW, torch.tensor([0.25]), batch, "t2i")["timestep"]
+    timestep = Sana().model_inputs(model, batch.latents_BCTHW, torch.tensor([0.25]), batch, "t2i")["timestep"]
     assert timestep.item() == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
-    model = sana.load(str(tiny("sana")))
+    model = Sana().load(str(tiny("sana")))
     if checkpointing:
         model.enable_gradient_checkpointing()
     batch = make_batch([3, 17, 8])
     # A cross-attention key's bias has a gradient of zero but for rounding: hence the floor.
-    check_batch_mates(sana, model, batch, record_property)
+    check_batch_mates(Sana(), model, batch, record_property)
 
 
 def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
-    model, batch = sana.load(str(tiny("sana"))), make_batch([3, 17])
+    model, batch = Sana().load(str(tiny("sana"))), make_batch([3, 17])
     unmasked = make_batch([3, 17])
     unmasked.text_mask_BL[:] = True
     with torch.no_grad():
-        assert (sample_losses(sana, model, batch) - sample_losses(sana, model, unmasked))[0].abs() > 1e-3
+        assert (sample_losses(Sana(), model, batch) - sample_losses(Sana(), model, unmasked))[0].abs() > 1e-3
 
 
 def test_only_images_are_accepted(tiny):
-    model, batch = sana.load(str(tiny("sana"))), make_batch([3])
+    model, batch = Sana().load(str(tiny("sana"))), make_batch([3])
     with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
-        sana.model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
+        Sana().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
 
 
 def test_a_guidance_distilled_model_is_refused(tmp_path):
@@ -145,7 +145,7 @@ def test_a_guidance_distilled_model_is_refused(tmp_path):
     model = diffusers.SanaTransformer2DModel(**config, guidance_embeds=True)
     model.save_pretrained(tmp_path / "transformer")
     with pytest.raises(ValueError, match="Sprint"):
-        sana.load(str(tmp_path))
+        Sana().load(str(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "message"), [("FutureScheduler", "does not have"), ("DDIMScheduler", "no shift")])

@@ -15,6 +15,7 @@ from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families import wan
 from trainer.families.base import KeptTokens
+from trainer.families.wan import Wan
 from trainer.validation import denoise, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +90,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, kind, shift
     )[0]
     noise = random(1, family.latent_channels, FRAMES, ROWS, COLUMNS, seed=5)
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(wan.load(str(folder)), wan, task, batch, negative, noise, scheduler, 5, 5.0)
+    made = denoise(Wan().load(str(folder)), Wan(), task, batch, negative, noise, scheduler, 5, 5.0)
     assert made.shape == wanted.shape and not made.requires_grad and wanted.std() > 0.1
     difference = (made - wanted).abs().max().item()
     record_property("largest difference", difference)
@@ -124,7 +125,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
     sigma_B = inputs["timestep"].reshape(1, -1)[:, -1].double() / 1000
     batch.condition_BCTHW = inputs["hidden_states"][:, :, :1] if task == "i2v" else None
     with torch.no_grad():
-        made = wan.predict(wan.load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
+        made = Wan().predict(Wan().load(str(folder)), inputs["hidden_states"], sigma_B, batch, task)
     difference = (made - seen["output"]).abs().max().item()
     record_property("largest difference", difference)
     print(f"{kind}, prediction: largest difference {difference:.2e}")
@@ -135,31 +136,31 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
 @pytest.mark.parametrize("checkpointing", [long(False), True])
 @pytest.mark.parametrize("kind", FORMS)
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, kind, checkpointing):
-    model = wan.load(str(tiny(kind)))
+    model = Wan().load(str(tiny(kind)))
     if checkpointing:
         model.enable_gradient_checkpointing()
     # A key's bias has a gradient of zero but for rounding: hence the floor.
-    check_batch_mates(wan, model, make_batch(kind, [3, 17, 8]), record_property, KINDS[kind][1])
+    check_batch_mates(Wan(), model, make_batch(kind, [3, 17, 8]), record_property, KINDS[kind][1])
 
 
 def test_with_texts_padded_to_the_longest_losses_do_depend_on_batch_mates(tiny, monkeypatch):
     kind = "wan2.1-t2v"
-    model, batch = wan.load(str(tiny(kind))), make_batch(kind, [3, 17])
+    model, batch = Wan().load(str(tiny(kind))), make_batch(kind, [3, 17])
     with torch.no_grad():
-        wanted = sample_losses(wan, model, batch, "t2v")
+        wanted = sample_losses(Wan(), model, batch, "t2v")
         monkeypatch.setattr(wan, "pad_texts", lambda text: text)
-        assert (sample_losses(wan, model, batch, "t2v") - wanted)[0].abs() > 1e-3
+        assert (sample_losses(Wan(), model, batch, "t2v") - wanted)[0].abs() > 1e-3
 
 
 def test_what_cannot_be_predicted_is_refused(tiny):
     kind = "wan2.2-5b-i2v"
-    model, batch = wan.load(str(tiny(kind))), make_batch(kind, [3])
+    model, batch = Wan().load(str(tiny(kind))), make_batch(kind, [3])
     sigma = torch.ones(1)
     with pytest.raises(ValueError, match="513 tokens, and this model reads 512"):
-        wan.model_inputs(model, batch.latents_BCTHW, sigma, make_batch(kind, [513]), "t2v")
+        Wan().model_inputs(model, batch.latents_BCTHW, sigma, make_batch(kind, [513]), "t2v")
     batch.condition_BCTHW = None
     with pytest.raises(ValueError, match="needs the condition"):
-        wan.model_inputs(model, batch.latents_BCTHW, sigma, batch, "i2v")
+        Wan().model_inputs(model, batch.latents_BCTHW, sigma, batch, "i2v")
 
 
 def test_a_transformer_that_reads_an_encoded_image_is_refused(tmp_path):
@@ -167,7 +168,7 @@ def test_a_transformer_that_reads_an_encoded_image_is_refused(tmp_path):
     model = diffusers.WanTransformer3DModel(**tiny_shape, num_layers=1, in_channels=36, out_channels=16)
     model.save_pretrained(tmp_path / "transformer")
     with pytest.raises(ValueError, match="encoded image"):
-        wan.load(str(tmp_path))
+        Wan().load(str(tmp_path))
 
 
 def test_what_stays_in_float32(tiny):
@@ -175,28 +176,28 @@ def test_what_stays_in_float32(tiny):
     folder = tiny("wan2.1-t2v")
     theirs = diffusers.WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
     wanted = {name: weight.dtype for name, weight in theirs.named_parameters()}
-    loaded, made = wan.load(str(folder), dtype=torch.bfloat16), wan.untrained(theirs.config, torch.bfloat16)
+    loaded, made = Wan().load(str(folder), dtype=torch.bfloat16), Wan().untrained(theirs.config, torch.bfloat16)
     assert {name: weight.dtype for name, weight in loaded.named_parameters()} == wanted
     assert {name: weight.dtype for name, weight in made.named_parameters()} == wanted
     assert wanted["blocks.0.scale_shift_table"] == torch.float32 != wanted["blocks.0.attn1.to_q.weight"]
-    assert wan.compute_dtype(loaded) == theirs.dtype == torch.bfloat16
+    assert Wan().compute_dtype(loaded) == theirs.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_clip(tiny, kind):
     """Kept tokens take their rotary embeddings, and their timesteps, with them."""
-    model, batch, task = wan.load(str(tiny(kind))), make_batch(kind, [3]), KINDS[kind][1]
-    grid = wan.token_grid(model, batch)
+    model, batch, task = Wan().load(str(tiny(kind))), make_batch(kind, [3]), KINDS[kind][1]
+    grid = Wan().token_grid(model, batch)
     assert grid.tokens == FRAMES * ROWS * COLUMNS // 4
 
     def output(positions, blocks):
         kept = KeptTokens(torch.tensor([positions]), grid.tokens)
         handles = [blocks[0].register_forward_pre_hook(lambda _, inputs: (kept.take(inputs[0]), *inputs[1:]))]
-        handles += wan.route_blocks(blocks, kept)
+        handles += Wan().route_blocks(blocks, kept)
         last = {}
         handles.append(blocks[-1].register_forward_hook(lambda *call: last.setdefault("out", call[-1])))
         handles.append(blocks[-1].register_forward_hook(lambda *call: torch.zeros(1, grid.tokens, call[-1].shape[-1])))
-        wan.predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
+        Wan().predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
         for handle in handles:
             handle.remove()
         return last["out"]
@@ -204,10 +205,10 @@ def test_a_route_of_all_tokens_changes_nothing_and_one_of_some_equals_a_smaller_
     with torch.no_grad():
         whole = {}
         handle = model.blocks[0].register_forward_hook(lambda *call: whole.setdefault("out", call[-1]))
-        wan.predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
+        Wan().predict(model, batch.latents_BCTHW, torch.tensor([0.4]), batch, task)
         handle.remove()
         everything = [*range(grid.tokens)]
-        torch.testing.assert_close(output(everything, wan.blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(output(everything, Wan().blocks(model)[:1]), whole["out"], rtol=0, atol=1e-5)
         # Rotary embeddings are relative: with the same distances, tokens of another place attend alike.
         some = [token for token in everything if token % 3]
-        assert output(some, wan.blocks(model)[:2]).shape == (1, len(some), wan.hidden_size(model))
+        assert output(some, Wan().blocks(model)[:2]).shape == (1, len(some), Wan().hidden_size(model))

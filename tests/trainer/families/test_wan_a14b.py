@@ -26,6 +26,7 @@ from tests.trainer.pipelines import apply_as_comfyui, random
 from trainer.__main__ import run as train_program
 from trainer.batch import Batch, pad_text
 from trainer.families import wan_a14b
+from trainer.families.wan_a14b import WanA14B
 from trainer.noise import seeded_noise
 from trainer.validation import Denoising, load_scheduler
 
@@ -89,7 +90,7 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
         generator=torch.Generator().manual_seed(5),
         return_dict=False,
     )[0]
-    models = {expert.part: wan_a14b.load(str(folder), part=expert.part) for expert in experts.values()}
+    models = {expert.part: WanA14B().load(str(folder), part=expert.part) for expert in experts.values()}
     first_calls = {part: call for part, *call in reversed(calls)}
     assert first_calls.keys() == models.keys()
     for part, (inputs, output) in first_calls.items():
@@ -97,13 +98,13 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
         if task == "i2v":
             assert (given - wan_a14b.given_frames(batch)).abs().max() <= 1e-5
         with torch.no_grad():
-            made = wan_a14b.predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
+            made = WanA14B().predict(models[part], noisy, inputs["timestep"].double() / 1000, batch, task)
         gap = (made - output).abs().max().item()
         record_property(f"prediction of {part}", gap)
         assert gap <= 1e-5
     noise = random(1, 16, FRAMES, ROWS, COLUMNS, seed=5)
     scheduler = load_scheduler(str(folder))
-    denoising = Denoising(models["transformer"], wan_a14b, task, batch, negative, noise, scheduler, 6)
+    denoising = Denoising(models["transformer"], WanA14B(), task, batch, negative, noise, scheduler, 6)
     for expert, scale in zip(experts.values(), (4.0, 3.0), strict=True):
         denoising.take_steps(models[expert.part], scale, expert.lowest)
     gap = (denoising.finish() - wanted).abs().max().item()
@@ -114,8 +115,8 @@ def test_condition_predictions_and_denoised_latents_equal_the_pipelines(tiny, re
 
 @pytest.mark.parametrize("task", TASKS)
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, task):
-    model = wan_a14b.load(str(tiny(f"wan2.2-a14b-{task}")), part="transformer_2")
-    check_batch_mates(wan_a14b, model, make_batch(task, [3, 17, 8]), record_property, task)
+    model = WanA14B().load(str(tiny(f"wan2.2-a14b-{task}")), part="transformer_2")
+    check_batch_mates(WanA14B(), model, make_batch(task, [3, 17, 8]), record_property, task)
 
 
 def ended(config: Config, folder, *overrides: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from tests.trainer.families.batches import check_batch_mates
 from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
-from trainer.families import z_image
+from trainer.families.z_image import ZImage
 from trainer.validation import denoise, load_scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +53,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, guid
     )[0]
     noise = random(1, 16, 6, 10, seed=5)[:, :, None]
     scheduler = load_scheduler(str(folder), shift=shift)
-    made = denoise(z_image.load(str(folder)), z_image, "t2i", batch, negative, noise, scheduler, 5, guidance)
+    made = denoise(ZImage().load(str(folder)), ZImage(), "t2i", batch, negative, noise, scheduler, 5, guidance)
     assert made.shape == (1, 16, 1, 6, 10) and not made.requires_grad
     assert wanted.std() > 0.1
     difference = (made[:, :, 0] - wanted).abs().max().item()
@@ -64,7 +64,7 @@ def test_denoised_latents_equal_the_pipelines(tiny, record_property, shift, guid
 def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_property):
     """At fractional timesteps too, which training has and the scheduler has not."""
     folder = tiny("z-image")
-    pipe, model = make_pipeline(folder), z_image.load(str(folder))
+    pipe, model = make_pipeline(folder), ZImage().load(str(folder))
     batch, sigma = make_batch([9, 40]), torch.tensor([0.1234, 0.777])
     timestep = (1000 - 1000 * sigma) / 1000  # as the pipeline has it
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
                 zip(batch.latents_BCTHW, batch.text_BLD, batch.lengths, strict=True)
             )
         ]
-        made = z_image.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+        made = ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
     difference = (made - torch.stack(wanted)).abs().max().item()
     record_property("largest difference", difference)
     assert difference <= 1e-5
@@ -82,19 +82,19 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny, record_pr
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
-    model = z_image.load(str(tiny("z-image")))
+    model = ZImage().load(str(tiny("z-image")))
     if checkpointing:
         model.enable_gradient_checkpointing()
-    check_batch_mates(z_image, model, make_batch([3, 40, 8]), record_property)
+    check_batch_mates(ZImage(), model, make_batch([3, 40, 8]), record_property)
 
 
 def test_what_pads_a_text_changes_nothing(tiny):
-    model, batch = z_image.load(str(tiny("z-image"))), make_batch([3, 40])
+    model, batch = ZImage().load(str(tiny("z-image"))), make_batch([3, 40])
     sigma = torch.tensor([0.3, 0.6])
     with torch.no_grad():
-        plain = z_image.predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
+        plain = ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i")
         batch.text_BLD[0, 3:] = 7.0
-        assert torch.equal(plain, z_image.predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
+        assert torch.equal(plain, ZImage().predict(model, batch.latents_BCTHW, sigma, batch, "t2i"))
 
 
 def test_a_model_that_reads_images_is_refused(tmp_path):
@@ -102,4 +102,4 @@ def test_a_model_that_reads_images_is_refused(tmp_path):
     model = diffusers.ZImageTransformer2DModel(**shape, axes_dims=(8, 12, 12), siglip_feat_dim=8)
     model.save_pretrained(tmp_path / "transformer")
     with pytest.raises(ValueError, match="Omni"):
-        z_image.load(str(tmp_path))
+        ZImage().load(str(tmp_path))

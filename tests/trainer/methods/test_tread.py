@@ -23,7 +23,7 @@ from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
 from tests.trainer.runs import LOADS, lines, prepared, train
 from trainer import train as loop
-from trainer.families import kandinsky5
+from trainer.families.kandinsky5 import Kandinsky5
 from trainer.families.kandinsky5_attention import install_processors
 from trainer.methods.tread import count_dropped
 
@@ -103,7 +103,7 @@ def samples(made, config: Config, bucket: str, masks: bool):
 
 def prepare(config: Config) -> loop.TrainState:
     run = prepared(config)
-    if run.family is kandinsky5:  # rounding to bfloat16 would make a last bit's difference 60,000 times larger
+    if isinstance(run.family, Kandinsky5):  # rounding to bfloat16 makes a last bit's difference 60,000 times larger
         install_processors(run.model, float32_rotary=True)
     return run
 

@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from schemas.identity import derive_seed
 from trainer import train as loop
 from trainer.batch import Batch
-from trainer.families import kandinsky5
+from trainer.families.kandinsky5 import Kandinsky5
 
 LAYERS = 5
 ROUTES = [
@@ -229,7 +229,7 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
             predicted = wan_by_hand(run.model, arguments, kept)
         else:
             task = run.config.model.task
-            arguments = kandinsky5.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
+            arguments = Kandinsky5().model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
             predicted = kandinsky_by_hand(run.model, arguments, kept)
         target = part.noise_BCTHW[[number]] - single.latents_BCTHW
         weight = OUTSIDE + (1 - OUTSIDE) * masks[number] if "mask" in batch.extras else torch.ones(())

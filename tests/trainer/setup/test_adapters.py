@@ -21,7 +21,8 @@ from tests.trainer.pipelines import (
     trained,
 )
 from trainer.adapters.header import COMFYUI_PREFIX
-from trainer.families import kandinsky5, sana
+from trainer.families.kandinsky5 import Kandinsky5
+from trainer.families.sana import Sana
 from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
@@ -81,7 +82,7 @@ def test_every_variant_of_lora_starts_at_the_base_and_loads_in_the_pipeline(tiny
 def test_a_comfyui_file_is_the_trained_model(tiny, tmp_path, record_property, kind):
     """By its rule, which adds the product to the weights. In float32 that rounds (by 4e-7 to 1.4e-6 here), so in
     float64, but for Kandinsky 5, which has parts that are float32 always."""
-    dtype = torch.float32 if KINDS[kind][0] is kandinsky5 else torch.float64
+    dtype = torch.float32 if isinstance(KINDS[kind][0], Kandinsky5) else torch.float64
     model, plain = trained(kind, tiny(kind), alpha=2.5).to(dtype), pipeline(kind, tiny(kind)).transformer.to(dtype)
     wanted, before = exact_output(kind, model), exact_output(kind, plain)
     family = SETTINGS[kind]["family"]
@@ -108,7 +109,7 @@ def test_the_file_is_as_diffusers_writes_it(tiny, tmp_path):
     made, wanted = (json.loads(text["lora_adapter_metadata"]) for text in (header, stock_header))
     # Theirs are peft's suffixes, which mean the same modules in this model; ours are the modules.
     assert made.pop("transformer.target_modules") == sorted(
-        adapters.choose_targets(kandinsky5.load(str(tiny(kind))), [kandinsky5.LORA_TARGETS])
+        adapters.choose_targets(Kandinsky5().load(str(tiny(kind))), [Kandinsky5().LORA_TARGETS])
     )
     assert wanted.pop("transformer.target_modules")
     assert made == wanted
@@ -144,18 +145,18 @@ def test_adapters_are_float32_and_everything_else_is_frozen_in_its_dtype(tiny, k
 
 
 def test_default_targets_are_the_attention_and_feed_forward_layers_of_every_block(tiny):
-    model = kandinsky5.load(str(tiny("kandinsky5-video-t2v")))
-    targets = adapters.choose_targets(model, [kandinsky5.LORA_TARGETS])
+    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))
+    targets = adapters.choose_targets(model, [Kandinsky5().LORA_TARGETS])
     text, visual = len(model.text_transformer_blocks), len(model.visual_transformer_blocks)
     assert len(targets) == text * (4 + 2) + visual * (2 * 4 + 2)
     assert "visual_transformer_blocks.0.cross_attention.out_layer" in targets
     assert not any("modulation" in name or name.startswith("out_layer") for name in targets)
-    layers = len(sana.load(str(tiny("sana"))).transformer_blocks)
-    assert len(adapters.choose_targets(sana.load(str(tiny("sana"))), [sana.LORA_TARGETS])) == layers * (2 * 4 + 2)
+    layers = len(Sana().load(str(tiny("sana"))).transformer_blocks)
+    assert len(adapters.choose_targets(Sana().load(str(tiny("sana"))), [Sana().LORA_TARGETS])) == layers * (2 * 4 + 2)
 
 
 def test_patterns_choose_whole_paths_that_can_be_wrapped(tiny):
-    model = sana.load(str(tiny("sana")))
+    model = Sana().load(str(tiny("sana")))
     assert adapters.choose_targets(model, [r".*\.attn2\.to_q"]) == [
         f"transformer_blocks.{i}.attn2.to_q" for i in range(len(model.transformer_blocks))
     ]
@@ -168,11 +169,11 @@ def test_patterns_choose_whole_paths_that_can_be_wrapped(tiny):
 
 def test_chosen_targets_may_be_anywhere_in_the_model(tiny, tmp_path):
     kind = "kandinsky5-image-t2i"
-    model = kandinsky5.load(str(tiny(kind)))
+    model = Kandinsky5().load(str(tiny(kind)))
     targets = adapters.choose_targets(model, ["visual_embeddings.in_layer", "out_layer.out_layer"])
     adapters.add_lora(model, adapters.choose_scales(targets, 2))
     assert adapters.list_adapted_modules(model) == targets
-    assert kandinsky5.compute_dtype(model) == torch.float32
+    assert Kandinsky5().compute_dtype(model) == torch.float32
     export.save_lora(model, tmp_path, kind)
     pipe = pipeline(kind, tiny(kind))
     pipe.load_lora_weights(tmp_path)
@@ -185,8 +186,8 @@ def test_ranks_and_alphas_by_module(tiny):
     assert scales == {"a.query": (8, 2.0), "a.key": (4, 2.0), "b.query": (8, 8), "b.key": (4, 4)}
     with pytest.raises(ValueError, match="rank_pattern: 'query' matches no target whole"):
         adapters.choose_scales(targets, 4, None, {"query": 8})
-    model = sana.load(str(tiny("sana")))
-    targets = adapters.choose_targets(model, [sana.LORA_TARGETS])
+    model = Sana().load(str(tiny("sana")))
+    targets = adapters.choose_targets(model, [Sana().LORA_TARGETS])
     patterns = {r".*0\.attn1\.to_q": 2}, {r".*0\..*": 1.0}
     adapters.add_lora(model, adapters.choose_scales(targets, 4, None, *patterns))
     for path in targets:
@@ -197,9 +198,9 @@ def test_ranks_and_alphas_by_module(tiny):
 
 def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     kind = "sana"
-    model = sana.load(str(tiny(kind)))
+    model = Sana().load(str(tiny(kind)))
     chosen = Adapter(type="full", targets=[r"transformer_blocks\.\d+\.attn1", "scale_shift_table"])
-    make_trainable(model, sana, chosen)
+    make_trainable(model, Sana(), chosen)
     named = adapters.trainable_parameters(model)
     assert named and all(".attn1." in name or name == "scale_shift_table" for name in named)
     assert sum(".attn1." in name for name in named) == sum(".attn1." in name for name, _ in model.named_parameters())
@@ -208,4 +209,4 @@ def test_full_rank_of_a_subset_trains_it_alone_and_loads(tiny, tmp_path):
     export.save_full(model, tmp_path / "transformer")
     assert torch.equal(output(kind, pipeline(kind, tmp_path).transformer), output(kind, model.eval()))
     with pytest.raises(ValueError, match="'attn1' matches no module with weights"):
-        make_trainable(model, sana, Adapter(type="full", targets=["attn1"]))
+        make_trainable(model, Sana(), Adapter(type="full", targets=["attn1"]))

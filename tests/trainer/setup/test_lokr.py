@@ -16,7 +16,7 @@ from tests.trainer.pipelines import (
     pipeline,
     random,
 )
-from trainer.families import kandinsky5
+from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters, export
 from trainer.setup.attach import make_trainable
 
@@ -38,7 +38,7 @@ SETTINGS = {
 def load(kind: str, folder):
     """The stock rotary rounds to bfloat16, which would hide small errors."""
     family, _ = KINDS[kind]
-    return family.load(str(folder), **({"float32_rotary": True} if family is kandinsky5 else {}))
+    return family.load(str(folder), **({"float32_rotary": True} if isinstance(family, Kandinsky5) else {}))
 
 
 def trained(kind: str, folder, settings: str, model=None):

@@ -1,4 +1,4 @@
-"""The example family's transformer, which diffusers does not have: what `FamilyModule.load` says of it, and no more."""
+"""The example family's transformer, which diffusers does not have: what `ModelFamily.load` says of it, and no more."""
 
 from typing import Any
 
