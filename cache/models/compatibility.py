@@ -29,14 +29,15 @@ class CheckpointMismatch(weights.WeightsError):
     exit_code = USAGE
 
 
-def find_json(model: Model, part: str, file: str = "config.json") -> dict[str, Any] | None:
-    """A small file of a checkpoint; None if it is not there or can't be fetched."""
+def find_json(model: Model, part: str, file: str = "config.json", ask_hub: bool = False) -> dict[str, Any] | None:
+    """A small file of a checkpoint; None if it does not exist. ask_hub: fetch a file of a repository; otherwise only a
+    file that was fetched before is read, since a hub that can't be reached is waited for."""
     folder = weights.local_folder(model.source)
     if folder is not None:
         path = folder / part / file
         return weights.read_object(path) if path.is_file() else None
     with suppress(weights.WeightsError):
-        return weights.read_hub_object(model.source, model.revision, f"{part}/{file}".lstrip("/"))
+        return weights.read_hub_object(model.source, model.revision, f"{part}/{file}".lstrip("/"), ask_hub)
     return None
 
 

@@ -34,9 +34,12 @@ def check_parts(config: Config, ask_hub: bool) -> None:
     local = weights.local_folder(model.source) is not None
     if not local and not ask_hub:
         return
-    if not local and (index := find_json(model, "", weights.MODEL_INDEX)) is not None:
+    if not local:
+        index = find_json(model, "", weights.MODEL_INDEX, ask_hub)
+        if index is None:
+            return
         check_index(model, index)
-    configs = {part: find_json(model, part) or {} for part in family.model_classes}
+    configs = {part: find_json(model, part, ask_hub=ask_hub) or {} for part in family.model_classes}
     for part, settings in configs.items():
         if settings:
             check_class(model, part, settings)
@@ -48,8 +51,8 @@ def check_parts(config: Config, ask_hub: bool) -> None:
         _check_text_widths(model, part, configs)
     _check_text_layers(model, configs["text_encoder"])
     for part in family.tokenizers:
-        _check_tokenizer(model, part)
-    check_scheduler(config)
+        _check_tokenizer(model, part, ask_hub)
+    check_scheduler(config, ask_hub)
 
 
 def _size_of_text_model(config: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[str, int]:
@@ -90,11 +93,12 @@ def _check_text_layers(model: Model, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_tokenizer(model: Model, part: str) -> None:
+def _check_tokenizer(model: Model, part: str, ask_hub: bool) -> None:
     """CheckpointMismatch if a tokenizer is of the class of another family. Unknown classes pass, since a tokenizer may
     be saved under a general one."""
     wanted = model.family_spec.tokenizers[part]
-    stated = str((find_json(model, part, "tokenizer_config.json") or {}).get("tokenizer_class")).removesuffix("Fast")
+    settings = find_json(model, part, "tokenizer_config.json", ask_hub) or {}
+    stated = str(settings.get("tokenizer_class")).removesuffix("Fast")
     if stated != wanted and any(stated in family.tokenizers.values() for family in FAMILIES.values()):
         raise CheckpointMismatch(
             f"{model.source}: {part} is a {stated}, and {model.family} has a {wanted}",
@@ -102,10 +106,10 @@ def _check_tokenizer(model: Model, part: str) -> None:
         )
 
 
-def check_scheduler(config: Config) -> None:
+def check_scheduler(config: Config, ask_hub: bool = False) -> None:
     """CheckpointMismatch if the scheduler, with which validation prompts are denoised, is not one of flow matching."""
     model = config.model
-    settings = find_json(model, "scheduler", SCHEDULER_CONFIG) if config.validation.prompts else None
+    settings = find_json(model, "scheduler", SCHEDULER_CONFIG, ask_hub) if config.validation.prompts else None
     if settings is None:
         return
     name = str(settings.get("_class_name"))

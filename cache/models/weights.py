@@ -210,11 +210,11 @@ def read_component_config(source: str, revision: str | None, part: str) -> dict[
     return read_object(folder / part / "config.json")
 
 
-def read_hub_object(repo: str, revision: str | None, file: str) -> dict[str, Any]:
-    """A JSON file of a repository; only that is fetched. Raises WeightsError."""
+def read_hub_object(repo: str, revision: str | None, file: str, ask_hub: bool = True) -> dict[str, Any]:
+    """A JSON file of a repository; only that is fetched, or read where it was fetched before. Raises WeightsError."""
     from huggingface_hub import hf_hub_download
 
-    return read_object(Path(call_hub(hf_hub_download, repo, revision, filename=file)))
+    return read_object(Path(call_hub(hf_hub_download, repo, revision, filename=file, local_files_only=not ask_hub)))
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -26,12 +26,14 @@ class OutputLocked(LatentpressError):
         super().__init__(f"another trainer is at work in {folder}", step)
 
 
-def check_before_stages(config: Config, warn: Callable[[str], object]) -> None:
-    """Every check of this file that needs no set, if `train` is one of the stages."""
+def check_before_stages(config: Config, warn: Callable[[str], object], ask_hub: bool = False) -> None:
+    """Every check of this file that needs no set, if `train` is one of the stages. ask_hub: also of a model that is a
+    repository, since planning needs no network."""
     if "train" in config.stage_order:
         check_prepared(config)
         check_settings(config, warn)
-        check_readable_model(config, warn)
+        if ask_hub or weights.local_folder(config.model.source) is not None:
+            check_readable_model(config, warn)
 
 
 def check_settings(config: Config, warn: Callable[[str], object]) -> None:
@@ -48,8 +50,8 @@ def check_settings(config: Config, warn: Callable[[str], object]) -> None:
 def check_readable_model(config: Config, warn: Callable[[str], object]) -> None:
     """`check_model`; a warning if the model's small files can't be read, as on a machine that only discovers."""
     try:
+        check_model(config)  # one file: if the hub can't be reached, it is not asked for the others
         parts.check_parts(config, ask_hub=True)
-        check_model(config)
     except compatibility.CheckpointMismatch:
         raise
     except weights.WeightsError as error:
