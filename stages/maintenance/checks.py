@@ -43,6 +43,9 @@ from stages.encoding.vision.features import stored_grid
 #: Tensors in the precision that their cache's provenance.json names.
 CHECKED_TENSORS = ("latent", "condition", "mask", "embeds", "pooled", "vision")
 
+#: Of what item stages make, by the kind of the cache: ValueError where a row is not such.
+ROW_CHECKS = {"captions": check_caption_row, "features": check_features_row, "masks": check_mask_row}
+
 
 class UnmappedStore(Store):
     """A store whose files are read sequentially instead of mapped: a disk that can't read is then an error, where a
@@ -76,9 +79,6 @@ class CacheSpec:
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
         """From a provenance.json; what it does not state is not checked."""
-        checks = {"caption": check_caption_row, "features": check_features_row, "masks": check_mask_row}
-        if check := checks.get(record.get("stage", "")):
-            return cls(check_row=check)
         if record.get("stage") == "encode-vision":
             temporal, side = record["token"]
             if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
@@ -116,6 +116,8 @@ class ExpectedShards:
 
     def cache_spec(self, cache: str) -> CacheSpec:
         """Return that of the cache `<kind>/<fingerprint>`; empty where its provenance.json can't be read."""
+        if check := ROW_CHECKS.get(cache.partition("/")[0]):
+            return CacheSpec(check_row=check)
         if cache not in self._specs:
             try:
                 self._specs[cache] = CacheSpec.of(self._store.read_json(f"{cache}/provenance.json"))

@@ -266,6 +266,13 @@ def test_masks_are_verified_repaired_and_kept_by_gc(photos: Project) -> None:
     assert photos.run(verify.run).exit_code == 4
     assert photos.run(verify.run, repair=True).details["encoded_again"] == 1
     assert photos.shards("masks") == kept
+    [settings] = (photos.root / "masks").glob("*/provenance.json")
+    settings.write_bytes(settings.read_bytes()[:-9])  # which makes no sound shard a damaged one
+    assert [row["path"] for row in photos.run(verify.run, repair=True).damage] == [
+        str(settings.relative_to(photos.root))
+    ]
+    photos.run(masks.run)
+    assert photos.run(verify.run).exit_code == 0 and photos.shards("masks") == kept
     photos.run(gc.run, keep_days=0, yes=True)
     assert photos.shards("masks") == kept
 
