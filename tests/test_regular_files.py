@@ -64,6 +64,8 @@ def caption_table(path: Path) -> None:
 
 
 def checkpoint(path: Path) -> None:
+    if path.name != "manifest.json":
+        (path.parent / "manifest.json").write_text('{"files": {}}')
     read_checkpoint(path.parent, verify=True)
 
 
