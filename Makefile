@@ -22,7 +22,7 @@ VERSION ?=
 # Container images often set it; each of the tests' processes would then compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test test-fast test-long lint generated docs constraints outdated wheel release-notes gpu demo clean
+.PHONY: help venv test test-fast test-long golden lint generated docs constraints outdated wheel release-notes gpu demo clean
 
 help:
 	@echo "make demo [FLAVOUR=...]   the whole pipeline on real photographs with a tiny model; FLAVOUR=all: all of them"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-long [PART=i/n] torture, browser, benchmarks, every kill and every product of options; of n parts"
 	@echo "                          the ith, from 0"
 	@echo "make gpu [ONLY=part,part] what needs a GPU: tests and benchmarks, in 10 minutes, with the torch that is there"
+	@echo "make golden               record what tests/golden.json compares anew, after a change of a format"
 	@echo "make lint                 ruff, mypy and the import contracts"
 	@echo "make generated            pipeline.schema.json, pipeline.yaml, the tables in docs/, docs/options.md, docs/programs.md,"
 	@echo "                          schemas/cli/command_lines.json"
@@ -61,6 +62,9 @@ test-fast: $(STAMP)
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "long or hypothesis" --hypothesis-profile long --part $(PART) \
 		--timeout 3600 $(PYTEST_ARGS)
+
+golden: $(STAMP)
+	GOLDEN=record $(BIN)/python -m pytest -m "long or not long" tests/test_golden.py tests/test_golden_models.py
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

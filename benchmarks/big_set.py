@@ -75,7 +75,7 @@ def make_tables(count: int) -> dict[str, pa.Table]:
     texts = (np.arange(captions[-1]) * count // captions[-1]).astype(np.int32)
     columns = dict(zip(("role", "bucket", "dataset", "repeats", "weight"), zip(*order, strict=True), strict=True))
     index = {name: spread([*values], INDEX_SCHEMA.field(name).type) for name, values in columns.items()}
-    index |= {"sample_id": random_ids(count, 2), "regularisation": pa.array(which % 7 == 3)}
+    index |= {"sample_id": random_ids(count, 2), "regularization": pa.array(which % 7 == 3)}
     index |= {"shard": numbers // SHARD_ROWS, "row": numbers % SHARD_ROWS, "null_text": pa.nulls(count, pa.int32())}
     index["texts"] = pa.ListArray.from_arrays(captions.astype(np.int32), pa.array(texts))
     shards = -(-count // SHARD_ROWS)

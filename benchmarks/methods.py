@@ -7,7 +7,7 @@ A random Kandinsky 5 Video and a random Sana transformer of `--blocks` blocks, o
 every turn each way runs once; ratios are of the same turn.
 
 tread: the first and the last block compute all tokens, those between them drop a share. crepa: of the second block,
-with features on the tokens' grid, as wide as those of the vision model. rollout: of one Euler step. regularisation
+with features on the tokens' grid, as wide as those of the vision model. rollout: of one Euler step. regularization
 data: the sample is some.
 """
 
@@ -52,7 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "crepa, dinov2_vits14": {"crepa": {"block_index": 1}},
     "crepa, dinov2_vitg14": {"crepa": {"block_index": 1}},
     "rollout": {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1}},
-    "regularisation data": {"regularisation": {}},
+    "regularization data": {"regularization": {}},
     "input perturbation": {"input_perturbation": {}},
 }
 WIDTHS = {"crepa, dinov2_vits14": 384, "crepa, dinov2_vitg14": 1536}  # of the vision models' tokens
@@ -92,7 +92,7 @@ def make_step(name: str, family: ModelFamily, model: Any, options: argparse.Name
     batch = Batch(x0, None, text, torch.ones(1, TEXT_TOKENS, dtype=torch.bool), pooled, ["0"], "made")
     grid = family.token_grid(model, batch)
     vision = torch.randn(1, grid.frames, grid.rows, grid.columns, width, generator=generator)
-    batch = replace(batch, extras={"vision": vision, "regularisation": torch.tensor([True])})
+    batch = replace(batch, extras={"vision": vision, "regularization": torch.tensor([True])})
     return MethodStep(
         number=0,
         steps=1,

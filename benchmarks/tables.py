@@ -42,7 +42,7 @@ def make_index(count: int) -> pa.Table:
         "bucket": texts("1024x1024@1", "1152x896@1", "1280x768@1", "896x1152@1"),
         "repeats": np.zeros(count, np.int32),
         "weight": np.ones(count),
-        "regularisation": np.zeros(count, bool),
+        "regularization": np.zeros(count, bool),
         "shard": numbers // 1000,
         "row": numbers % 1000,
         "texts": pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), pa.array(numbers)),

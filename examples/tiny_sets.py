@@ -19,7 +19,7 @@ from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
 from schemas.recipe import build_recipe
 from schemas.references import REFERENCE_PARTS
-from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, SET_VERSIONS, index_schema
+from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION, index_schema
 
 Tensors = dict[str, np.ndarray]
 
@@ -36,7 +36,7 @@ class Item:
     repeats: int = 0
     weight: float = 1.0
     role: str = "train"
-    regularisation: bool = False
+    regularization: bool = False
     mask: np.ndarray | None = None  # (T, h, w)
     vision: np.ndarray | None = None  # (T, rows, columns, C)
     references: Sequence[np.ndarray] = ()
@@ -123,7 +123,7 @@ def write_set(
         entry: dict[str, Any] = {"sample_id": f"{ids}-sample{number}", "dataset": "made", "bucket": item.bucket}
         entry |= dict(zip(("shard", "row"), places[number], strict=True))
         entry |= {"repeats": item.repeats, "weight": item.weight, "role": item.role}
-        entry |= {"regularisation": item.regularisation, "null_text": None}
+        entry |= {"regularization": item.regularization, "null_text": None}
         entry["texts"] = list(range(first, first + len(item.texts)))
         for part, at in zip(REFERENCE_PARTS, [next(references) for _ in item.references], strict=False):
             entry |= {f"{part}_id": f"{ids}-sample{at}", f"{part}_shard": places[at][0], f"{part}_row": places[at][1]}
@@ -152,7 +152,7 @@ def write_set(
         out.store.write_table(f"sets/{name}/{table}.arrow", pa.Table.from_pylist(list(rows), schema))
     family, task = config.model.family, config.model.task
     meta = {
-        "format_version": SET_VERSIONS[2 if most else 0],
+        "format_version": TABLES_VERSION,
         "id": name,
         "family": family,
         "task": task,

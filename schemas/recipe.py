@@ -13,18 +13,17 @@ from typing import Any
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
-from schemas.family import Normalization
 from schemas.filters import feature_columns
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 
 # Raise a version when its stage gives other bytes for the same settings.
-TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION, MASKS_VERSION = 3, 2, 1, 1, 1, 1
+TEXT_VERSION, LATENTS_VERSION, VISION_VERSION, CAPTION_VERSION, FEATURES_VERSION, MASKS_VERSION = 1, 1, 1, 1, 1, 1
 # Names of the pixel operations before an encoder. Change a name with its code, which is elsewhere, so that computing a
 # fingerprint needs no Pillow.
 RESIZE = "pillow-lanczos"  # stages/media/sample_reader.py: resize_and_crop
 # the text encoder that reads pictures (half of each side, as its pipeline does; the rest in its image processor)
-PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalise"
+PROMPT_IMAGE = "pillow-bicubic-half;torch-uint8-bicubic-antialias;fused-normalize"
 # those that read references
 PROMPT_REFERENCE = "torch-uint8-bicubic-antialias;fused-normalize"
 # stages/media/sample_reader.py: read_sample_mask; stages/encoding/vae/worker.py: mask_to_latent_grid
@@ -44,18 +43,6 @@ FEATURES_POOLING = "class-token;mean-of-frames;length-one"
 MEASURES = "luminance-601;area-of-448;bars-of-24;motion-of-64;cosines-of-8-in-19"
 #: Options of a dataset that do not change a plan.
 MACHINE_OPTIONS = frozenset(("media_root", "skip_file_discovery", "disabled"))
-#: Options that plans did not have when they were first made -> the value that means what these plans are. With it an
-#: option is left out of a plan's settings, so that plans made before are still found.
-LATER_OPTIONS: dict[str, Any] = {
-    "bucket_step": 1,
-    "conditioning_count": None,
-    "face_detector": None,
-    "make_captions": None,
-    "make_captions_where": None,
-    "made_captions": "fill",
-    "caption_sets": ("current",),
-    "make_masks": None,
-}
 #: Options of a dataset that are filters on columns.
 FILTERS = ("where", "make_captions_where")
 #: Options that change its media table.
@@ -93,12 +80,10 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
     datasets = [dataset_settings(dataset) for dataset in config.datasets if not dataset.disabled]
     prompts = []
     for prompt in config.validation.prompts:
-        prompts.append(prompt.model_dump(include={"name", "prompt", "negative_prompt"}, mode="json"))
+        prompts.append(prompt.model_dump(include={"name", "prompt", "negative_prompt", "size"}, mode="json"))
         # An image's name alone, as another machine may have it in another folder; its content is checked.
         names = [PurePath(image).name for image in listed(prompt.image)]
         prompts[-1]["image"] = names if isinstance(prompt.image, tuple) else next(iter(names), prompt.image)
-        if prompt.size is not None:  # else left out: plans had none when they were first made
-            prompts[-1]["size"] = prompt.size
     settings = {
         "tables": TABLES_VERSION,
         "family": config.model.family,
@@ -115,10 +100,8 @@ def plan_settings(config: Config, side_multiple: int) -> Settings:
         settings["references"] = asdict(config.model.condition.size)
     if uses_features(config) and config.features is not None:
         model = config.features.source and PurePath(config.features.source).name
-        of_items = features_settings(config) | {"model": model, "duplicates": config.features.duplicates}
-        if config.features.clusters is not None:  # else left out: plans had none when they were first made
-            of_items["clusters"] = config.features.clusters
-        settings["features"] = of_items
+        compared = {"duplicates": config.features.duplicates, "clusters": config.features.clusters}
+        settings["features"] = features_settings(config) | {"model": model} | compared
     used = {name for dataset in config.datasets if not dataset.disabled for name in dataset.used_caption_sets}
     if config.caption is not None and "current" in used:
         # The model's name alone, as another machine may have it in another folder; None: the checkpoint's text encoder.
@@ -141,8 +124,7 @@ def dataset_settings(dataset: Dataset) -> Settings:
     """A dataset's part of `plan_settings`. Locations of companions may differ between machines, so only whether there
     are any counts, and of several places how many."""
     sources = dataset.conditioning_data
-    as_before = {name for name, value in LATER_OPTIONS.items() if getattr(dataset, name) == value}
-    settings = dataset.model_dump(exclude={*MACHINE_OPTIONS, *as_before}, mode="json") | {
+    settings = dataset.model_dump(exclude={*MACHINE_OPTIONS}, mode="json") | {
         "instance_data_dir": dataset.portable_path("instance_data_dir"),
         "source": dataset.resolved_source,
         "caption_strategy": dataset.resolved_caption_strategy,
@@ -159,16 +141,17 @@ def item_dataset_settings(dataset: Dataset, options: tuple[str, ...]) -> Setting
     """A dataset's part of what determines an item plan: its media, how clips are cut, and these options."""
     settings = dataset_settings(dataset)
     names = ("id", "instance_data_dir", "source", "split", "media_column", "video", "where", *options)
-    return {name: settings[name] if name in settings else getattr(dataset, name) for name in names}
+    return {name: settings[name] for name in names}
 
 
 def discovery_settings(dataset: Dataset) -> Settings:
     """Settings that determine a dataset's media table, beside the media and the face detector."""
     settings = dataset_settings(dataset)
-    options = {name: settings[name] for name in DISCOVERY_OPTIONS if name in settings}
-    kept = {"make_captions": True} if dataset.describes_missing else {}  # left out: tables had none when first made
-    kept |= {"make_masks": True} if dataset.makes_masks and (dataset.mask_data or dataset.mask_column) else {}
-    return options | {"video.scenes": dataset.video.scenes} | kept
+    return {name: settings[name] for name in DISCOVERY_OPTIONS} | {
+        "video.scenes": dataset.video.scenes,
+        "make_captions": dataset.describes_missing,
+        "make_masks": bool(dataset.makes_masks and (dataset.mask_data or dataset.mask_column)),
+    }
 
 
 #: What is quantized exactly, where a library's default depends on its version or on the CPU.
@@ -190,25 +173,21 @@ def text_settings(config: Config) -> Settings:
         "attention": config.text.attention or family.text_attention,
         "template": {"name": template.name, "text": template.text, "crop": template.crop},
         "max_length": config.text.max_length or template.max_length,
+        "layers": template.layers,
+        "padded": template.padded,
+        "positions": config.text.positions,
+        "storage": config.text.embeds_dtype(precision),
     }
-    if template.layers != (-1,):
-        settings["layers"] = template.layers  # left out by default, to keep the fingerprints of older caches
-    if template.padded:
-        settings["padded"] = True
-    if config.text.positions != "pipeline":
-        settings["positions"] = config.text.positions
-    if config.text.storage != "exact":
-        settings["storage"] = config.text.embeds_dtype(precision)
     if template.image_size is not None:
         settings |= {
             "resize": RESIZE,
-            "colour": COLOR,
+            "color": COLOR,
             "image": PROMPT_REFERENCE,
             "image_size": asdict(template.image_size),
         }
         settings |= {"reference": template.reference, "sequential": template.sequential}
     elif template.with_image:
-        settings |= {"resize": RESIZE, "colour": COLOR, "image": PROMPT_IMAGE}
+        settings |= {"resize": RESIZE, "color": COLOR, "image": PROMPT_IMAGE}
     return settings
 
 
@@ -224,12 +203,11 @@ def latents_settings(config: Config) -> Settings:
         "posterior": config.latents.posterior if family.posterior else None,
         "decoder": config.latents.decoder if family.video else None,
         "resize": RESIZE,
-        "colour": COLOR,
+        "color": COLOR,
         "mask": MASK,
+        "normalization": asdict(family.normalization),
     }
-    # Left out at their defaults, to keep the fingerprints of older caches.
-    if family.normalization != Normalization():
-        settings["normalisation"] = asdict(family.normalization)
+    # Tasks whose conditions are encoded as one frame share the latents of tasks that have none.
     if model.condition is not None and (model.condition.frames != 1 or model.condition.padded):
         settings["condition_frames"] = family.condition_frames(model.task)
     if model.condition is not None and model.condition.posterior is not None:
@@ -255,7 +233,7 @@ def caption_settings(config: Config) -> Settings:
         "attention": caption.attention,
         "decoder": config.latents.decoder if config.model.family_spec.video else None,
         "resize": RESIZE,
-        "colour": COLOR,
+        "color": COLOR,
     }
     if caption.temperature:
         settings["drawn"] = {name: getattr(caption, name) for name in ("temperature", "top_p", "seed")}
@@ -273,7 +251,7 @@ def features_settings(config: Config) -> Settings:
         "measures": MEASURES,
         "decoder": config.latents.decoder if config.model.family_spec.video else None,
         "resize": RESIZE,
-        "colour": COLOR,
+        "color": COLOR,
     }
     if features.source is not None:
         settings["shown"] = {
@@ -296,7 +274,7 @@ def masks_settings(config: Config) -> Settings:
         "precision": masks.precision or config.model.precision,
         "decoder": config.latents.decoder if config.model.family_spec.video else None,
         "resize": RESIZE,
-        "colour": COLOR,
+        "color": COLOR,
     }
 
 
@@ -319,5 +297,5 @@ def vision_settings(config: Config) -> Settings:
         "token": [family.temporal_stride, family.side_multiple],
         "decoder": config.latents.decoder if family.video else None,
         "resize": RESIZE,
-        "colour": COLOR,
+        "color": COLOR,
     }

@@ -10,10 +10,7 @@ import pyarrow as pa
 from schemas.references import REFERENCE_PARTS, SOURCE_ROLES
 
 FORMAT_VERSION = 1  # of shards
-TABLES_VERSION = 6  # a version of its own, so that a new table leaves shards readable
-#: Of a training set: TABLES_VERSION, 7 where its samples have rows in shards of further kinds, 8 where they have
-#: reference images (`index_schema`).
-SET_VERSIONS = (TABLES_VERSION, 7, 8)
+TABLES_VERSION = 1  # a version of its own, so that a new table leaves shards readable
 
 _str, _int, _long, _float = pa.string(), pa.int32(), pa.int64(), pa.float64()
 
@@ -24,7 +21,7 @@ def _fields(type_: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
 
 TRAINED_ROLES = ("train", "eval")  # of samples that are in a training set, in the order of its index
 
-_DRAWS = [("repeats", _int), ("weight", _float), ("regularisation", pa.bool_())]
+_DRAWS = [("repeats", _int), ("weight", _float), ("regularization", pa.bool_())]
 
 #: Media resized to resize_w x resize_h, then cropped to the bucket at (x, y).
 GEOMETRY_TYPE = pa.struct([("bucket", _str), ("resize_w", _int), ("resize_h", _int), ("x", _int), ("y", _int)])

@@ -25,7 +25,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.filters import feature_columns
 from schemas.recipe import plan_key
-from schemas.tables import ACTIVE_SCHEMA, active_schema
+from schemas.tables import ACTIVE_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.encoding.feature_columns import read_media
 from stages.encoding.made_captions import read_made_captions
@@ -208,8 +208,7 @@ def _latest_active(store: Store, info: TableRow) -> pa.Table:
     for name in reversed(plans.list_plans(store)):
         generation = plans.load_plan(store, name)
         if all(generation.info.get(key) == info[key] for key in ("family", "task")):
-            known = [active_schema(references) for references in (False, True)]
-            return generation.active if generation.active.schema in known else ACTIVE_SCHEMA.empty_table()
+            return generation.active
     return ACTIVE_SCHEMA.empty_table()
 
 

@@ -38,7 +38,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.recipe import build_recipe
-from schemas.tables import SET_VERSIONS, reference_parts
+from schemas.tables import TABLES_VERSION
 from schemas.text_format import shorten
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, refuse_partition
@@ -143,9 +143,8 @@ def _describe_set(
     encoded: Mapping[str, EncodedMembers],
 ) -> TableRow:
     """Return what set.json says, before the counts and the id."""
-    has_references = bool(reference_parts(joined.tables["index"].column_names))
     return {
-        "format_version": SET_VERSIONS[2 if has_references else len(encoded) > 1],
+        "format_version": TABLES_VERSION,
         "family": config.model.family,
         "flavour": config.model.flavour_spec.name,
         "task": config.model.task,

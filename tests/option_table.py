@@ -271,7 +271,7 @@ TABLE: dict[str, tuple[Kind, str]] = {
         f"train.methods.input_perturbation.{option}": (RUN, f"train.methods.input_perturbation={{{option}: {value}}}")
         for option, value in (("strength", 0.2), ("decay_steps", 9))
     },
-    "train.methods.regularization.target": (REFUSED, "train.methods.regularization={}"),  # nor regularisation data
+    "train.methods.regularization.target": (REFUSED, "train.methods.regularization={}"),  # nor regularization data
     "train.methods.regularization.weight": (REFUSED, "train.methods.regularization={weight: 2}"),
     **{
         f"train.methods.scheduled_sampling.{option}": (RUN, f"train.methods.scheduled_sampling={{{option}: {value}}}")

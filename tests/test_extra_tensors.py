@@ -17,7 +17,6 @@ from cache.shards.shard_io import open_reader
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.errors import INCOMPLETE
-from schemas.tables import SET_VERSIONS
 from stages import bucket, discover, encode_latents, encode_text, encode_vision, export, index
 from stages.encoding.text.worker import TextWorker
 from stages.encoding.vae.worker import LatentsWorker
@@ -146,7 +145,7 @@ def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_
     digests = set()
     for data in sets(home, tmp_path / "elsewhere"):
         digests.add((data_signature(data)["digest"], data_signature(data, {"vision"})["digest"]))
-        assert data.id == report.details["set"].removeprefix("sets/") and data.meta["format_version"] == SET_VERSIONS[1]
+        assert data.id == report.details["set"].removeprefix("sets/") and data.kinds == ["extra"]
         for batch in batches(data):
             wanted = torch.stack([to_tensor(stored[name]).float() for name in batch.ids])
             assert torch.equal(batch.extras["vision"], wanted)

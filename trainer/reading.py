@@ -36,7 +36,7 @@ class BatchReader:
         ids = [draw[SAMPLE].id for draw in draws]
         tensors = stack(ids, [name_tensors(draw) for draw in draws], self.pinned)
         if any(marks := self.data.regularization_marks(rows)):
-            tensors["regularisation"] = torch.tensor(marks)
+            tensors["regularization"] = torch.tensor(marks)
         return make_batch(ids, bucket, tensors, [draw[TEXT].tensors["embeds"].shape[0] for draw in draws])
 
     def explain(self, rows: Ints, texts: Ints) -> None:

@@ -16,7 +16,7 @@ CASES = (
         "rollout of one step",
         {**LORA, "methods": {"scheduled_sampling": {"probability": 1.0, "max_step_offset": 1}}},
     ),
-    Case("regularisation data", {**LORA, "methods": {"regularisation": {}}}),
+    Case("regularization data", {**LORA, "methods": {"regularization": {}}}),
     Case("input perturbation", {**LORA, "methods": {"input_perturbation": {}}}),
 )
 TINY_ROUTE, TINY_BLOCK = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": 1}, {"block_index": 0}

@@ -106,9 +106,9 @@ def make_set(model: Model, config: Config, bucket: str) -> None:
         if config.train.methods.crepa is not None:  # on the grid of Kandinsky's tokens
             _, frames, height, width = x0.shape
             vision = rng.standard_normal((frames, height // 2, width // 2, VISION_WIDTH)).astype(np.float32)
-        marked = config.train.methods.regularisation is not None
+        marked = config.train.methods.regularization is not None
         condition = {"i2v": lambda: x0[:, :1], "i2i": lambda: latent(rng, config, bucket)}.get(config.model.task)
-        return Item(bucket, x0, [text()], condition and condition(), regularisation=marked, vision=vision)
+        return Item(bucket, x0, [text()], condition and condition(), regularization=marked, vision=vision)
 
     items = [item() for _ in range(model.samples)]
     prompt = Prompt("one", bucket, text(), items[0].condition)

@@ -7,7 +7,6 @@ from typing import Any
 
 from cache.models import compatibility, parts, weights
 from schemas.config.pipeline import Config
-from schemas.config.section import FORMER_SPELLINGS
 from schemas.config.training import Train
 from schemas.errors import USAGE, LatentpressError
 
@@ -73,12 +72,11 @@ def check_prepared(config: Config) -> None:
     prepared = {
         "mask": any(dataset.mask_data or dataset.mask_column or dataset.makes_masks for dataset in used),
         "vision": bool(config.vision.model),
-        "regularisation": any(dataset.is_regularisation_data for dataset in used),
+        "regularization": any(dataset.is_regularization_data for dataset in used),
     }
-    for attribute, method in config.train.methods.used.items():
+    for name, method in config.train.methods.used.items():
         for tensor, advice in method.needs.items():
             if not prepared.get(tensor, True):
-                name = FORMER_SPELLINGS.get(attribute, attribute)
                 raise RunError(f"train.methods.{name} needs {tensor}, which no dataset has", advice)
 
 

@@ -22,7 +22,7 @@ from schemas.errors import USAGE, LatentpressError
 
 COPY_BYTES = 1 << 22
 SET_FILES = ("index.arrow", "texts.arrow", "shards.arrow")
-ROW_FACTS = ("role", "dataset", "bucket", "repeats", "weight", "regularisation")  # columns of the index
+ROW_FACTS = ("role", "dataset", "bucket", "repeats", "weight", "regularization")  # columns of the index
 SET_FACTS = ("family", "flavour", "task", "template")  # keys of set.json
 
 

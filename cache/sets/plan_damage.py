@@ -48,5 +48,4 @@ def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: boo
 def all_units(store: Store) -> pa.Table:
     """Table of schemas.tables.UNITS_SCHEMA: the units of all undamaged generations, of any settings."""
     names = [name for name in list_plans(store) if find_damage(store, name) is None]
-    tables = [UNITS_SCHEMA.empty_table(), *(read_plan_table(store, name, "units") for name in names)]
-    return pa.concat_tables(tables, promote_options="default")
+    return pa.concat_tables([UNITS_SCHEMA.empty_table(), *(read_plan_table(store, name, "units") for name in names)])

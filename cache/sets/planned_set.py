@@ -66,7 +66,7 @@ class PlannedSet(TrainSet):
         self._members.pop(number, None)
 
     def has_tensor(self, name: str) -> bool:
-        return self.regularisation > 0 if name == "regularisation" else name in self.meta[PLANNED]["tensors"]
+        return self.regularization > 0 if name == "regularization" else name in self.meta[PLANNED]["tensors"]
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
         """Choose as of any set, without those that were set aside. SetError where none is left."""

@@ -24,10 +24,18 @@ from cache.store import arrow_ipc
 from cache.store.arrow_ipc import hash_table
 from cache.store.damage import DamageError, as_damage
 from cache.store.exclusive import create_new
-from cache.store.json_checks import check_checksum, check_list, check_name, check_object, check_prompt_image, check_text
+from cache.store.json_checks import (
+    check_checksum,
+    check_list,
+    check_name,
+    check_object,
+    check_prompt_image,
+    check_text,
+    printable,
+)
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from schemas.errors import LatentpressError
+from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_bytes, hash_json
 from schemas.json_records import format_record
 from schemas.tables import TABLES_VERSION, plan_schema
@@ -43,6 +51,16 @@ class PlanOutdated(LatentpressError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "run `latentpress bucket` again, one at a time")
+
+
+class UnknownPlanVersion(LatentpressError):
+    """A plan that another release made."""
+
+    exit_code = USAGE
+
+    def __init__(self, path: str, version: Any) -> None:
+        message = f"{path} has format version {printable(repr(version))}; this release reads {TABLES_VERSION}"
+        super().__init__(message, "Set root to another folder, or use the release that made this one.")
 
 
 @dataclass(frozen=True)
@@ -163,7 +181,7 @@ class Plan:
 
     def _all(self, what: str) -> pa.Table:
         """The table `what` of this and of each earlier generation."""
-        # Generations of an older TABLES_VERSION lack columns; none of their ids is active now.
+        # Of plans with references alone, texts have a column of these.
         tables = [plan.own_table(what) for plan in (*self._earlier, self)]
         return pa.concat_tables(tables, promote_options="default")
 
@@ -214,9 +232,12 @@ def read_plan_table(store: Store, name: str, what: str) -> pa.Table:
 
 
 def load_plan(store: Store, name: str) -> Plan:
-    """Generation `name`. DamageError where plan.json is not as it was written or lacks a value."""
+    """Generation `name`. DamageError if plan.json is not as it was written or lacks a value, UnknownPlanVersion if this
+    release does not read its version."""
     rel = f"plans/{name}/plan.json"
     info = store.read_json(rel)
+    if (version := info.get("format_version")) != TABLES_VERSION:
+        raise UnknownPlanVersion(store.path(rel), version)
     with as_damage(store.path(rel), "its values can't be right"):
         check_name(info["key"], "key")
         for unit in check_list(info.get("replaced_units", []), "replaced_units"):
@@ -295,8 +316,7 @@ def publish_plan(
     content = hash_bytes(settings.encode(), hash_table(active))
     earlier, kind = planned_generations(store, published), "items" if info.get("items") else "samples"
     if len(earlier[kind]) > MOST_EARLIER:
-        # Of an older TABLES_VERSION no id is active now.
-        whole = [plan for plan in _load_plans(store, earlier[kind]) if plan.info["format_version"] == TABLES_VERSION]
+        whole = _load_plans(store, earlier[kind])
         for name in ("samples", "texts", "units"):
             parts = [*(plan.own_table(name) for plan in whole), cast[name]]
             table = pa.concat_tables(parts, promote_options="default")

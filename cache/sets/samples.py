@@ -14,7 +14,7 @@ class Sample:
     id: str
     tensors: dict[str, Array]
     text: dict[str, Array]
-    regularisation: bool = False  # preserves what the model knows instead of teaching it something new
+    regularization: bool = False  # preserves what the model knows instead of teaching it something new
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.recipe import build_recipe, plan_key
-from schemas.tables import SET_VERSIONS
+from schemas.tables import TABLES_VERSION
 
 #: Files that point to the set of a configuration.
 CONFIG_POINTER_PATTERN = re.compile(r"sets/current-[0-9a-f]{16}-[0-9a-f]{16}\.json", re.ASCII)
@@ -92,10 +92,9 @@ def open_set(store: Store, set_id: str, family: str, task: str) -> TrainSet:
         what = f"no training set {set_id!r} under {store.path('sets')}; there are: {', '.join(names) or 'none'}"
         raise SetError(what, "Correct train.set, or run `latentpress index`.")
     meta = store.read_json(rel)
-    if meta.get("format_version") not in SET_VERSIONS:
+    if meta.get("format_version") != TABLES_VERSION:
         what = f"set {set_id} has format version {meta.get('format_version')!r}"
-        known = " and ".join(map(str, SET_VERSIONS))
-        raise SetError(f"{what}; this release reads {known}", "Run `latentpress index` with this release.")
+        raise SetError(f"{what}; this release reads {TABLES_VERSION}", "Run `latentpress index` with this release.")
     if (meta.get("family"), meta.get("task")) != (family, task):
         what = f"set {set_id} was made for {meta.get('family')} {meta.get('task')}"
         step = "Correct train.set or model.flavour."
@@ -197,7 +196,7 @@ def find_configured_id(store: Store, config: Config) -> str:
     if record is None:
         differences = ["its set.json is not there"]
     elif not isinstance(record.get("recipe"), dict):
-        differences = ["its set.json does not name the configuration (an older release made it)"]
+        differences = ["its set.json does not name the configuration"]
     else:
         other = [f"model.path: another {ENCODER_NAMES[kind]}" for kind in _find_other_weights(record, weights)]
         differences = diff_recipes(record["recipe"], recipe) + other

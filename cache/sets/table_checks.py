@@ -44,7 +44,7 @@ PROMPT_NAME_PATTERN = re.compile(NAME_PATTERN, re.ASCII)  # files are named afte
 
 def check_samples(table: pa.Table) -> None:
     required = ("sample_id", "role", "dataset", "path", "media_id", "kind", "geometry", "condition")
-    _check_columns(table, tables.SAMPLES_SCHEMA, required, older=True)
+    _check_columns(table, tables.SAMPLES_SCHEMA, required)
     _check_ids(table, "sample_id", "media_id", "source_id", "mask_id")
     _check_choices(table, "role", PLAN_ROLES)
     _check_choices(table, "kind", _KINDS)
@@ -57,7 +57,7 @@ def check_samples(table: pa.Table) -> None:
 
 
 def check_texts(table: pa.Table) -> None:
-    _check_columns(table, tables.texts_schema(references=True), ("text_id", "text"), older=True)
+    _check_columns(table, tables.plan_schema("texts", table.column_names), ("text_id", "text"))
     _check_ids(table, "text_id", "image_id")
     _check_paths(table, "image_path")
     _check_crops(table, "image_geometry")
@@ -66,7 +66,7 @@ def check_texts(table: pa.Table) -> None:
 
 
 def check_units(table: pa.Table) -> None:
-    _check_columns(table, tables.UNITS_SCHEMA, tables.UNITS_SCHEMA.names, older=True)
+    _check_columns(table, tables.UNITS_SCHEMA, tables.UNITS_SCHEMA.names)
     if not pc.all(pc.match_substring_regex(table["unit_id"], f"^{UNIT_PATTERN}$")).as_py() and len(table):
         raise ValueError("a unit has a name that no unit has")
     _check_choices(table, "kind", ("text", "latents", "items"))
@@ -77,8 +77,8 @@ def check_units(table: pa.Table) -> None:
 
 
 def check_active(table: pa.Table) -> None:
-    required = ("sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularisation", "texts")
-    _check_columns(table, tables.active_schema(references=True), required, older=True)
+    required = ("sample_id", "role", "dataset", "path", "bucket", "repeats", "weight", "regularization", "texts")
+    _check_columns(table, tables.plan_schema("active", table.column_names), required)
     _check_ids(table, "sample_id", "null_text")
     _check_choices(table, "role", PLAN_ROLES)
     _check_paths(table, "path", "source_path", "mask_path")
@@ -189,14 +189,12 @@ def check_set_references(index: pa.Table, texts: pa.Table, shards: pa.Table) -> 
         check_row_numbers(table[f"{prefix}row"].drop_null(), 1 << 31, "row")
 
 
-def _check_columns(table: pa.Table, schema: pa.Schema, required: Collection[str], older: bool = False) -> None:
-    """The columns of `schema`; those `required` have no nulls. older: a table of an older version may lack columns."""
-    names = table.schema.names
-    fields = [field for field in schema if field.name in names or not older]
-    if not fields or not table.schema.equals(pa.schema(fields)):
-        raise ValueError(f"it has the columns {json_checks.printable(names)}")
+def _check_columns(table: pa.Table, schema: pa.Schema, required: Collection[str]) -> None:
+    """The columns of `schema`; those `required` have no nulls."""
+    if not table.schema.equals(schema):
+        raise ValueError(f"it has the columns {json_checks.printable(table.schema.names)}")
     for name in required:
-        if name in names and table[name].null_count:
+        if table[name].null_count:
             raise ValueError(f"a value of {name} is missing")
 
 

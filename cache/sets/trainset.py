@@ -111,9 +111,9 @@ class TrainSet:
         return range(len(self), self._index.num_rows)
 
     @property
-    def regularisation(self) -> int:
-        """The number of samples to train on that are regularisation data."""
-        return pc.sum(self._index.column("regularisation").slice(0, len(self))).as_py() or 0
+    def regularization(self) -> int:
+        """The number of samples to train on that are regularization data."""
+        return pc.sum(self._index.column("regularization").slice(0, len(self))).as_py() or 0
 
     def choose_eval_rows(self, count: int) -> tuple[list[int], str]:
         """Choose at most `count` rows to measure a loss on, always the same, and say what they are: distinct "held-out
@@ -204,7 +204,7 @@ class TrainSet:
 
     def regularization_marks(self, rows: Ints) -> list[bool]:
         """Whether each row is regularization data."""
-        marks = BoolColumn(self._index["regularisation"])
+        marks = BoolColumn(self._index["regularization"])
         return [marks.get(row) for row in rows.tolist()]
 
     def sample(self, row: int, text: str = "text0") -> Sample:
@@ -218,8 +218,8 @@ class TrainSet:
             if part != TEXT
             for name, array in stored.tensors.items()
         }
-        regularisation = self._index.column("regularisation")[row].as_py()
-        return Sample(draw[SAMPLE].id, tensors, draw[TEXT].tensors, regularisation)
+        regularization = self._index.column("regularization")[row].as_py()
+        return Sample(draw[SAMPLE].id, tensors, draw[TEXT].tensors, regularization)
 
     def find_set_aside(self, rows: Ints, texts: Ints) -> NDArray[np.bool_] | None:
         """(B,) whether a part of each draw was set aside after the set was made; None where none can have been.
@@ -232,9 +232,9 @@ class TrainSet:
 
     def has_tensor(self, name: str) -> bool:
         """Whether samples to train on have it. The first of each span is read, as those of a dataset have the same.
-        "regularisation", a mark, counts as a tensor of the samples that have it."""
-        if name == "regularisation":
-            return self.regularisation > 0
+        "regularization", a mark, counts as a tensor of the samples that have it."""
+        if name == "regularization":
+            return self.regularization > 0
         rows = (self.part_rows(span.start, self.sample_parts(span.bucket)) for span in self.spans)
         return any(
             name in (own_name(part, tensor) for tensor in row.tensors) for parts in rows for part, row in parts.items()

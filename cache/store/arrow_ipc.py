@@ -79,7 +79,7 @@ def read_batch(data: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
     head = memoryview(message.metadata)
     root = _follow_offset(head, 0)
     header = _find_field(head, root, MESSAGE_HEADER)
-    # Old files name their compression in the message's own metadata.
+    # Either of the two may name a compression.
     if _find_field(head, _follow_offset(head, header), BATCH_COMPRESSION) or _find_field(head, root, MESSAGE_CUSTOM):
         raise ValueError("the batch is compressed, or none")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -186,7 +186,7 @@ def read_table(file: pa.NativeFile) -> pa.Table:
 
 
 def verify_checksum(file: pa.NativeFile) -> str:
-    """The checksum of a whole file, "" where an earlier release wrote none. ValueError where it does not match."""
+    """The checksum of a whole file. ValueError if there is none, or if it does not match."""
     file.seek(0)
     start = file.read(len(FILE_START) + 8)
     if start[:-4] != FILE_START + b"\xff\xff\xff\xff":
@@ -201,7 +201,7 @@ def verify_checksum(file: pa.NativeFile) -> str:
             offsets.append(offset + match.start())
             values.add(match[1])
     if not offsets:
-        return ""
+        raise ValueError("it has no checksum")
     if len(offsets) != 2 or offsets[0] >= footer[0] or offsets[1] < footer[0] or len(values) != 1:
         raise ValueError("its two ends differ")
     checksum = values.pop().decode()

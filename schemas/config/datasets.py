@@ -163,9 +163,7 @@ class Dataset(Section):
     )
     repeats: int = Field(0, ge=0, le=1_000_000, description="extra passes in an epoch: 0 = once")
     weight: float = Field(1.0, gt=0, le=1e6, description="factor on the draws in an epoch; 0.5: every other epoch")
-    is_regularisation_data: bool = Field(
-        False, alias="is_regularization_data", description="these samples keep the model as it was"
-    )
+    is_regularization_data: bool = Field(False, description="these samples keep the model as it was")
     eval: bool = Field(False, description="hold the whole dataset out for the eval loss")
     eval_fraction: UnitFloat = Field(
         0.0, description="share of the items held out for the eval loss, chosen by content"

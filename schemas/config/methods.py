@@ -92,9 +92,7 @@ class MaskedLoss(Method):
 
     unmasked_weight: UnitFloat = Field(0.0, description="factor of the loss where the mask is 0")
     unmasked_probability: UnitFloat = Field(0.0, description="share of the samples that are trained without their mask")
-    normalise_area: bool = Field(
-        False, alias="normalize_area", description="divide each sample's loss by the mean of its factors"
-    )
+    normalize_area: bool = Field(False, description="divide each sample's loss by the mean of its factors")
     prior_weight: float = Field(
         0.0, ge=0, le=1000, description="of the squared difference from the model without adapter where the mask is 0"
     )
@@ -102,10 +100,10 @@ class MaskedLoss(Method):
     def _problems(self) -> Iterator[Problem]:
         if self.unmasked_probability == 1:
             reason = "has no effect with unmasked_probability 1, which uses no mask; lower that, or remove this"
-            yield from idle_options(self, ("unmasked_weight", "normalise_area", "prior_weight"), reason)
+            yield from idle_options(self, ("unmasked_weight", "normalize_area", "prior_weight"), reason)
         elif self.unmasked_weight == 1:
             reason = "has no effect with unmasked_weight 1: all factors are 1; lower that, or remove this"
-            yield from idle_options(self, ("normalise_area",), reason)
+            yield from idle_options(self, ("normalize_area",), reason)
 
 
 class Route(Section):
@@ -244,7 +242,7 @@ class InputPerturbation(Method):
 
 class Regularization(Method):
     needs: ClassVar[Mapping[str, str]] = {
-        "regularisation": "Set is_regularization_data of a dataset, and run `latentpress run`."
+        "regularization": "Set is_regularization_data of a dataset, and run `latentpress run`."
     }
 
     target: Literal["base", "data"] = Field(
@@ -279,9 +277,7 @@ class Methods(Section):
     crepa: CREPA | None = Field(None, description="align a block's hidden states with vision features")
     scheduled_sampling: ScheduledSampling | None = Field(None, description="train on what the model made itself")
     input_perturbation: InputPerturbation | None = Field(None, description="more noise in the input than in the target")
-    regularisation: Regularization | None = Field(
-        None, alias="regularization", description="how is_regularization_data is trained on"
-    )
+    regularization: Regularization | None = Field(None, description="how is_regularization_data is trained on")
 
     @property
     def used(self) -> dict[str, Method]:

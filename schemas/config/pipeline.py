@@ -211,8 +211,8 @@ class Config(Section):
             why = {"real": "are stored without padding anyway", "grid": "have no such choice of positions"}
             problem = f"texts of {self.model.family} {why[self.text.positions]}"
             yield ("text", "positions"), f"{problem}; remove it, or set it to pipeline"
-        regularizes = any(dataset.is_regularisation_data and not dataset.disabled for dataset in self.datasets)
-        if regularizes and self.train.methods.regularisation is None and self.train.set == "current":
+        regularizes = any(dataset.is_regularization_data and not dataset.disabled for dataset in self.datasets)
+        if regularizes and self.train.methods.regularization is None and self.train.set == "current":
             for reason in Regularization().find_conflicts(self.train):
                 yield ("train", "methods", "regularization"), reason
         if self.train.methods.tread and self.train.compile == "blocks" and self.model.family_spec.convolves:

@@ -50,14 +50,6 @@ Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 
-#: Former spelling of an option -> its name. The former is read, too, and is the name in fingerprints, plans and
-#: checkpoints: that of the section's attribute.
-FORMER_SPELLINGS = {
-    "is_regularisation_data": "is_regularization_data",
-    "normalise_area": "normalize_area",
-    "regularisation": "regularization",
-}
-
 #: A key's path below the section, and what is wrong there.
 Problem = tuple[tuple[str | int, ...], str]
 
@@ -75,28 +67,10 @@ def listed(value: Any) -> tuple[Any, ...]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
-def respell(values: Any) -> Any:
-    """A configuration's sections as plain values, with options of a former spelling under their names."""
-    if not isinstance(values, dict):
-        return values
-    return {FORMER_SPELLINGS.get(key, key): respell(value) for key, value in values.items()}
-
-
 class Section(BaseModel):
     """Base of every section: unknown keys are forbidden, text is never converted to numbers or truth values."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _respell(cls, given: Any) -> Any:
-        former = (
-            [key for key in FORMER_SPELLINGS if key in cls.model_fields and key in given] if type(given) is dict else []
-        )
-        for key in former:
-            if FORMER_SPELLINGS[key] in given:
-                raise InconsistentValues([((key,), f"is the former spelling of {FORMER_SPELLINGS[key]}; remove it")])
-        return {FORMER_SPELLINGS.get(key, key): value for key, value in given.items()} if former else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -122,7 +96,7 @@ def idle_options(section: Section, names: Sequence[str], reason: str) -> Iterato
     """Problems of the options `names` that are not their defaults, which have no effect for that reason."""
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            yield (FORMER_SPELLINGS.get(name, name),), reason
+            yield (name,), reason
 
 
 def foreign_options(section: Section, key: str, owners: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:

@@ -214,7 +214,7 @@ def _drop_stale_versions(table: pa.Table, settings: DiscoverySettings) -> pa.Tab
     before = _settings_of(table)
     table = table.replace_schema_metadata(None)
     options = before.get("options", {})
-    if any(options.get(name, settings.options[name]) != settings.options[name] for name in _LOCATION_OPTIONS):
+    if any(options.get(name) != settings.options[name] for name in _LOCATION_OPTIONS):
         return _drop_versions(table, _VERSIONS)
     if before.get("captions") != settings.captions:
         table = _drop_versions(table, ["captions_version"])

@@ -18,7 +18,7 @@ from stages.discovery.media_table import read_configured_media
 from stages.encoding.features.settings import features_fingerprint_inputs, features_request
 from stages.planning.items import plan_items
 
-COMPARISON_VERSION = 2  # raise it where the same rows are compared otherwise
+COMPARISON_VERSION = 1  # raise it where the same rows are compared otherwise
 
 
 class NoFeatures(LatentpressError):

@@ -101,7 +101,7 @@ class PageItem:
         row, geometry = self.active_row, self.sample["geometry"]
         marks = {
             "held out": row["role"] == "eval",
-            "regularisation": row["regularisation"],
+            "regularization": row["regularization"],
             f"repeats {row['repeats']}": row["repeats"],
             f"weight {row['weight']:g}": row["weight"] != 1,
             "starts from its first frame": self.sample["condition"] == "first-frame",

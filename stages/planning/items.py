@@ -61,9 +61,9 @@ def item_plan_key(config: Config, request: ItemRequest) -> str:
     ]
     if request.whole:
         settings = [{key: row[key] for key in row if key not in ("video", "strides")} for row in settings]
-    of_model = {name: getattr(request, name) for name in ("stage", "pixels", "multiple", "frames", "sources")}
-    if request.box_column:
-        of_model["box_column"] = request.box_column
+    of_model = {
+        name: getattr(request, name) for name in ("stage", "pixels", "multiple", "frames", "sources", "box_column")
+    }
     return hash_json({"tables": TABLES_VERSION, "items": of_model, "datasets": settings})
 
 
@@ -206,7 +206,7 @@ def _active_rows(samples: pa.Table) -> pa.Table:
         "bucket": pc.struct_field(samples.column("geometry"), "bucket"),
         "repeats": pa.repeat(pa.scalar(0, pa.int32()), count),
         "weight": pa.repeat(1.0, count),
-        "regularisation": pa.repeat(False, count),
+        "regularization": pa.repeat(False, count),
         "texts": pa.array([[]] * count, pa.list_(pa.string())),
         "null_text": pa.nulls(count, pa.string()),
     }

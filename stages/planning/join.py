@@ -243,7 +243,7 @@ def _select_encoded(
         kept &= (ids < 0) | samples["latents"].is_encoded(ids)
     names = ("role", *GROUP_COLUMNS)
     columns = {name: active.column(name).combine_chunks().dictionary_encode() for name in names}
-    columns |= {name: active.column(name).combine_chunks() for name in ("sample_id", "regularisation")}
+    columns |= {name: active.column(name).combine_chunks() for name in ("sample_id", "regularization")}
     columns["texts"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(captions[encoded]))
     columns |= {name: pa.array(ids) for name, ids in {"null_text": null_texts, **members, **references}.items()}
     left_out = []
@@ -319,7 +319,7 @@ def _index_table(
     """The index, of schemas.tables.index_schema, from rows of `_select_encoded`. locations: (shards, rows) by kind."""
     null_texts, lists = _to_int64(rows.column("null_text")), rows.column("texts")
     captions = pa.array(text_numbers.of(np.asarray(pc.list_flatten(lists))), pa.int32())
-    columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularisation")}
+    columns = {name: rows.column(name) for name in ("sample_id", "role", *GROUP_COLUMNS, "regularization")}
     for kind, (shard, row) in locations.items():
         prefix = "" if kind == "latents" else f"{kind}_"
         columns |= {f"{prefix}shard": pa.array(shard), f"{prefix}row": pa.array(row)}

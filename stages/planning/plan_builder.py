@@ -236,7 +236,7 @@ def _active_columns(
         "bucket": pc.struct_field(planned.column("geometry"), "bucket"),
         "repeats": pa.repeat(pa.scalar(dataset.repeats, pa.int32()), count),
         "weight": pa.repeat(dataset.weight, count),
-        "regularisation": pa.repeat(dataset.is_regularisation_data, count),
+        "regularization": pa.repeat(dataset.is_regularization_data, count),
         "texts": text_lists,
         "null_text": pa.nulls(count, pa.string()) if null_text is None else null_text,
     }

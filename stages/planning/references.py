@@ -86,7 +86,7 @@ def active_rows(samples: pa.Table) -> pa.Table:
         "bucket": pc.struct_field(samples.column("geometry"), "bucket"),
         "repeats": pa.repeat(pa.scalar(0, pa.int32()), count),
         "weight": pa.repeat(1.0, count),
-        "regularisation": pa.repeat(False, count),
+        "regularization": pa.repeat(False, count),
         "texts": pa.array([[]] * count, ACTIVE_SCHEMA.field("texts").type),
     }
     schema = active_schema(references=True)

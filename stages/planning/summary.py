@@ -125,7 +125,7 @@ def _signatures(active: pa.Table) -> dict[str, pa.Array]:
     column = {name: active.column(name).combine_chunks() for name in ACTIVE_SCHEMA.names}
     item = pc.binary_join_element_wise(column["dataset"], column["path"], "/")
     rest = [pc.binary_join(column["texts"], ","), pc.fill_null(column["null_text"], "")]
-    rest += [column[name].cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularisation")]
+    rest += [column[name].cast(pa.string()) for name in ("sample_id", "role", "repeats", "weight", "regularization")]
     return {"item": item, "row": pc.binary_join_element_wise(item, *rest, "|")}
 
 

@@ -252,7 +252,7 @@ def find_open_members(plan: Plan | None, unit_mib: float) -> OpenMembers:
     def is_open(unit: Unit) -> bool:
         return unit.estimated_bytes > unit_mib * 2**20 and len(unit.members) > 1 and unit.unit_id not in done
 
-    own_texts = texts_schema("references" in plan.own_table("texts").column_names)  # earlier plans may have others
+    own_texts = texts_schema("references" in plan.own_table("texts").column_names)
     units = {kind: [unit for unit in plan.units(kind) if is_open(unit)] for kind in ("latents", "text")}
 
     def rows(table: pa.Table, key: str, kind: str) -> pa.Table:

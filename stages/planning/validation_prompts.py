@@ -45,8 +45,8 @@ def choose_sample(plan: DraftPlan, name: str) -> TableRow:
     for role in TRAINED_ROLES:
         if pc.any(pc.equal(plan.active.column("role"), role)).as_py():
             active = plan.active.filter(pc.equal(plan.active.column("role"), role))
-    if pc.any(pc.invert(active.column("regularisation"))).as_py():
-        active = active.filter(pc.invert(active.column("regularisation")))
+    if pc.any(pc.invert(active.column("regularization"))).as_py():
+        active = active.filter(pc.invert(active.column("regularization")))
     ids = active.column("sample_id").combine_chunks()
     return active.slice(int(np.argmin(derive_seeds(ids, f"validation image of {name}"))), 1).to_pylist()[0]
 
@@ -147,7 +147,7 @@ def add_validation_prompts(
             condition = sample["sample_id"]
             active = dict.fromkeys(ACTIVE_SCHEMA.names)
             active |= {name: sample[name] for name in ("sample_id", "role", "dataset", "path")}
-            active |= {"repeats": 0, "weight": 1.0, "regularisation": False, "texts": []}
+            active |= {"repeats": 0, "weight": 1.0, "regularization": False, "texts": []}
             active["bucket"] = sample["geometry"]["bucket"]
             table = pa.Table.from_pylist([sample], schema=SAMPLES_SCHEMA)
             plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, table]), "sample_id")

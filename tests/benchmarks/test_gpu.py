@@ -244,7 +244,7 @@ def test_methods_and_attention_backends_on_tiny_shapes(capsys, monkeypatch) -> N
     methods.run(TINY)
     _, *found = rows(capsys.readouterr().out)
     names = ["no method", "tread, half of the tokens", "crepa, dinov2_vits14"]
-    assert [row[0] for row in found] == [*names, "regularisation data", "input perturbation"]
+    assert [row[0] for row in found] == [*names, "regularization data", "input perturbation"]
     assert all(float(row[5]) > 0 for row in found)
     monkeypatch.setattr(attention, "CASES", attention.CASES[:2])
     attention.run(TINY)

@@ -364,11 +364,11 @@ def test_what_training_does_not_use_yet_is_said_when_it_is_asked_for(project) ->
     home.run(bucket.run)
     said = " ".join(home.said.split())
     assert "photos: masks are encoded, but training does not use them without train.methods.masked_loss" in said
-    assert "regularisation" not in said, "it is used without an option"
+    assert "regularization" not in said, "it is used without an option"
     features = "vision.model dinov2_vits14: features are encoded, but training does not use them"
     assert f"{features} without train.methods.crepa" in said
     home.run(encode_latents.run, dry_run=True)
-    assert "masks are encoded, but" in home.said and "regularisation" not in home.said
+    assert "masks are encoded, but" in home.said and "regularization" not in home.said
 
 
 def test_plans_that_a_listing_does_not_show_yet_are_found(project, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from cache.sets import rejects
 from cache.sets.rejects import make_reject
 from cache.store.layout import is_project_file
 from cache.store.store import Store
+from schemas.json_records import format_record
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from stages.encoding.stage_options import UsageError
 from stages.maintenance.gc_roots import find_roots
@@ -255,8 +256,8 @@ def test_beside_what_is_removed_a_persons_files_stay(indexed) -> None:
         b"{",
         b"\xff",
         b"[" * 10**5,
-        b'{"weights": "x"}',
-        b'{"weights": {"content": [1]}, "stage": {}}',
+        format_record({"weights": "x"}),
+        format_record({"weights": {"content": [1]}, "stage": {}}),
     ],
 )
 def test_any_provenance_is_tolerated(indexed, record) -> None:

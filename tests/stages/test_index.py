@@ -40,7 +40,7 @@ def id_of(name: str) -> str:
 def active(name: str, texts: Sequence[str] = ("t",), **changes: Any) -> dict[str, Any]:
     """A row of ACTIVE: sample `name` of dataset d, with texts named as in `texts`."""
     row = {"sample_id": id_of(name), "role": "train", "dataset": "d", "path": f"{name}.png", "bucket": "64x64"}
-    row |= {"repeats": 0, "weight": 1.0, "regularisation": False, "texts": [id_of(text) for text in texts]}
+    row |= {"repeats": 0, "weight": 1.0, "regularization": False, "texts": [id_of(text) for text in texts]}
     return row | {"source_path": None, "mask_path": None, "null_text": None} | changes
 
 
@@ -103,7 +103,7 @@ def test_every_sample_finds_its_own(tmp_path: Path) -> None:
     rows = [
         active("b", ["t2", "t1"], bucket="96x64"),
         active("a", ["t1"], bucket="96x64", null_text=id_of("own")),
-        active("c", ["t3"], role="eval", regularisation=True),
+        active("c", ["t3"], role="eval", regularization=True),
         active("d", ["t3"], repeats=2, weight=0.5),
         active("shown", ["t1"], role="validation"),
     ]
@@ -120,7 +120,7 @@ def test_every_sample_finds_its_own(tmp_path: Path) -> None:
     assert [(row["role"], row["sample_id"]) for row in found[3:]] == [("eval", id_of("c"))]
     for row in rows[:4]:
         (mine,) = [entry for entry in found if entry["sample_id"] == row["sample_id"]]
-        same = ("role", "dataset", "bucket", "repeats", "weight", "regularisation", "texts", "null_text")
+        same = ("role", "dataset", "bucket", "repeats", "weight", "regularization", "texts", "null_text")
         assert {key: mine[key] for key in same} == {key: row[key] for key in same}
     assert (joined.train, joined.held_out) == (3, 1)
     listed, shards = joined.tables["texts"].to_pylist(), joined.tables["shards"].to_pylist()
@@ -315,7 +315,7 @@ def test_a_digest_is_of_the_rows_not_of_their_chunks() -> None:
             "sample_id": f"{i:032x}",
             "texts": list(range(i % 3)),
             "null_text": i if i % 2 else None,
-            "regularisation": i > 4,
+            "regularization": i > 4,
         }
         for i in range(9)
     ]
@@ -323,7 +323,7 @@ def test_a_digest_is_of_the_rows_not_of_their_chunks() -> None:
     pieces = pa.concat_tables([pa.Table.from_pylist(rows[:4], INDEX_SCHEMA), whole.slice(4, 1), whole.slice(5)])
     assert pieces.column(0).num_chunks == 3 and hash_table(whole) == hash_table(pieces)
     assert hash_table(pa.concat_tables([whole, whole]).slice(9)) == hash_table(whole)
-    changed = [*rows[:-1], rows[-1] | {"regularisation": False}]
+    changed = [*rows[:-1], rows[-1] | {"regularization": False}]
     assert hash_table(pa.Table.from_pylist(changed, INDEX_SCHEMA)) != hash_table(whole)
     assert hash_table(pa.Table.from_pylist(rows[::-1], INDEX_SCHEMA)) != hash_table(whole)
 

@@ -142,7 +142,7 @@ def test_an_i2i_source_is_shown_beside_its_target(project) -> None:
     sample = rows(home)["pair.png"]
     [shown] = page.pictures("source of pair.png")
     assert alike(shown, read_cropped_image(source, sample["source_geometry"]))
-    assert "regularisation" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
+    assert "regularization" in page.article("pair.png") and "source: pair.png" in page.article("pair.png")
 
 
 @pytest.mark.slow

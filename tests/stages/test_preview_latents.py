@@ -265,7 +265,7 @@ def latents_page(word: str) -> Any:
     """A page whose every text is `word`: an image, a clip, and a sample that is damaged and has no original."""
     dot = pictures.Picture(b"", 10, 10)
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path", "sample_id", "bucket"), word)
-    place |= {"role": "train", "regularisation": False, "repeats": 0, "weight": 1.0}
+    place |= {"role": "train", "regularization": False, "repeats": 0, "weight": 1.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
     item, captions = (

@@ -21,7 +21,7 @@ DOT = Picture(b"", 10, 10)
 def plan_page(word: str) -> Page:
     """A page whose every text is `word`: a sample that can't be shown, an image, and a clip."""
     place = dict.fromkeys(("dataset", "path", "source_path", "mask_path"), word)
-    place |= {"role": "eval", "regularisation": True, "repeats": 2, "weight": 2.0}
+    place |= {"role": "eval", "regularization": True, "repeats": 2, "weight": 2.0}
     cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
     sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
     item = PageItem(place, sample, (60, 48), 0.2, 0.0)

@@ -68,7 +68,7 @@ def make(root: Path) -> Store:
         bucket="64x32@1",
         repeats=2,
         weight=0.5,
-        regularisation=False,
+        regularization=False,
         texts=lambda n: [id_of(n)],
     )
     members = [id_of(n) for n in range(COUNT)]
@@ -91,7 +91,7 @@ def make(root: Path) -> Store:
     )
     index = table(
         INDEX_SCHEMA, sample_id=id_of, role="train", dataset="photos", bucket="64x32@1", repeats=2, weight=0.5,
-        regularisation=False, shard=1, row=lambda n: n, texts=lambda n: [n],
+        regularization=False, shard=1, row=lambda n: n, texts=lambda n: [n],
     )  # fmt: skip
     store.write_table("sets/0123456789abcdef/index.arrow", index)
     store.write_table(

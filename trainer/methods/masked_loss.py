@@ -6,7 +6,7 @@ loss, too; OneTrainer multiplies prediction and target, which squares a factor b
 are trained everywhere.
 
 unmasked_probability: a share of the samples, drawn at each step, is trained everywhere (OneTrainer's option;
-SimpleTuner's masked_loss_probability is 1 minus it). normalise_area: w is divided by its mean over the trained frames
+SimpleTuner's masked_loss_probability is 1 minus it). normalize_area: w is divided by its mean over the trained frames
 (OneTrainer's normalize_masked_area_loss), so that a sample's loss is the mean over its mask however small that is.
 prior_weight: (1 - mask) times the squared difference from the prediction without adapter, its mean times this, is added
 (OneTrainer's masked_prior_preservation_weight).
@@ -51,7 +51,7 @@ class MaskedLossMethod(Method):
         if mask_BTHW is None:
             return None
         weight_BTHW = outside + (1 - outside) * mask_BTHW
-        if self.settings.normalise_area:
+        if self.settings.normalize_area:
             given = 0 if weight_BTHW.shape[1] == 1 else step.family.clean_frames(step.task)
             weight_BTHW = weight_BTHW / weight_BTHW[:, given:].mean((1, 2, 3), keepdim=True).clamp(min=LEAST_AREA)
         return weight_BTHW

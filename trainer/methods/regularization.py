@@ -17,7 +17,7 @@ class RegularizationMethod(Method):
         self.settings = settings
 
     def prepare(self, step: MethodStep) -> None:
-        marked_B = step.batch.extras.get("regularisation", torch.zeros(len(step.batch), dtype=torch.bool))
+        marked_B = step.batch.extras.get("regularization", torch.zeros(len(step.batch), dtype=torch.bool))
         if self.settings.target == "data" or not step.most_passes(int(marked_B.any())):
             return
         rows = marked_B.nonzero()[:, 0]
@@ -28,7 +28,7 @@ class RegularizationMethod(Method):
         step.target_BCTHW = step.target_BCTHW.index_copy(0, to_device(rows, device), base[: len(rows)])
 
     def loss_weight(self, step: MethodStep) -> torch.Tensor | None:
-        marked_B = step.batch.extras.get("regularisation")
+        marked_B = step.batch.extras.get("regularization")
         if marked_B is None or self.settings.weight == 1:
             return None
         weight_B = torch.where(to_device(marked_B, step.sigma_B.device), self.settings.weight, 1.0)

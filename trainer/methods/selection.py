@@ -14,14 +14,14 @@ from trainer.methods.tread import TreadMethod
 
 #: Key of train.methods -> what makes the method from its section.
 #: In the order in which `prepare` is called: scheduled sampling takes the input to be on the line between latents and
-#: noise, and regularisation asks the base model about the input that is trained on. What changes the input is between.
+#: noise, and regularization asks the base model about the input that is trained on. What changes the input is between.
 METHODS: dict[str, Callable[[Any], Method]] = {
     "masked_loss": MaskedLossMethod,
     "tread": TreadMethod,
     "crepa": CREPAMethod,
     "scheduled_sampling": ScheduledSamplingMethod,
     "input_perturbation": InputPerturbationMethod,
-    "regularisation": RegularizationMethod,
+    "regularization": RegularizationMethod,
 }
 
 

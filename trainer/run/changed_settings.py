@@ -9,7 +9,6 @@ import xxhash
 from cache.runs.training_checks import RunError
 from cache.sets.trainset import TrainSet
 from schemas.config.pipeline import PACKAGES, Config
-from schemas.config.section import respell
 from schemas.identity import hash_json
 from schemas.text_format import escape_unprintable, shorten
 from trainer.run.new_data import held_out_digest
@@ -38,9 +37,7 @@ def find_changed_settings(file: Path, config: Config) -> list[str]:
     if not isinstance(before, Mapping):
         return []
     now = config.model_dump(mode="json", by_alias=True)
-    differences = (
-        change for section in SECTIONS for change in _compare(section, respell(before.get(section)), now[section])
-    )
+    differences = (change for section in SECTIONS for change in _compare(section, before.get(section), now[section]))
     return [f"{key}: {_format(old)}, now {_format(new)}" for key, old, new in differences if key not in NOT_COMPARED]
 
 

@@ -22,7 +22,6 @@ from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
-from schemas.config.section import FORMER_SPELLINGS
 from schemas.config.training import Parallel
 from schemas.geometry import Bucket
 from schemas.json_records import format_record
@@ -35,7 +34,7 @@ from trainer.run.resume import Checkpoint, ResumeError, check_signature, file_ch
 RANDOM_NUMBERS = "philox4x64-10"
 HASH_ROWS = 1 << 18  # rows hashed at a time
 HASHED_STRINGS = ("sample_id", "bucket", "dataset")
-HASHED_NUMBERS = ("repeats", "weight", "regularisation")
+HASHED_NUMBERS = ("repeats", "weight", "regularization")
 
 
 class RunFinished(Exception):
@@ -85,15 +84,14 @@ def config_signature(config: Config) -> dict[str, Any]:
 
 
 def used_methods(config: Config, data: TrainSet) -> dict[str, Method]:
-    """The sections of train.methods in force: those configured, and that of regularisation data where there is some."""
+    """The sections of train.methods in force: those configured, and that of regularization data where there is some."""
     used = config.train.methods.used
-    return {"regularisation": Regularization(), **used} if data.regularisation else used
+    return {"regularization": Regularization(), **used} if data.regularization else used
 
 
 def check_methods(config: Config, data: TrainSet) -> None:
     """RunError where a method lacks its data or does not go with other settings."""
-    for attribute, method in used_methods(config, data).items():
-        name = FORMER_SPELLINGS.get(attribute, attribute)
+    for name, method in used_methods(config, data).items():
         for tensor, advice in method.needs.items():
             if not data.has_tensor(tensor):
                 raise RunError(f"train.methods.{name} needs {tensor}, which no sample of set {data.id} has", advice)

@@ -35,7 +35,7 @@ from stages.media.files import MediaError, MediaPath, media_size, open_media, un
 #: The largest text file that is taken for a caption, in bytes.
 MAX_CAPTION_BYTES = 1 << 20
 #: Raise it when the same bytes give other captions.
-CAPTION_READER_VERSION = 2
+CAPTION_READER_VERSION = 1
 
 _WRITE_ADVICE = "write a caption, one alternative a line"
 ZERO_BYTES_ADVICE = "save it as UTF-8: it is probably UTF-16 without a byte order mark"

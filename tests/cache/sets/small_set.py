@@ -15,7 +15,6 @@ from schemas.tables import (
     INDEX_SCHEMA,
     SET_SHARDS_SCHEMA,
     SET_TEXTS_SCHEMA,
-    SET_VERSIONS,
     TABLES_VERSION,
     index_schema,
 )
@@ -76,7 +75,7 @@ def make_source(store: Store, form: str) -> Store:
         rows.append(
             {
                 **{"sample_id": name_of("b", i), "role": ROLES[i > 5], "dataset": DATASETS[len(rows) == 8]},
-                **{"bucket": ("32x32", "48x32")[i % 2], "repeats": 0, "weight": 1.5, "regularisation": i == 4},
+                **{"bucket": ("32x32", "48x32")[i % 2], "repeats": 0, "weight": 1.5, "regularization": i == 4},
                 **{"shard": i % 2, "row": i // 2, "texts": [1 + i, *([2] if i % 3 == 0 else [])]},
                 "null_text": 9 if i == 3 else None,
             }
@@ -118,7 +117,6 @@ def add_vision(store: Store, form: str) -> None:
     found = [row | place for row, place in zip(index.to_pylist(), places, strict=True)]
     store.write_table(f"{folder}/index.arrow", pa.Table.from_pylist(found, index_schema(["vision"])))
     store.write_table(f"{folder}/shards.arrow", pa.Table.from_pylist(shards, SET_SHARDS_SCHEMA))
-    store.publish_json(f"{folder}/set.json", data.meta | {"format_version": SET_VERSIONS[1]})
 
 
 def opened(store: Store) -> TrainSet:
@@ -142,4 +140,4 @@ def content(store: Store) -> list[Any]:
         for p in parts
     ]
     eval_rows, choice = list(data.eval_rows), data.choose_eval_rows(2)
-    return [data.id, index, data.spans, samples, parts, sums, data.validation, eval_rows, choice, data.regularisation]
+    return [data.id, index, data.spans, samples, parts, sums, data.validation, eval_rows, choice, data.regularization]

@@ -144,7 +144,7 @@ def test_the_trainer_needs_neither_media_nor_datasets_nor_encoders(photos, tiny,
     assert "is used as it was made" not in photos.said
 
 
-def test_sets_of_older_releases_are_indexed_again(photos) -> None:
+def test_a_set_that_does_not_name_its_configuration_is_indexed_again(photos) -> None:
     first = indexed(photos)
     rel = photos.root / "sets" / first / "set.json"
     record = json.loads(rel.read_text())
@@ -152,7 +152,7 @@ def test_sets_of_older_releases_are_indexed_again(photos) -> None:
     for pointer in (photos.root / "sets").glob("current-*-*.json"):
         if "sana" not in pointer.name:
             pointer.unlink()
-    with pytest.raises(SetNotFound, match="older release"):
+    with pytest.raises(SetNotFound, match="does not name the configuration"):
         trained_on(photos)
     assert open_set(Store(photos.root), first, "sana", "t2i").id == first
     assert trained_on(photos, f"train.set={first}") == first

@@ -72,7 +72,7 @@ def latent(value: float) -> dict[str, np.ndarray]:
 def entry(id: str, bucket: str, place: tuple[int, int], texts: list[int], null: int | None = None, **changes) -> tuple:
     """A row of the index: of dataset d, to train on, once an epoch."""
     values = {"sample_id": id, "role": "train", "dataset": "d", "bucket": bucket, "repeats": 0, "weight": 1.0}
-    values |= {"regularisation": False, "shard": place[0], "row": place[1], "texts": texts, "null_text": null}
+    values |= {"regularization": False, "shard": place[0], "row": place[1], "texts": texts, "null_text": null}
     values |= changes
     return tuple(values[name] for name in INDEX_SCHEMA.names)
 
@@ -228,7 +228,7 @@ def test_chunks_of_the_table_make_no_spans(tmp_path: Path) -> None:
 
 
 def held_out(store: Store, ids: list[str], train: int = 7) -> TrainSet:
-    index = [entry(f"t{i}", "32x32", (0, 0), [0], regularisation=i > 4) for i in range(train)]
+    index = [entry(f"t{i}", "32x32", (0, 0), [0], regularization=i > 4) for i in range(train)]
     index += [entry(id, f"32x{32 + 32 * (i % 3)}", (0, 0), [0], role="eval") for i, id in enumerate(sorted(ids))]
     index.sort(key=lambda row: (row[1] != "train", row[3], row[0]))
     publish(store, [], [], index)
@@ -251,7 +251,7 @@ def test_held_out_samples_are_chosen_by_identity(tmp_path: Path, monkeypatch, co
     monkeypatch.setattr(trainset, "COMPARED_ROWS", compared)
     ids = [hashlib.md5(str(i).encode()).hexdigest() for i in range(60)]
     few = held_out(Store(tmp_path), [*ids[:40], ids[0]])
-    assert len(few) == 7 and few.regularisation == 2
+    assert len(few) == 7 and few.regularization == 2
     first = chosen(few, 12)
     assert len(set(first)) == 12 and set(chosen(few, 5)) < set(first)
     assert sorted(chosen(few, 99)) == sorted(ids[:40])
@@ -272,10 +272,10 @@ def test_a_sample_says_whether_it_is_regularization_data(tmp_path: Path) -> None
     store = Store(tmp_path)
     text = shard(store, "text", "t", {"t0": embeds(0)}, "arrow")
     rel = shard(store, "latents", "l", {"a": latent(1), "b": latent(2)}, "arrow")
-    index = [entry("a", "32x32", (1, 0), [0]), entry("b", "32x32", (1, 1), [0], regularisation=True)]
+    index = [entry("a", "32x32", (1, 0), [0]), entry("b", "32x32", (1, 1), [0], regularization=True)]
     publish(store, [(text, "text"), (rel, "latents")], [("t0", 0, 0)], index)
     data = open_set(store, "s1", FAMILY, TASK)
-    assert [data.sample(row).regularisation for row in (0, 1)] == [False, True] and data.regularisation == 1
+    assert [data.sample(row).regularization for row in (0, 1)] == [False, True] and data.regularization == 1
 
 
 def test_a_newer_plan_of_the_same_settings_is_noticed(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def large(root: Path, count: int) -> Path:
         "role": pa.array(["train"] * (count - count // 10) + ["eval"] * (count // 10)),
         "repeats": pa.array(np.zeros(count, np.int32)),
         "weight": pa.array(np.ones(count)),
-        "regularisation": pa.array(np.zeros(count, bool)),
+        "regularization": pa.array(np.zeros(count, bool)),
         "shard": pa.array(np.zeros(count, np.int32)),
         "row": pa.array(np.arange(count, dtype=np.int32)),
         "texts": pa.array([[0]] * count, pa.list_(pa.int32())),

@@ -35,7 +35,7 @@ def test_runs_of_equal_values(rows: list[tuple], cuts: list[int]) -> None:
 
 def test_a_column_is_checked_in_every_chunk() -> None:
     row = {"sample_id": "a", "role": "train", "dataset": "d", "bucket": "64x32@1", "repeats": 0, "weight": 1.0}
-    row |= {"regularisation": False, "shard": 0, "row": 0, "texts": [0], "null_text": None}
+    row |= {"regularization": False, "shard": 0, "row": 0, "texts": [0], "null_text": None}
     right = pa.Table.from_pylist([row] * 3, INDEX_SCHEMA)
     table_checks.check_index(pa.concat_tables([right, right]))
     table_checks.check_index(right.slice(0, 0))

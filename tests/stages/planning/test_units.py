@@ -79,7 +79,7 @@ def active_rows(texts: list[dict[str, Any]], order: list[int]) -> pa.Table:
     for number, row in enumerate(texts):
         given = {"null_text": row["text_id"], "texts": []} if number % 5 == 0 else {"texts": [row["text_id"]]}
         names = {"sample_id": f"{order[number]:016x}{0:016x}", "role": "train", "dataset": "a", "path": str(number)}
-        rows.append({"bucket": "64x64@1", "repeats": 0, "weight": 1.0, "regularisation": False, **names, **given})
+        rows.append({"bucket": "64x64@1", "repeats": 0, "weight": 1.0, "regularization": False, **names, **given})
     return pa.Table.from_pylist(rows, schema=ACTIVE_SCHEMA)
 
 

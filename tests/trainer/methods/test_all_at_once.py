@@ -28,12 +28,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "crepa": {"block_index": 1, "weight": 3.0},
     "scheduled_sampling": {"probability": 1.0, "max_step_offset": 1, "schedule_steps": 10},
     "input_perturbation": {"strength": 0.3},
-    "regularisation": {"weight": 0.5},
+    "regularization": {"weight": 0.5},
 }
 #: Without the base model's predictions, which adapters that change the base weights do not have.
 WITHOUT_BASE = METHODS | {
     "masked_loss": {"unmasked_weight": 0.2},
-    "regularisation": {"weight": 0.5, "target": "data"},
+    "regularization": {"weight": 0.5, "target": "data"},
 }
 NABLA = SPARSE | {"attention_type": "nabla"}
 ONE = {"batch_size": 1, "accumulate": 1}  # each shape is a graph, which takes seconds to trace
@@ -77,7 +77,7 @@ def samples(made, config):
         row, column = 16 * (number // 2), 16 * (number % 2)
         item.mask[1, row : row + 16, column : column + 16] = 0
         item.vision = rng.normal(size=(2, 8, 8, 8)).astype(np.float32)
-        item.regularisation = number != 3
+        item.regularization = number != 3
         items.append(item)
     return items, made.caption(rng, 2), []
 

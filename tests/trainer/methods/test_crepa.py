@@ -34,7 +34,7 @@ def with_features(made, config, coarse: int = 1, masks: bool = False) -> tuple:
     items, null, prompts = made.mixed_items(config, 8)
     rng, patch = np.random.default_rng(1), 1 if config.model.family in ("sana", "flux2-klein") else 2
     for item in items:
-        item.regularisation = config.train.methods.regularisation is not None
+        item.regularization = config.train.methods.regularization is not None
         _, frames, rows, columns = item.latent.shape
         grid = (frames, max(1, rows // patch // coarse), max(1, columns // patch // coarse))
         item.vision = rng.normal(size=(*grid, WIDTH)).astype(np.float32)
@@ -65,7 +65,7 @@ CASES = {
     "tread of expert": ("wan-a14b-i2v", {}, 1),
     "tread of both": ("flux2-klein", {}, 1),
     "rollout": ("t2v", {}, 1),
-    "regularisation": ("t2i", {}, 1),
+    "regularization": ("t2i", {}, 1),
 }
 LONG_CASES = {
     "i2i",
@@ -89,8 +89,8 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
         methods["tread"] = {"routes": [{**ROUTE, "end_layer_idx": index}]}
     if case == "rollout":
         methods |= {"scheduled_sampling": {"probability": 1.0}, "input_perturbation": {}}
-    if case == "regularisation":
-        methods["regularisation"] = {}
+    if case == "regularization":
+        methods["regularization"] = {}
     config = make_config(kind, batch_size=2, methods=methods, adapter={"rank": 2})
     if kind in ("t2v", "i2v", "wan", "wan-a14b-i2v"):  # four latent frames
         mixed = made.mixed_items
@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_the_formula(make_config, make_set, made
     for each in run.methods.values():
         each.prepare(step)
     changed = [case] if not all(map(torch.equal, before, (step.noisy_BCTHW, step.target_BCTHW))) else []
-    assert changed == [name for name in ("rollout", "regularisation") if name == case]
+    assert changed == [name for name in ("rollout", "regularization") if name == case]
     seen.clear()
     with ExitStack() as stack:
         for each in run.methods.values():

@@ -131,7 +131,7 @@ def test_rollouts_are_perturbed_at_their_end_and_the_base_model_sees_the_same_in
     config = make_config("t2i", steps=1, batch_size=6, adapter={"rank": 2}, methods=methods)
     items, *others = made.mixed_items(config)
     for number, item in enumerate(items):
-        item.regularisation, item.mask = number % 2 == 0, np.full(item.latent.shape[1:], number % 3 / 2, np.float32)
+        item.regularization, item.mask = number % 2 == 0, np.full(item.latent.shape[1:], number % 3 / 2, np.float32)
     make_set(config, items, *others)
     run = prepared(config)
     move_adapter(run)
@@ -148,7 +148,7 @@ def test_rollouts_are_perturbed_at_their_end_and_the_base_model_sees_the_same_in
     with torch.no_grad():
         base = run.family.load(config.model.path).eval()
         base_BCTHW = run.family.predict(base, step.noisy_BCTHW, step.sigma_B, step.batch, "t2i")
-    marks = part.batch.extras["regularisation"]
+    marks = part.batch.extras["regularization"]
     assert {*marks.tolist()} == {True, False}
     torch.testing.assert_close(step.target_BCTHW[marks], base_BCTHW[marks], rtol=0, atol=1e-4)
     assert torch.equal(step.target_BCTHW[~marks], rolled.target_BCTHW[~marks]), "not a part of what is to be taken back"

@@ -1,4 +1,4 @@
-"""Regularisation data against the base model, loaded a second time without an adapter."""
+"""Regularization data against the base model, loaded a second time without an adapter."""
 
 import json
 
@@ -22,12 +22,12 @@ ROUTE = {"tread": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "en
 
 
 def marked(made, config, every: int = 2):
-    """Items of which each `every`-th is regularisation data, with masks where those are used."""
+    """Items of which each `every`-th is regularization data, with masks where those are used."""
     items, null, prompts = made.mixed_items(config)
     for number, item in enumerate(items if config.train.methods.masked_loss else ()):
         item.mask = np.random.default_rng(number).random(item.latent.shape[1:], dtype=np.float32)
     for item in items[::every]:
-        item.regularisation = True
+        item.regularization = True
     return items, null, prompts
 
 
@@ -43,7 +43,7 @@ def marked(made, config, every: int = 2):
 def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, made, kind, adapter, options) -> None:
     """In a batch with other samples, at the same noise, sigma and text, which may be the null prompt."""
     masked = kind == "t2i"
-    methods = {"regularisation": options} if options else {}
+    methods = {"regularization": options} if options else {}
     methods |= {"masked_loss": {"unmasked_weight": 0.5}} if masked else {}
     adapter = {"rank": 2, **adapter}
     config = make_config(kind, steps=1, batch_size=6, caption_dropout=0.4, adapter=adapter, methods=methods)
@@ -53,7 +53,7 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
     [part] = run.loader.step(0).micro_batches
     step, losses = loop.start_step(run, 0, part), []
     base, task = run.family.load(config.model.path).eval(), config.model.task
-    marks = part.batch.extras["regularisation"].tolist()
+    marks = part.batch.extras["regularization"].tolist()
     assert {*marks} == {True, False}
     for row, mark in enumerate(marks):
         one = torch.tensor([row])
@@ -103,7 +103,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     make_config, make_set, made, tmp_path, strategy
 ) -> None:
     methods = ROLLOUT | ROUTE | {"crepa": {"block_index": 1}, "masked_loss": {"unmasked_weight": 0.5}}
-    methods |= {"input_perturbation": {"decay_steps": 4}, "regularisation": {}}
+    methods |= {"input_perturbation": {"decay_steps": 4}, "regularization": {}}
     assert methods.keys() == METHODS.keys()
     common = {
         "batch_size": 2,
@@ -116,7 +116,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
     two = make_config("t2i", name="two", accumulate=2, steps=2, parallel={"strategy": strategy}, **common)
     cut = make_config("t2i", name="cut", accumulate=4, steps=1, **common)
     items, *others = with_features(made, alone, masks=True)
-    items[0].regularisation = items[5].regularisation = True
+    items[0].regularization = items[5].regularization = True
     for config in (alone, two, cut):
         make_set(config, items, *others)
     train(alone)
@@ -138,7 +138,7 @@ def test_with_all_methods_two_ranks_train_as_one_process_and_a_resumed_run_as_a_
         (2, {"adapter": {"type": "full"}}, "train.adapter.type full changes the model itself"),
         (2, {"adapter": {"type": "full", "targets": [".*to_query"]}}, "train.adapter.type full changes"),
         (2, {"adapter": {"init_weights": "olora"}}, "olora has moved a part of the base weights into the adapter"),
-        (99, {"methods": {"regularisation": {}}}, "needs regularisation, which no sample of set set1 has"),
+        (99, {"methods": {"regularization": {}}}, "needs regularization, which no sample of set set1 has"),
     ],
 )
 def test_what_has_no_base_is_refused_before_a_model_is_loaded(
@@ -147,7 +147,7 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
     path = tmp_path / "pipeline.yaml"
     items, null, prompts = marked(made, make_config("t2i"), every)
-    items[0].regularisation = every < 99
+    items[0].regularization = every < 99
     config = make_config("t2i", **settings)
     make_set(config, items, null, prompts)
     write(config, path)
@@ -156,8 +156,8 @@ def test_what_has_no_base_is_refused_before_a_model_is_loaded(
     assert "train.methods.regularization" in printed and said in printed
     if every < 99:
         assert "set train.methods.regularization.target to data" in printed
-        allowed = make_config("t2i", **settings, methods={"regularisation": {"target": "data"}})
+        allowed = make_config("t2i", **settings, methods={"regularization": {"target": "data"}})
         write(allowed, path)
         assert run_program("train", program_run, Options(path, dry_run=True, json=True)) == OK
-        assert json.loads(capsys.readouterr().out)["details"]["methods"] == "regularisation"
+        assert json.loads(capsys.readouterr().out)["details"]["methods"] == "regularization"
     assert not (config.run_folder / "checkpoints").exists()

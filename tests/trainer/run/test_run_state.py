@@ -27,7 +27,7 @@ def reference_digest(data: TrainSet, block: int) -> str:
         for column in columns:
             found.update(np.array([-1 if value is None else len(value) for value in column], "<i8").tobytes())
             found.update("".join(value or "" for value in column).encode())
-        for key in ("repeats", "weight", "regularisation"):
+        for key in ("repeats", "weight", "regularization"):
             found.update(np.array([row[key] for row in part], "<f8").tobytes())
         found.update(np.array([len(row["texts"]) for row in part], "<f8").tobytes())
     return found.hexdigest()

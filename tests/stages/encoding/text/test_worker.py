@@ -196,7 +196,7 @@ def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
 
 @pytest.mark.slow
 def test_a_text_is_encoded_once_for_all_datasets_and_resolutions_that_share_it(project) -> None:
-    """The same files at two resolutions, and other files with the same captions as regularisation data."""
+    """The same files at two resolutions, and other files with the same captions as regularization data."""
     home = project("kandinsky5-image-t2i")
     (photos,) = home.settings["datasets"]
     home.settings["datasets"] = [
