@@ -126,9 +126,10 @@ def test_fingerprints(planned: Home) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     vision, found = f"vision.model={planned.folder}/weights/vision", {}
+    untrained = "stages.order=[encode-text, encode-latents, encode-vision]"  # so that training's checks are not made
     for label, settings in {"": [], **{one: [one] for one in SPREAD}, "model.path": ["model.path=weights"]}.items():
         touched = TOUCHED.get(label.partition(".")[0], (encode_text, encode_latents, encode_vision))
-        found[label] = [planned.fingerprint(stage.app, vision, *settings) for stage in touched]
+        found[label] = [planned.fingerprint(stage.app, vision, untrained, *settings) for stage in touched]
     compare(f"fingerprints of {planned.name}", found)
 
 
