@@ -145,7 +145,7 @@ def test_vision_features_reach_the_batch(project: Callable, tiny: Callable, tmp_
     digests = set()
     for data in sets(home, tmp_path / "elsewhere"):
         digests.add((data_signature(data)["digest"], data_signature(data, {"vision"})["digest"]))
-        assert data.id == report.details["set"].removeprefix("sets/") and data.kinds == ["extra"]
+        assert data.id == report.details["set"].removeprefix("sets/") and data.kinds == ["vision"]
         for batch in batches(data):
             wanted = torch.stack([to_tensor(stored[name]).float() for name in batch.ids])
             assert torch.equal(batch.extras["vision"], wanted)

@@ -269,6 +269,6 @@ def test_it_says_that_training_does_not_use_features_unless_it_does(make) -> Non
     home = make("sana")
     home.image("a.png")
     prepare(home)
-    for change, told in (((), True), (("train.methods.crepa={}",), False)):
+    for change, told in (((), True), (("train.methods.crepa={block_index: 1}",), False)):
         home.run(encode_vision.run, *change, dry_run=True)
         assert ("not use them without train.methods.crepa" in " ".join(home.said.split())) == told

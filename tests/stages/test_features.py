@@ -15,9 +15,7 @@ from cache.shards.shard import ShardRow
 from cache.store.store import Store
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
-from schemas.identity import compute_fingerprint
 from stages import discover, features, status, verify
-from stages.encoding.features.settings import features_fingerprint_inputs
 from stages.encoding.stage_registry import FEATURES
 from stages.encoding.vision.features import patch_grid
 from stages.encoding.vision.worker import IMAGENET_MEAN, IMAGENET_STD
@@ -126,12 +124,6 @@ def test_settings_that_matter_make_other_rows_beside_the_old_ones(home: Project)
     assert before == FEATURES.fingerprint(home.config("features.batch_size=1"))
     changes = ("features.size=98", "features.frames=2", "features.precision=bfloat16", "features.model=null")
     assert len({before, *(FEATURES.fingerprint(home.config(change)) for change in changes)}) == 5
-
-
-def test_the_fingerprint_of_a_dinov2_stays(home: Project) -> None:
-    """Made before other models were taken: shards of that time are still found."""
-    inputs = features_fingerprint_inputs(home.config("features.size=null", "features.frames=8"))
-    assert compute_fingerprint(inputs | {"weights": {"content": "0"}}) == "7adde81972102421a4d5888d"
 
 
 def test_another_vision_model_has_its_own_size_and_what_shows_pictures_to_it_matters(home: Project) -> None:
