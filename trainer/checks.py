@@ -15,7 +15,7 @@ from trainer.run.run_state import check_run, config_signature, find_checkpoint
 
 @for_each_expert()
 def run(config: Config, options: Options, console: Console) -> Report:
-    check_before_stages(config, console.warn, ask_hub=True)
+    check_before_stages(config, console.warn, is_run=True)
     check_run(config, 1)
     require_trackers(config.train)
     if checkpoint := find_checkpoint(config):

@@ -25,14 +25,25 @@ class OutputLocked(LatentpressError):
         super().__init__(f"another trainer is at work in {folder}", step)
 
 
-def check_before_stages(config: Config, warn: Callable[[str], object], ask_hub: bool = False) -> None:
-    """Every check of this file that needs no set, if `train` is one of the stages. ask_hub: also of a model that is a
-    repository, since planning needs no network."""
-    if "train" in config.stage_order:
-        check_prepared(config)
+def check_before_stages(config: Config, warn: Callable[[str], object], is_run: bool = False) -> None:
+    """Every check of this file that needs no set, if `train` is one of the stages. is_run: whether training follows, so
+    that a repository is asked, and a folder has to be there and sound. Planning alone needs neither."""
+    if "train" not in config.stage_order:
+        return
+    check_prepared(config)
+    try:
         check_settings(config, warn)
-        if ask_hub or weights.local_folder(config.model.source) is not None:
-            check_readable_model(config, warn)
+        is_folder = weights.local_folder(config.model.source) is not None
+    except weights.CheckpointNotFound as error:
+        if is_run:
+            raise
+        warn(f"the model is not checked before training: {error}")
+        return
+    if is_folder and is_run:
+        check_model(config)
+        parts.check_parts(config, ask_hub=False)
+    elif is_folder or is_run:
+        check_readable_model(config, warn)
 
 
 def check_settings(config: Config, warn: Callable[[str], object]) -> None:

@@ -1,12 +1,13 @@
 """What training refuses is refused before a set is there: by `run`, and by the dry run of each stage."""
 
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from schemas.config.loading import ConfigError
-from schemas.errors import LatentpressError
+from schemas.errors import INCOMPLETE, OK, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.project import Project
 from trainer import checks
@@ -82,3 +83,15 @@ def test_regularization_of_a_model_that_is_trained_whole_is_refused_with_the_con
     ):
         home.config("train.adapter.type=full")
     home.config("train.adapter.type=full", "train.methods.regularization.target=data")
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_absent_or_damaged_ends_a_run_and_no_dry_run_of_discover(home: Project, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(home.config().model.source, broken)
+    (broken / "transformer" / "config.json").write_text("{")
+    for path, said in ((broken, "can't be read"), (tmp_path / "absent", "is neither a directory nor a repository")):
+        with pytest.raises(LatentpressError, match=said):
+            home.run(checks.run, f"model.path={path}")
+        assert home.run(discover.run, f"model.path={path}", dry_run=True).exit_code in (OK, INCOMPLETE)
+        assert "the model is not checked before training" in home.said and said in home.said
