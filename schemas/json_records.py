@@ -1,4 +1,5 @@
-"""JSON from files of unknown origin, and objects with a checksum of their values: what programs keep for each other.
+"""JSON from files of unknown origin, and `Record`: the base class of a JSON file that a program writes and reads back,
+with a checksum of its values.
 
 Checksums find accidents; a file made with intent has matching checksums too. Nothing here allocates more than a small
 multiple of the bytes given.
@@ -6,16 +7,22 @@ multiple of the bytes given.
 
 import json
 import math
+import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import xxhash
+from pydantic import BaseModel, ConfigDict
 
 from schemas.regular_files import open_regular
+from schemas.text_format import shorten
 
 MAX_DEPTH = 32  # of nested arrays and objects
 MAX_RECORD_BYTES = 1 << 26  # of a file
+MAX_REASON = 300  # characters, of a message that quotes values of a file
 CHECKSUM_KEY = "checksum"
 
 
@@ -89,9 +96,61 @@ def parse_record(data: bytes) -> dict[str, Any]:
 
 
 def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> dict[str, Any]:
-    """Read a file that `format_record` made. OSError as of `open_regular`; ValueError if it is damaged or too large."""
+    """Read a file that `format_record` made. OSError as of `open_regular`; RecordError if it is damaged."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
-    return parse_record(data)
+    try:
+        if len(data) > max_bytes:
+            raise ValueError(f"it has more than {max_bytes} bytes")
+        return parse_record(data)
+    except ValueError as error:
+        raise RecordError(f"{path} is damaged: {error}") from error
+
+
+class RecordError(ValueError):
+    """A JSON file is not as it was written. The message names the file."""
+
+
+class Record(BaseModel):
+    """The content of a JSON file. Keys that a model does not have are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    max_bytes: ClassVar[int] = MAX_RECORD_BYTES  # of a file that is read
+
+    def format(self) -> bytes:
+        """The file's content: indented JSON with a checksum."""
+        return format_record(self.model_dump(mode="json"))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """The inverse of `format`. ValueError for anything else."""
+        return cls.model_validate(parse_record(data))
+
+    def write(self, path: Path) -> None:
+        """Replace the file by this record. Readers see the former record or this one, also after a power cut."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            with temporary.open("xb") as file:
+                file.write(self.format())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The record in a file. OSError as of `open_regular`; RecordError if the file is damaged or too large."""
+        values = read_record(path, cls.max_bytes)
+        try:
+            return cls.model_validate(values)
+        except ValueError as error:
+            raise RecordError(f"{path} is damaged: {shorten(' '.join(str(error).split()), MAX_REASON)}") from error
+
+    @classmethod
+    def try_read(cls, path: Path) -> Self | None:
+        """The record in a file; None if the file is absent, damaged or can't be read."""
+        with suppress(OSError, ValueError):
+            return cls.read(path)
+        return None

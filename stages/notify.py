@@ -4,7 +4,6 @@ It only reads the run's folder, so a webhook that is down or slow neither stops 
 sent are recorded in <output>/<run>/notifications.json, so that a restart does not send them again.
 """
 
-import fcntl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import typer
 
 from cache.runs.training_run import read_progress
 from cache.store.files import replacing
+from cache.store.locks import FileLock
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.progress import activity
@@ -140,15 +140,12 @@ def _only_one(folder: Path) -> Iterator[bool]:
     """Lock the sending of this run's events: False if another process has the lock. True, without a lock, on a file
     system that has none."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("ab") as file:
+    with FileLock(folder / LOCK_FILE) as lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
+            is_alone = lock.take()
         except OSError:  # a file system without locks
-            pass
-        yield True
+            is_alone = True
+        yield is_alone
 
 
 app = make_app(

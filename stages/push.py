@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cache.runs.training_run import RESULT_NOTE, read_result_step
+from cache.runs.training_run import RESULT_NOTE, ResultNote
 from cache.store.files import replacing
 from cache.store.json_checks import printable
 from cache.store.store import Store
@@ -21,6 +21,7 @@ from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
 from schemas.errors import USAGE, LatentpressError
+from schemas.json_records import RecordError
 from stages.encoding.stage import refuse_partition
 from stages.follow.card import CARD, base_model, gather_facts, write_card
 from stages.follow.upload import HubError, count_bytes, digest_files, result_files, upload
@@ -99,10 +100,12 @@ def _read_trained(config: Config, folder: Path) -> Config:
 
 def _finished_step(folder: Path) -> int:
     try:
-        return read_result_step(folder)
+        return ResultNote.read(folder / RESULT_NOTE).step
     except FileNotFoundError as error:
         raise HubError(f"the run in {folder} is not finished", "latentpress run goes on with it.") from error
-    except (OSError, ValueError) as error:
+    except RecordError as error:
+        raise HubError(str(error), "latentpress train saves the result again.") from error
+    except OSError as error:
         step = "latentpress train saves the result again."
         raise HubError(f"{folder / RESULT_NOTE} can't be read: {printable(error)}", step) from error
 

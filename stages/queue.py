@@ -4,18 +4,21 @@ The queue is kept under `output` (cache/runs/run_queue.py) and changed by this p
 `latentpress ui`. `queue run` works it off; when it is killed, the next `queue run` goes on with what was running.
 """
 
+import os
+import re
 import shlex
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import typer
 
 from cache.runs.run_queue import QueueEntry, RunQueue
 from cache.runs.training_run import is_running, read_failure
-from cache.store.files import check_folder
+from cache.store.files import check_folder, explained, spool_folder
+from cache.store.locks import FileLock
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, Report, make_app
 from schemas.cli.interruption import StopHandler, hangup_ignored
 from schemas.cli.kept_log import LOGS
@@ -24,7 +27,6 @@ from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import describe_exit
 from stages.encoding.stage import refuse_partition
-from stages.engines.card_lock import CardLock
 from stages.engines.stage_processes import StageProcesses
 from stages.pages.ui.child_programs import ChildPrograms, list_conflicts
 
@@ -126,6 +128,40 @@ def _work_off(queue: RunQueue, options: Options, console: Console, report: Repor
             queue.switch(False)
     if stop_handler.reason:
         report.details["stopped"] = f"by {stop_handler.reason}; what is done is kept"
+
+
+class CardLock:
+    """The locks of the cards of `device`, as of --device; None: the configuration chooses. Of all queues of a user on a
+    machine, whatever their output, one has a card at a time. A card is identified by its number, or by its name in
+    CUDA_VISIBLE_DEVICES; without a number the queue takes all cards.
+
+    descriptors: of the locked files. A program that inherits them also holds the cards until it ends.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        kind, _, number = (device or "").partition(":")
+        cards = [visible[int(number)] if int(number) < len(visible) else number] if number else visible
+        names = ["cpu"] if kind == "cpu" else [re.sub(r"[^A-Za-z0-9-]", "_", card) for card in cards]
+        folder = spool_folder().with_name(f"{spool_folder().name}-cards")
+        with explained(str(folder)):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._locks = [
+                FileLock(folder / f"{name}.lock", shared=name == "all" and bool(names))
+                for name in ("all", *sorted({*names}))
+            ]
+        self.descriptors = tuple(lock.descriptor for lock in self._locks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lock in self._locks:
+            lock.close()
+
+    def acquire(self) -> bool:
+        """Whether all cards are locked now. Those that are locked stay locked."""
+        return all(lock.take() for lock in self._locks)
 
 
 class _Worker:

@@ -9,7 +9,7 @@ Any number of pages and programs may change it at once, also while it is worked 
 when its program is killed: the next one begins with it, and `latentpress run` skips what is done.
 """
 
-import fcntl
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,15 +18,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cache.store.files import explained, make_folders, replacing
-from cache.store.json_checks import printable
-from schemas import json_records
+from cache.store.files import explained, make_folders
+from cache.store.locks import FileLock
 from schemas.cli.process_record import MAX_CHARS, Moment, ProcessRecord, read_record, storable_text
 from schemas.errors import LatentpressError
+from schemas.json_records import Record, RecordError
 
 FOLDER = ".queue"  # a run's name can't begin with a dot
 MOST_ENTRIES = 1000
-POLL_S = 0.2
 EntryState = Literal["waiting", "running", "finished", "failed"]
 UNFINISHED: tuple[EntryState, ...] = ("running", "waiting")
 
@@ -58,11 +57,9 @@ class QueueEntry(BaseModel):
         return Path(self.folder).name
 
 
-class QueueState(BaseModel):
+class QueueState(Record):
     """entries: in the order of their turns. is_on: it is to be worked off: from its start until it is empty or somebody
     stops it, also while no program does, as after the machine went down."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     entries: tuple[QueueEntry, ...] = Field(default=(), max_length=MOST_ENTRIES)
     next_id: int = Field(default=1, gt=0)
@@ -98,12 +95,11 @@ class RunQueue:
         """The queue as it is now, empty where there is none. QueueError where its file is damaged."""
         try:
             with explained(str(self._path)):
-                return QueueState.model_validate(json_records.read_record(self._path))
+                return QueueState.read(self._path)
         except FileNotFoundError:
             return QueueState()
-        except ValueError as error:
-            step = "move it away, and add the runs again"
-            raise QueueError(f"{self._path} is damaged: {printable(error)}", step) from error
+        except RecordError as error:
+            raise QueueError(str(error), "move it away, and add the runs again") from error
 
     def worker(self) -> ProcessRecord | None:
         """The record of the program that works it off, or did last."""
@@ -119,13 +115,12 @@ class RunQueue:
         """Replace the queue by what `change` makes of it, while nobody else changes it."""
         with explained(str(self.folder)):
             make_folders(self.folder)
-            with (self.folder / "edit.lock").open("wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with FileLock(self.folder / "edit.lock") as edit:
+                edit.take(wait_s=math.inf)
                 before = self.read()
                 after = change(before)
                 if after != before:
-                    with replacing(self._path) as temporary:
-                        temporary.write_bytes(json_records.format_record(after.model_dump(mode="json")))
+                    after.write(self._path)
                 return after
 
     def add(self, config: Path, overrides: Sequence[str], folder: Path) -> QueueEntry:
@@ -226,10 +221,10 @@ class RunQueue:
         """While the body runs, no other program works this queue off. QueueError where one does for `wait_s`."""
         with explained(str(self.folder)):
             make_folders(self.folder)
-            file = (self.folder / "work.lock").open("wb")
-        with file:
+            work = FileLock(self.folder / "work.lock")
+        with work:
             with explained(str(self.folder)):
-                is_alone = _lock_within(file.fileno(), wait_s)
+                is_alone = work.take(wait_s)
             if not is_alone:
                 worker = self.worker()
                 who = f": process {worker.process} on {worker.host}" if worker else ""
@@ -241,15 +236,3 @@ def _with(queue: QueueState, entry: QueueEntry, /, **changes: object) -> QueueSt
     """The queue with one entry changed."""
     changed = entry.model_copy(update=changes)
     return queue.model_copy(update={"entries": tuple(changed if other is entry else other for other in queue.entries)})
-
-
-def _lock_within(descriptor: int, wait_s: float) -> bool:
-    """Lock a file; False where another process has it for so long."""
-    end = time.monotonic() + wait_s
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= end:
-            return False
-        time.sleep(POLL_S)

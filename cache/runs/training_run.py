@@ -5,8 +5,6 @@ failure.json: the record of the run's last attempt, as long as it is at work, wa
 removed when another begins. stages.jsonl: a line for each stage that `latentpress run` ran and that did something.
 """
 
-import errno
-import fcntl
 import io
 import json
 import math
@@ -22,13 +20,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from pydantic import Field
+
 from cache.store.files import explained, make_folders, replacing
-from cache.store.json_checks import check_count
-from schemas import json_records
+from cache.store.locks import is_locked
 from schemas.cli.process_record import ProcessRecord, RecordWriter, read_record, storable_text, write_record
 from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, LatentpressError
-from schemas.json_records import parse_json
+from schemas.json_records import Record, parse_json
 from schemas.regular_files import open_regular
 from schemas.text_format import format_duration
 
@@ -88,10 +87,12 @@ def parse_metrics(content: bytes, earlier: Iterable[dict[str, Any]] = ()) -> lis
     return lines
 
 
-def read_result_step(folder: Path) -> int:
-    """Read the step at which the run was finished. FileNotFoundError where it is not; OSError, ValueError: its note
-    can't be read."""
-    return check_count(json_records.read_record(folder / RESULT_NOTE).get("step"), "step")
+class ResultNote(Record):
+    """result.json: the step at which the run was finished, the path of its result, and which weights the result has."""
+
+    step: int = Field(ge=0)
+    result: str
+    weights: str
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -147,18 +148,9 @@ def format_eval(line: Mapping[str, Any]) -> str:
 def is_running(folder: Path) -> bool | None:
     """Whether a trainer holds the lock of this run's folder. None where the lock does not tell: on a file system
     without locks, and where a trainer may be at work on another machine, from which locks may not reach this one.
-
-    The lock is held for the microseconds of the question, for which `lock_output` waits.
     """
-    try:
-        with (folder / LOCK_NAME).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno != errno.ENOENT:
-            return None
-    return None if may_be_running(folder, elsewhere=True) else False
+    locked = is_locked(folder / LOCK_NAME)
+    return None if locked is False and may_be_running(folder, elsewhere=True) else locked
 
 
 def may_be_running(folder: Path, elsewhere: bool = False) -> bool:

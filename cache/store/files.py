@@ -1,8 +1,8 @@
 """Local files that appear whole or not at all: written under a temporary name in the same folder, synced, renamed."""
 
 import errno
-import fcntl
 import io
+import math
 import os
 import re
 import secrets
@@ -15,8 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cache.store import locks
 from schemas.errors import LatentpressError
-from schemas.regular_files import NOT_REGULAR, NotRegular, find_obstacle
+from schemas.regular_files import NOT_REGULAR, NotRegular, find_obstacle, open_regular
 from schemas.text_format import format_bytes, shown_path
 
 TEMP_SUFFIX = ".tmp"
@@ -254,10 +255,11 @@ def remove_abandoned_folders(parent: Path) -> None:
 
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """BlockingIOError where another living process has it."""
+    """BlockingIOError if another process holds its lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not locks.lock(descriptor):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process is writing to it", str(folder))
         yield
     finally:
         os.close(descriptor)
@@ -318,7 +320,7 @@ def lock(file: Any) -> int:
     it is closed, as the system does when the process dies. FileNotFoundError where `remove_abandoned` was faster."""
     descriptor = os.dup(file.fileno())
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        locks.lock(descriptor, wait_s=math.inf)
         os.stat(file.name)
     except BaseException:
         os.close(descriptor)
@@ -331,9 +333,9 @@ def remove_abandoned(folder: Path) -> None:
     for path in folder.glob(f".*{TEMP_SUFFIX}"):
         with suppress(OSError):  # removed meanwhile, or locked
             if is_temporary(path.name):
-                with open(path, "rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                with open_regular(path) as file:
+                    if locks.lock(file.fileno()):
+                        path.unlink()
 
 
 def _start_writeback(file: int, offset: int, length: int) -> None:

@@ -126,15 +126,11 @@ def test_a_picture_that_is_elsewhere_is_not_uploaded(home: Project, models: Mode
     assert models.requests == []
 
 
-@pytest.mark.parametrize("step", ["forty", None, -1, True, 1.5])
-def test_a_malformed_result_is_named(home: Project, models: ModelHub, step: Any) -> None:
-    (finished(home).folder / "result.json").write_bytes(format_record({"step": step}))
-    with pytest.raises(LatentpressError, match=r"result\.json can't be read: step is no count"):
-        home.run(push.run)
-
-
-def test_a_result_that_is_a_pipe_is_named(home: Project, models: ModelHub) -> None:
+def test_a_result_that_is_malformed_or_a_pipe_is_named(home: Project, models: ModelHub) -> None:
     note = finished(home).folder / "result.json"
+    note.write_bytes(format_record({"step": -1, "result": "", "weights": ""}))
+    with pytest.raises(LatentpressError, match=r"result\.json is damaged: .*step"):
+        home.run(push.run)
     note.unlink()
     os.mkfifo(note)
     with pytest.raises(LatentpressError, match=r"result\.json can't be read: .*is no regular file"):

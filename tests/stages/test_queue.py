@@ -18,7 +18,6 @@ from schemas.cli.console import Console, Options, Report
 from schemas.cli.process_record import find_process_start, write_record
 from schemas.errors import INCOMPLETE, LatentpressError
 from stages import queue
-from stages.engines.card_lock import CardLock
 from stages.pages.ui.child_programs import Start
 from tests.background import LIMIT_S, until
 from tests.project import Project
@@ -112,7 +111,7 @@ def test_killed_it_goes_on_with_the_same_run_and_never_two_at_once(home: Project
     assert [row["state"] for row in home.run(queue.run).details["entries"]] == ["interrupted", "waiting"]
     end = work(home)
     until(lambda: runs.read().find(1).attempts == 2, "a second attempt")
-    with CardLock(None) as card:
+    with queue.CardLock(None) as card:
         assert not card.acquire(), "the run that the killed one had started has it"
     assert calls(home) == ["long"]
     with pytest.raises(QueueError, match="another program works this queue off: process"), runs.working(0):
@@ -149,7 +148,7 @@ def test_it_waits_for_what_the_page_has_started(home: Project) -> None:
 
 def test_two_cards_at_once_and_one_never(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def holds(*devices: str | None) -> list[bool]:
-        locks = [CardLock(device) for device in devices]
+        locks = [queue.CardLock(device) for device in devices]
         held = [lock.acquire() for lock in locks]
         for lock in locks:
             lock.__exit__()

@@ -1,10 +1,7 @@
 """The output folder: a lock for one trainer at a time, and full disks and too little memory as errors with a reason."""
 
-import errno
-import fcntl
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +9,11 @@ from pathlib import Path
 from cache.runs.training_checks import OutputLocked
 from cache.runs.training_run import CHECKPOINTS, LOCK_NAME, step_of
 from cache.store.files import StoreError, check_folder, check_writable, explained, restore_folders
+from cache.store.locks import NO_LOCKS, FileLock
 from schemas.cli.console import Console
 from schemas.errors import LatentpressError
 
-#: Errors of flock on a file system without locks.
-NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-ATTEMPTS = 3  # as `is_running` holds the lock for a moment
-ATTEMPT_PAUSE_S = 0.1
+LOCK_WAIT_S = 0.3  # as `is_running` holds the lock for a moment
 
 
 @contextmanager
@@ -27,14 +22,13 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
     process holds it, StoreError where the folder can't be written to."""
     check_writable(folder)
     with explained(str(folder / LOCK_NAME)):
-        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    with os.fdopen(lock):
+        lock = FileLock(folder / LOCK_NAME)
+    with lock:
         try:
-            take_lock(lock)
-        except BlockingIOError as error:
-            raise OutputLocked(folder) from error
+            if not lock.take(LOCK_WAIT_S):
+                raise OutputLocked(folder)
         except OSError as error:
-            if error.errno not in NO_LOCK_ERRNOS:
+            if error.errno not in NO_LOCKS:
                 reason = error.strerror or str(error)
                 raise StoreError(str(folder / LOCK_NAME), reason, "check the file system") from error
             console.warn(f"{folder} is on a file system without locks: a second trainer there would not be noticed")
@@ -42,17 +36,6 @@ def lock_output(folder: Path, console: Console) -> Iterator[None]:
             for parent in (folder, folder / CHECKPOINTS):
                 restore_folders(parent)
         yield
-
-
-def take_lock(lock: int) -> None:
-    """Lock an open file, or BlockingIOError where another process holds the lock at each of ATTEMPTS."""
-    for attempt in range(ATTEMPTS):
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if attempt == ATTEMPTS - 1:
-                raise
-        time.sleep(ATTEMPT_PAUSE_S)
 
 
 class DeviceOutOfMemory(LatentpressError):

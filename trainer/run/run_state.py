@@ -13,7 +13,7 @@ import xxhash
 
 from cache.order.schedule import BatchSchedule
 from cache.runs.training_checks import RunError
-from cache.runs.training_run import RESULT_NOTE, read_result_step
+from cache.runs.training_run import RESULT_NOTE, ResultNote
 from cache.sets.planned_set import PlannedSet
 from cache.sets.trainset import TrainSet
 from cache.shards.shard import canonical_json
@@ -24,7 +24,6 @@ from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
 from schemas.config.training import Parallel
 from schemas.geometry import Bucket
-from schemas.json_records import format_record
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial
 from trainer.run.new_data import check_new_data, describe_changes, list_changes
@@ -239,9 +238,8 @@ def write_config(config: Config, data: TrainSet) -> None:
 
 def record_result(config: Config, step: int, weights: str) -> None:
     """Record that the result of `step` steps has been saved. weights: which (`trainer.setup.ema.inference_weights`)."""
-    with replacing(config.run_folder / RESULT_NOTE) as temporary:
-        record = {"step": step, "result": str(result_folder(config)), "weights": weights}
-        temporary.write_bytes(format_record(record))
+    note = ResultNote(step=step, result=str(result_folder(config)), weights=weights)
+    note.write(config.run_folder / RESULT_NOTE)
 
 
 def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
@@ -251,7 +249,5 @@ def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
         return False
     if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
         return False  # a format was added
-    try:
-        return read_result_step(config.run_folder) == state["step"]
-    except (OSError, ValueError):  # save it again
-        return False
+    note = ResultNote.try_read(config.run_folder / RESULT_NOTE)
+    return note is not None and note.step == state["step"]  # a damaged note: the result is saved again

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cache.runs.training_run import read_result_step
+from cache.runs.training_run import RESULT_NOTE, ResultNote
 from schemas.cli.progress import activity
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
@@ -38,12 +38,8 @@ def config_of_other(config: Config) -> Config:
 
 def find_result(config: Config) -> Path | None:
     """The folder of the run's result; None where it has none yet."""
-    try:
-        read_result_step(config.run_folder)
-    except (OSError, ValueError):
-        return None
     folder = result_folder(config)
-    return folder if folder.is_dir() else None
+    return folder if ResultNote.try_read(config.run_folder / RESULT_NOTE) and folder.is_dir() else None
 
 
 @contextmanager

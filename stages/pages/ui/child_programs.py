@@ -9,7 +9,7 @@ Each has a session of its own, so it goes on when the page's process ends, and i
     <output>/.ui/notes/<job>/       the records of the job's programs, by themselves
 """
 
-import fcntl
+import math
 import os
 import secrets
 import shutil
@@ -26,6 +26,7 @@ from pathlib import Path
 from cache.runs.run_queue import RunQueue
 from cache.store.damage import STAGE_PROGRAMS
 from cache.store.files import explained, make_folders
+from cache.store.locks import FileLock
 from schemas.cli.process_record import (
     NOTES_VARIABLE,
     Moment,
@@ -250,8 +251,8 @@ class ChildPrograms:
                 yield
                 return
             make_folders(self._folder)
-            with (self._folder / "lock").open("wb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with FileLock(self._folder / "lock") as lock:
+                lock.take(wait_s=math.inf)
                 self._holds_file = True
                 try:
                     yield

@@ -118,15 +118,6 @@ def test_a_run_that_loads_has_no_speed_of_before(config: Config, what: str) -> N
         assert (read_progress(config).samples_per_s, read_progress(config).seconds_left) == (2.0, 3.0 * 279)
 
 
-def test_asking_takes_no_lock_away(tmp_path: Path) -> None:
-    assert is_running(tmp_path) is False
-    with (tmp_path / ".lock").open("w") as lock:
-        for _ in range(2):
-            assert is_running(tmp_path) is False
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert is_running(tmp_path) is True
-
-
 def test_without_its_lock_a_trainer_of_another_machine_may_be_running(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
