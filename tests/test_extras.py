@@ -235,8 +235,7 @@ def test_the_page_alone(python_of: Callable[[str], Path], project: Path) -> None
 
 def test_notifications_alone_with_media(python_of: Callable[[str], Path], project: Path, monkeypatch: Any) -> None:
     with serve_webhook() as webhook:
-        host = webhook.url.removeprefix("http://").partition("/")[0]
-        monkeypatch.setenv("HOOK", f"json://{host}/")
+        monkeypatch.setenv("HOOK", webhook.url)
         settings = json.loads((project / "pipeline.yaml").read_text())
         settings["notify"] = {"webhooks": [{"url_env": "HOOK"}]}
         (project / "pipeline.yaml").write_text(json.dumps(settings))

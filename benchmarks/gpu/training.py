@@ -88,8 +88,11 @@ def make_config(model: Model, case: Case, folder: Path, device: str, output: Pat
     return Config.model_validate({**settings, "model": source})
 
 
-def make_set(model: Model, config: Config, bucket: str) -> None:
-    """A training set of samples with texts of equal length, so that a graph is compiled once, and a prompt."""
+def make_set(model: Model, config: Config, bucket: str, has_prompt: bool) -> None:
+    """A training set of samples with texts of equal length, so that a graph is compiled once.
+
+    has_prompt: whether the set has a validation prompt, for which the checkpoint needs a scheduler.
+    """
     rng, spec = np.random.default_rng(0), config.model.family_spec
     widths = {name: model.shape.get(key) for name, key in spec.text_widths.items()}
     if None in widths.values():  # a key that the class's default has
@@ -111,8 +114,8 @@ def make_set(model: Model, config: Config, bucket: str) -> None:
         return Item(bucket, x0, [text()], condition and condition(), regularization=marked, vision=vision)
 
     items = [item() for _ in range(model.samples)]
-    prompt = Prompt("one", bucket, text(), items[0].condition)
-    write_set(Path(config.root), config, items, text(), [prompt], dtype="bfloat16")
+    prompts = [Prompt("one", bucket, text(), items[0].condition)] if has_prompt else []
+    write_set(Path(config.root), config, items, text(), prompts, dtype="bfloat16")
 
 
 def write_shape(model: Model, folder: Path) -> None:
@@ -128,7 +131,7 @@ def prepare(
     config, bucket = make_config(model, case, folder, device, output), case.bucket or model.bucket
     if drawn:
         write_shape(model, folder)
-    make_set(model, config, bucket)
+    make_set(model, config, bucket, has_prompt=not drawn)
     family = module_of(config.model.family_spec)
 
     def load(source: str, revision: str | None, dtype: torch.dtype, where: torch.device) -> Any:
