@@ -37,8 +37,6 @@ from stages.encoding import stage_registry
 from stages.encoding.job_reports import (
     JobReport,
     count_states,
-    describe_jobs,
-    estimate_rate,
     format_rate,
     list_jobs,
     read_reports,
@@ -147,7 +145,7 @@ def build_report(config: Config, options: Options, everything: bool = True) -> R
             row.setdefault(column, "")
     if not everything:
         jobs = {stage: [job for job in reports if job.state not in ENDED] for stage, reports in jobs.items()}
-    report.details |= list_jobs(jobs) if options.json else describe_jobs(jobs)
+    report.details |= list_jobs(jobs, for_people=not options.json)
     report.details["training_set"] = _describe_training_set(store, config, plan)
     versions = _library_versions(store, states, listed)
     if shown := [row for row in versions if everything or MIXED in row["libraries"]]:
@@ -208,11 +206,6 @@ def _stage_row(stage: EncodingStage, state: StageState, listed: Sequence[Entry],
         row["jobs"] = count_states(jobs)
     if remaining and (rate := sum_rates(jobs)):
         row |= format_rate(rate, remaining)
-    elif remaining and not jobs:  # of jobs that load a model, shards of before would tell a rate that they don't have
-        modified = {entry.name: entry.modified for entry in entries}
-        shards = ((path.partition("/")[2], unit) for unit, path in state.done.items() if unit in state.counts)
-        published = [(modified[name], state.counts[unit]) for name, unit in shards if name in modified]
-        row |= estimate_rate(published, remaining, time.time())
     return row
 
 

@@ -1,8 +1,9 @@
 """Reports of the jobs of an encoding stage while they run: one small file for each under jobs/, which `status` merges.
 
 A job is one run of a stage's program: alone, as a task of a job array, or with a pool of processes or actors. Its
-report says where it runs, how much it has done and how fast. It is written again every INTERVAL_S, so that a job that
-was killed is seen to be lost. Only `status` reads reports; a job whose report can't be written goes on.
+report says on which machine it runs, how much it has done and how fast. It is written again every INTERVAL_S, so that a
+job that was killed is seen to be lost. Only `status` reads reports, and `gc` removes old ones; a job whose report can't
+be written continues.
 """
 
 import itertools
@@ -11,7 +12,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -25,17 +25,16 @@ from schemas.errors import INCOMPLETE, INTERRUPTED, OK, LatentpressError
 from schemas.text_format import format_duration
 from stages.engines.jobs import UnitResult
 
-RECENT_S = 3600.0  # shards published before do not count in a rate
-MAX_COUNTED_SHARDS = 32  # in a rate
 INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an object store each is one put
 FIRST_INTERVAL_S = 2.0  # doubled each time
 LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, and a store may be slow
-KEPT_S = 24 * 3600.0  # after the last sign of life the next job of the stage removes a report
-MOST_REMOVED = 100  # by one job, as a thousand may start together
+KEPT_S = 24 * 3600.0  # after the last sign of life, for which `status` shows a report
 RATE_INTERVALS = 10  # that the rate is measured over
 MAX_SHOWN = 30  # jobs, by `status`
 JOB_STATES = get_args(State)  # in the order of interest
 END_TIMEOUT_S = 10.0  # that the program waits for its last report
+
+USUAL: dict[str, object] = {"workers": "1", "shard": "0/1", "set_aside": 0}  # columns of jobs on one machine
 
 TableRow = dict[str, Any]
 
@@ -62,8 +61,8 @@ class JobReporter:
     what ended the work before it was done; "" where nothing did."""
 
     def __init__(self, root: str, fingerprint: str, report: JobReport, stopped_by: Callable[[], str]) -> None:
-        self._root, self._folder, self._stopped_by = root, f"jobs/{report.program}", stopped_by
-        self._name = f"{self._folder}/{fingerprint}/{secrets.token_hex(8)}.json"
+        self._root, self._stopped_by = root, stopped_by
+        self._name = f"jobs/{report.program}/{fingerprint}/{secrets.token_hex(8)}.json"
         self._report, self._end = report, dict[str, object]()
         self._began, self._lock, self._ended = time.monotonic(), threading.Lock(), threading.Event()
         self._counts = Counter[str]()
@@ -104,9 +103,6 @@ class JobReporter:
         )
         for number in itertools.count():
             writer.update(**self._measure(), **(self._end if ended else {}))
-            if number == 0:
-                with suppress(LatentpressError, OSError):
-                    remove_old_reports(store, self._folder)
             if ended:
                 return
             ended = self._ended.wait(min(INTERVAL_S, FIRST_INTERVAL_S * 2 ** min(number, 10)))
@@ -120,16 +116,6 @@ class JobReporter:
                 rate = max(0.0, (self._counts["done"] - counted) / (now - first))
                 self._moments.append((now, self._counts["done"]))
             return {**self._counts, "seconds": now - self._began, "items_per_second": rate}
-
-
-def remove_old_reports(store: Store, folder: str) -> None:
-    """Remove those below `folder` of jobs that gave no sign of life for KEPT_S, at most MOST_REMOVED."""
-    before = time.time() - KEPT_S
-    old = [entry.name for entry in store.list_files(folder) if entry.modified < before]
-    for name in [name for name in old if is_project_file(f"{folder}/{name}")][:MOST_REMOVED]:
-        store.remove(f"{folder}/{name}")
-    if old:
-        store.remove_empty_folders(folder)
 
 
 def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> dict[str, list[JobReport]]:
@@ -164,80 +150,43 @@ def count_states(jobs: Iterable[JobReport]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in JOB_STATES if counts[state])
 
 
-def list_jobs(jobs: Mapping[str, Sequence[JobReport]]) -> TableRow:
-    """List for other programs: a row for each job of each stage."""
-    rows = [
-        {
-            "stage": stage,
-            "state": job.state + (f": {job.reason}" if job.reason else ""),
-            "where": f"{job.host}, process {job.process}",
-            "engine": f"{job.engine}, {job.workers} worker{'s' if job.workers != 1 else ''}",
-            "shard": job.shard,
-            "done": f"{job.done} of {job.members}",
-            "set_aside": job.set_aside,
-            "units": _units(job),
-            "items_per_second": "" if job.items_per_second is None else f"{job.items_per_second:.3g}",
-            "took": format_duration(job.seconds),
-        }
-        for stage, job in _rank(jobs)
-    ]
-    return {"jobs": rows} if rows else {}
-
-
-def describe_jobs(jobs: Mapping[str, Sequence[JobReport]]) -> TableRow:
-    """Describe for people, as narrow as it can be. A column that says the same of every usual job is left out, machines
-    have their short names, and reasons, which may be long, have lines of their own."""
-    ranked = _rank(jobs)
-    shown = ranked[:MAX_SHOWN]
-    rows: list[TableRow] = []
-    for stage, job in shown:
-        row: TableRow = {"stage": stage, "state": job.state, "where": _machine(job)}
-        if any(other.engine != "local" or other.workers != 1 for _, other in shown):
-            row["workers"] = f"{job.workers}" + ("" if job.engine == "local" else f" on {job.engine}")
-        if any(other.shard != "0/1" for _, other in shown):
-            row["shard"] = job.shard
-        row["done"] = f"{job.done} of {job.members}"
-        if any(other.set_aside for _, other in shown):
-            row["set_aside"] = job.set_aside
-        row["units"] = _units(job)
-        rate = job.items_per_second
-        row["per_second"] = "" if rate is None else f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
-        minutes, seconds = divmod(round(job.seconds), 60)
-        rows.append(row | {"took": f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"})  # without days
+def list_jobs(jobs: Mapping[str, Sequence[JobReport]], for_people: bool = False) -> TableRow:
+    """Tables of the jobs of each stage, the most interesting first. for_people: at most MAX_SHOWN, without columns that
+    have their usual value in each row. Reasons, which may be long, have a table of their own."""
+    pairs = [(stage, job) for stage, of_stage in jobs.items() for job in of_stage]
+    pairs.sort(key=lambda pair: JOB_STATES.index(pair[1].state))
+    shown = pairs[:MAX_SHOWN] if for_people else pairs
+    rows = [_describe_job(stage, job) for stage, job in shown]
+    usual = [name for name, value in USUAL.items() if for_people and all(row[name] == value for row in rows)]
+    rows = [{name: value for name, value in row.items() if name not in usual} for row in rows]
     details: TableRow = {"jobs": rows} if rows else {}
-    if len(ranked) > len(shown):
-        details["more_jobs"] = len(ranked) - len(shown)
+    if len(pairs) > len(shown):
+        details["more_jobs"] = len(pairs) - len(shown)
     if reasons := [{"where": _machine(job), "reason": job.reason} for _, job in shown if job.reason]:
         details["why_jobs_stopped"] = reasons
     return details
 
 
-def _rank(jobs: Mapping[str, Sequence[JobReport]]) -> list[tuple[str, JobReport]]:
-    pairs = [(stage, job) for stage, of_stage in jobs.items() for job in of_stage]
-    return sorted(pairs, key=lambda pair: JOB_STATES.index(pair[1].state))
+def _describe_job(stage: str, job: JobReport) -> TableRow:
+    rate = job.items_per_second
+    minutes, seconds = divmod(round(job.seconds), 60)
+    return {
+        "stage": stage,
+        "state": job.state,
+        "where": _machine(job),
+        "workers": f"{job.workers}" + ("" if job.engine == "local" else f" on {job.engine}"),
+        "shard": job.shard,
+        "done": f"{job.done} of {job.members}",
+        "set_aside": job.set_aside,
+        "units": f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else ""),
+        "per_second": "" if rate is None else f"{rate:.3g}" if rate < 100 else f"{rate:.0f}",
+        "took": f"{minutes // 60}:{minutes % 60:02}:{seconds:02}",  # without days
+    }
 
 
 def _machine(job: JobReport) -> str:
     """The machine without its domain, and the process, like "gpu-07, 48213"."""
     return f"{job.host.partition('.')[0]}, {job.process}"
-
-
-def _units(job: JobReport) -> str:
-    return f"{job.units_done} of {job.units}" + (f", {job.units_failed} failed" if job.units_failed else "")
-
-
-def estimate_rate(published: Sequence[tuple[float, int]], remaining: int, now: float) -> dict[str, Any]:
-    """Items per second and the time left, as columns of a table; empty where nothing was published lately.
-
-    published: time and number of items of each shard. The rate is that of the last shards up to `now`, whoever wrote
-    them, so the first report has it, and it falls when no more shards appear.
-    """
-    recent = sorted(shard for shard in published if now - RECENT_S <= shard[0] <= now)[-MAX_COUNTED_SHARDS:]
-    # The first shard is the start of the count: its items were done before.
-    items = sum(count for _, count in recent[1:])
-    if not items:
-        return {"items_per_second": "", "left": ""}
-    return format_rate(items / max(now - recent[0][0], 1e-3), remaining)
 
 
 def format_rate(rate: float, remaining: int) -> dict[str, Any]:

@@ -51,11 +51,12 @@ def choose_engine(config: Config, engine: EngineName | None, address: str | None
 
 
 def choose_resources(
-    config: Config, options: Options, stage: str, overrides: dict[str, int], console: Console
+    config: Config, options: Options, stage: str, console: Console, readers: int | None, prefetch: int | None
 ) -> tuple[Encoding, str]:
     """The stage's resources with a number of workers, and a line about that number, which is logged if it was chosen
-    here. overrides: of the configured resources, by option."""
-    resources = options.resources(config, stage).model_copy(update=overrides)
+    here. readers, prefetch: the values of these options, in place of the configured ones."""
+    given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
+    resources = options.resources(config, stage).model_copy(update=given)
     assert isinstance(resources, Encoding)
     workers, reason = choose_workers(config, resources)
     line = f"{workers}, {reason}"

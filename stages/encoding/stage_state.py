@@ -1,14 +1,16 @@
-"""The state of an encoding stage: what it has done of a plan, what remains, and the limit of what it may set aside."""
+"""The state of an encoding stage: units of a plan that are done, units that remain, and members that were rejected."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets import rejects
 from cache.sets.plans import Plan, Unit
-from cache.shards.shard import TruncatedText
+from cache.shards.shard import TruncatedText, find_done_units
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.cli.console import Report
@@ -16,6 +18,7 @@ from schemas.cli.options import NOT_PARTITIONED, Partition
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.text_format import escape_unprintable, shorten
+from stages.discovery.media_locations import MediaLocations
 
 #: What the members of units are called, by the units' kind.
 MEMBER_NAMES = {"text": "texts", "latents": "samples", "items": "items"}
@@ -23,43 +26,93 @@ MIN_REJECT_BASE = 10  # members that max_reject_fraction is a fraction of, at le
 
 
 class NamedStage(Protocol):
-    """An encoding stage. member_kind: a key of MEMBER_NAMES."""
+    """An encoding stage. kind: the folder of its shards. member_kind: a key of MEMBER_NAMES."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
     @property
     def member_kind(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class StageState:
-    """The state of one stage: what it has done of one plan, and what remains."""
+    """The state of one stage for one plan."""
 
     plan: Plan
     fingerprint: str
     units: list[Unit]
     wanted_ids: pa.Array  # the members that are active in the plan
-    counts: dict[str, int]  # unit id -> how many of its members are wanted
+    counts: dict[str, int]  # unit id -> number of its wanted members
     done: dict[str, str]  # unit id -> shard path
     retry_units: set[str]  # units whose shard lacks a wanted member that may work now
-    rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were set aside
-    damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> what is wrong with that list
+    rejects_by_unit: dict[str, list[dict]]  # unit id -> the wanted members that were rejected
+    damaged_lists: dict[str, DamageError] = field(default_factory=dict)  # unit id -> the damage of its list of rejects
 
     def remaining_units(self, partition: Partition = NOT_PARTITIONED) -> list[Unit]:
-        """Return the units that remain of one partition. It is cut from all units, so it stays the same while others
-        finish."""
+        """Return the units of one partition that remain. The partition is cut from all units, so it stays the same
+        while other processes finish theirs."""
         settled = self.done.keys() - self.retry_units
         return [unit for unit in partition.select(self.units) if unit.unit_id not in settled]
 
     def wanted_members(self, units: Sequence[Unit]) -> pa.Array:
         """Ids of the wanted members of these units."""
-        members = pa.array([name for unit in units for name in unit.members], pa.string())
+        members = _list_members(units)
         return members.filter(pc.is_in(members, value_set=self.wanted_ids))
 
     @property
     def set_aside(self) -> list[dict]:
-        """Wanted members that were set aside, in this run and in earlier ones."""
+        """Wanted members that were rejected, in this run and in earlier ones."""
         return [row for rows in self.rejects_by_unit.values() for row in rows]
+
+
+def find_state(
+    stage: NamedStage,
+    store: Store,
+    config: Config,
+    plan: Plan,
+    fingerprint: str,
+    *,
+    retry: bool = False,
+    merge: bool = False,
+    only: frozenset[str] | None = None,
+) -> StageState:
+    """Compare the plan's units with the existing shards. retry: encode every unit with rejected members again. merge:
+    see `rejects.read_stage`. only: ids of the units to encode; None for all."""
+    wanted = plan.active_text_ids if stage.member_kind == "text" else plan.active_sample_ids
+    units = plan.units(stage.member_kind)
+    missing = len(wanted) - (pc.sum(pc.is_in(wanted, value_set=_list_members(units))).as_py() or 0)
+    if missing:
+        raise LatentpressError(
+            f"plan {plan.name} wants {missing} items that no unit holds: an older plan was removed",
+            "run `latentpress bucket`, which plans them again",
+        )
+    done = find_done_units(store, f"{stage.kind}/{fingerprint}", [unit.unit_id for unit in units])
+    damaged: dict[str, DamageError] = {}
+    listed = rejects.read_stage(store, reject_folder(stage.name, fingerprint), damaged, merge)
+    rejected, locations = wanted_rows(listed, wanted), MediaLocations(config, plan)
+    again = {
+        unit
+        for unit, rows in rejected.items()
+        if any(retry or (row["retry"] and locations.all_present(stage.member_kind, row["item"])) for row in rows)
+    }
+    again = (again | damaged.keys()) & done.keys()
+    counts = _count_wanted(units, wanted)
+    units = [unit for unit in units if only is None or unit.unit_id in only]
+    return StageState(plan, fingerprint, units, wanted, counts, done, again, rejected, damaged)
+
+
+def _list_members(units: Sequence[Unit]) -> pa.Array:
+    return pa.array([name for unit in units for name in unit.members], pa.string())
+
+
+def _count_wanted(units: Sequence[Unit], wanted: pa.Array) -> dict[str, int]:
+    """unit id -> number of its members that are among `wanted`."""
+    is_wanted = pc.is_in(_list_members(units), value_set=wanted).to_numpy(zero_copy_only=False)
+    wanted_before = np.concatenate([[0], np.cumsum(is_wanted)])  # of the members of all units in a row
+    counts = np.diff(wanted_before[np.cumsum([0, *(len(unit.members) for unit in units)])]).tolist()
+    return {unit.unit_id: count for unit, count in zip(units, counts, strict=True)}
 
 
 def wanted_rows(rows_by_unit: Mapping[str, Sequence[dict]], wanted: pa.Array) -> dict[str, list[dict]]:

@@ -1,23 +1,9 @@
-"""The order in which a process of an encoding stage takes units, and where it ends.
+"""The units of a stage that follows training, with a limited cache: in the order in which training needs them, for as
+long as it runs."""
 
-A process without --shard takes all units that remain, in an order of its own, and asks before each unit whether the
-unit's shard exists by now; a worker asks again right before it encodes a unit that it has read ahead. So any number of
-processes that are started with the same command share the work. A process does not see the units that are in work
-elsewhere, so a few units are encoded twice, to the same bytes: benchmarks/results/sharing.md.
-
-A stage that follows training, with a limited cache, gives out units in the order in which training needs them, for as
-long as it runs (`FollowedUnits`).
-"""
-
-import os
-import secrets
-import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from operator import length_hint
-
-import xxhash
 
 from cache.runs.training_run import read_progress
 from cache.sets.planned_set import PlannedSet
@@ -36,46 +22,6 @@ from schemas.errors import LatentpressError
 from stages.engines.jobs import UnitResult
 
 PAUSE_S = 0.2  # between two polls of what training needs
-
-
-def process_name() -> str:
-    """A name that no other process has."""
-    return f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-
-
-def order_units(units: Sequence[Unit], process: str) -> list[Unit]:
-    """The units in the order of the process `process`, so that processes rarely meet at one unit."""
-    return sorted(units, key=lambda unit: xxhash.xxh3_64_intdigest(f"{process} {unit.unit_id}".encode()))
-
-
-class OpenUnits(Iterator[Unit | None]):
-    """The units that have no shard by now, until the time `until` of time.monotonic(). `operator.length_hint` counts
-    also units whose shards appear later. check: called before each unit. pass_over: called with a unit that has a
-    shard."""
-
-    def __init__(
-        self,
-        units: Iterator[Unit | None],
-        until: float,
-        check: Callable[[], object],
-        has_shard: Callable[[Unit], object],
-        pass_over: Callable[[Unit], object],
-    ) -> None:
-        self._units, self._until, self._check = units, until, check
-        self._has_shard, self._pass_over = has_shard, pass_over
-
-    def __length_hint__(self) -> int:
-        return length_hint(self._units) if time.monotonic() < self._until else 0
-
-    def __next__(self) -> Unit | None:
-        while True:
-            self._check()
-            if time.monotonic() >= self._until:
-                raise StopIteration
-            unit = next(self._units)
-            if unit is None or not self._has_shard(unit):
-                return unit
-            self._pass_over(unit)
 
 
 def open_followed_set(config: Config, warn: Callable[[str], None]) -> PlannedSet:

@@ -3,7 +3,7 @@ meanwhile. What is of frames is pooled to latent frames: means over the area and
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ class UnitWorker(ABC):
             with ThreadPoolExecutor(1, "write") as writer, prefetcher:
                 is_complete = False
                 try:
-                    yield from self._results(prefetcher, writer, advance)
+                    yield from self._encode_units(prefetcher, writer, advance)
                     is_complete = not self._is_time_up
                 finally:  # do not wait for a decoder that hangs, or for members that were read ahead
                     if not is_complete and (processes := self.__dict__.pop("_processes", None)):
@@ -137,19 +137,22 @@ class UnitWorker(ABC):
         finally:
             self.store.discard_all_temps()
 
-    def _results(
+    def _encode_units(
         self, prefetcher: Prefetcher, writer: ThreadPoolExecutor, advance: AdvanceProgress
     ) -> Iterator[UnitResult]:
-        written: Future[UnitResult] | None = None
+        written: Future[UnitResult] | None = None  # the shard before, which is being written
         while True:
             unit = None if self._is_time_up else prefetcher.next_unit(wait=written is None)
             if unit is None and written is None:
                 return
-            # Asked now and not when it was read ahead: other jobs may have done it since.
-            shard_path = self.job.find_shard(self.store, self.kind, unit) if unit is not None else None
-            if unit is not None and shard_path is not None:
-                prefetcher.skip(unit)
-            shard = self._encode(unit, prefetcher, advance) if unit is not None and shard_path is None else None
+            shard, found = None, None
+            if unit is not None:
+                # Asked now and not when it was read ahead: other jobs may have encoded it since.
+                found = self.job.find_shard(self.store, self.kind, unit)
+                if found is not None:
+                    prefetcher.skip(unit)
+                else:
+                    shard = self._encode(unit, prefetcher, advance)
             try:
                 if written is not None:
                     yield written.result()
@@ -158,8 +161,8 @@ class UnitWorker(ABC):
                     shard.drop()
                 raise
             written = writer.submit(shard.finish) if shard is not None else None
-            if unit is not None and shard_path is not None:
-                yield UnitResult(unit.unit_id, shard_path, elsewhere=True)
+            if unit is not None and found is not None:
+                yield UnitResult(unit.unit_id, found, elsewhere=True)
 
     @property
     def _is_time_up(self) -> bool:
@@ -172,29 +175,13 @@ class UnitWorker(ABC):
         return SandboxPool.configured(member_reader.make_member_reader, workers, self.config.stages)
 
     def _encode(self, unit: Unit, prefetcher: Prefetcher, advance: AdvanceProgress) -> "_UnitShard":
-        """Encode a unit; its shard, to be written. A batch's rows are taken when the next batch is queued, so that the
-        device computes while the host writes. Out of memory, the whole unit starts again at half the batch. The next
-        unit has the usual limit again: a shard must not depend on what was done before it."""
-        limit, counted = self.batch_limit, 0
-
-        def count(n: int) -> None:
-            nonlocal counted
-            counted += n
-            advance(n)
-
-        read = prefetcher.members
+        """Encode a unit; its shard, to be written. If memory runs out, the whole unit starts again at half the batch.
+        The next unit has the usual limit again: a shard must not depend on what was encoded before it."""
+        limit, read = self.batch_limit, prefetcher.members
         while True:
-            shard, batch = _UnitShard(self, unit, limit), list[Any]()
-            queued = deque[tuple[list[Any], Iterable[ShardRow | RefusedMember]]]()
+            shard = _UnitShard(self, unit, limit, advance)
             try:
-                for names, batch in chain(shard.batches(read(unit), count), END):
-                    if batch:
-                        queued.append((batch, self.encode(names, batch, limit)))
-                    if queued and (len(queued) > 1 or not batch):
-                        batch, rows = queued.popleft()
-                        for row in rows:
-                            shard.add(row)
-                        count(len(batch))
+                shard.encode(read(unit))
                 if any(member["reason"] == "missing" for member in shard.rejected):
                     self._require_media(unit)
                 return shard
@@ -202,16 +189,15 @@ class UnitWorker(ABC):
                 shard.drop()
                 if not model_loading.is_out_of_memory(error):
                     raise
-                if batch and self.indivisible(batch, limit):
+                if shard.batch and self.indivisible(shard.batch, limit):
                     problem = str(error).strip().partition("\n")[0]
                     raise LatentpressError(f"out of memory at a batch of one: {problem}", self.advice) from error
-            queued.clear()
-            model_loading.release_memory()  # here, where no traceback holds the batch's tensors
             if limit == self.batch_limit:
                 prefetcher.skip(unit)
-            limit = max(1, min(limit, self.cost(batch) if batch else 0) // 2)
-            advance(-counted)
-            counted, read = 0, prefetcher.reread
+            advance(-shard.counted)
+            limit, read = max(1, min(limit, self.cost(shard.batch) if shard.batch else 0) // 2), prefetcher.reread
+            del shard
+            model_loading.release_memory()  # here, where no traceback holds the batch's tensors
 
     def _require_media(self, unit: Unit) -> None:
         """Stop where most files are missing, rather than publish a shard without their members."""
@@ -222,13 +208,15 @@ class UnitWorker(ABC):
 
 
 class _UnitShard:
-    """The shard of one unit while it is made. rejected: rows of schemas.tables.REJECTS_SCHEMA."""
+    """The shard of one unit while it is made. limit: of a batch's cost. rejected: rows of REJECTS_SCHEMA. batch: the
+    members in work. counted: members that were reported to `advance`."""
 
-    def __init__(self, worker: UnitWorker, unit: Unit, limit: int) -> None:
-        self._worker, self._unit, self.limit = worker, unit, limit
+    def __init__(self, worker: UnitWorker, unit: Unit, limit: int, advance: AdvanceProgress) -> None:
+        self._worker, self._unit, self.limit, self._advance = worker, unit, limit, advance
         self.rejected: list[dict] = []
+        self.batch: list[Any] = []
+        self.counted = self._encoded = self._bytes = 0
         self._remarks: Counter[str] = Counter()
-        self._encoded = self._bytes = 0
         self._rounding = RoundingError()
         job = worker.job
         ids, provenance = list(unit.members), {**worker.provenance, "batch": limit}
@@ -238,15 +226,32 @@ class _UnitShard:
         self._writer: BaseShardWriter = open_writer(worker.store, stem, self._meta, columns, format)
         self._writer.__enter__()
 
-    def batches(self, read: PreparedMembers, advance: AdvanceProgress) -> Iterator[tuple[list[str], list[Any]]]:
-        """Names and members in the unit's order, in batches as large as the limit allows; what can't be read is set
-        aside."""
+    def encode(self, read: PreparedMembers) -> None:
+        """Encode the members that `read` gives. A batch's rows are taken when the next batch is queued, so that the
+        device computes while the host writes."""
+        queued: tuple[list[Any], Iterable[ShardRow | RefusedMember]] | None = None
+        for names, batch in chain(self._batches(read), END):
+            before, self.batch = queued, batch
+            queued = (batch, self._worker.encode(names, batch, self.limit)) if batch else None
+            if before is not None:
+                self.batch, rows = before
+                for row in rows:
+                    self._add(row)
+                self._count(len(self.batch))
+
+    def _count(self, members: int) -> None:
+        self.counted += members
+        self._advance(members)
+
+    def _batches(self, read: PreparedMembers) -> Iterator[tuple[list[str], list[Any]]]:
+        """Names and members in the unit's order, in batches as large as the limit allows; what can't be read is
+        rejected."""
         names: list[str] = []
         batch: list[Any] = []
         for name, item in read:
             if isinstance(item, MediaError):
                 self._set_aside(name, item.path, item.reason, str(item), item.reason in ("missing", "changed"))
-                advance(1)
+                self._count(1)
                 continue
             if batch and self._worker.cost([*batch, item]) > self.limit:
                 yield names, batch
@@ -256,8 +261,8 @@ class _UnitShard:
         if batch:
             yield names, batch
 
-    def add(self, row: ShardRow | RefusedMember) -> None:
-        """Write a row; one with NaN or infinities is set aside."""
+    def _add(self, row: ShardRow | RefusedMember) -> None:
+        """Write a row; one with NaN or infinities is rejected."""
         if isinstance(row, RefusedMember):
             self._set_aside(row.id, row.error.path, row.error.reason, str(row.error), False)
             return

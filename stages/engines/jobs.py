@@ -109,7 +109,7 @@ class Engine(Protocol):
         tried again by another, a few times; `warn` is called for each death. Closed before its end, it ends the
         workers, which drop their units.
 
-        units: taken one at a time, when a worker has room. They may end sooner than `operator.length_hint` says."""
+        units: taken one at a time, when a worker has room."""
 
 
 LIBRARIES: dict[EngineName, str] = {"local": "", "ray": "ray"}  # what an engine needs; the extra has the same name

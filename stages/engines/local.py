@@ -1,8 +1,8 @@
 """Units on this machine: in this process for one worker, in spawned processes for several.
 
-Each process loads the model once and holds a few units, so that it can read ahead. Where a process dies (by the
-out-of-memory killer), each of its units is tried again by a new process that has no other, and a unit whose process
-dies again is reported as failed. A process that dies while it loads has touched no unit: it is started again, and where
+Each process loads the model once and holds a few units, so that it can read ahead. If a process dies (by the
+out-of-memory killer), each of its units is tried again by a process that has no other unit, and a unit whose process
+dies again is reported as failed. A process that dies while it loads has touched no unit: it is started again, and if
 it keeps dying, the stage ends.
 """
 
@@ -15,12 +15,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from cache.sets.plans import Unit
 from schemas.cli.interruption import signals_blocked
@@ -63,18 +63,25 @@ def _take(units: Iterator[Unit | None], wait: bool) -> Unit | None:
         time.sleep(PAUSE_S)
 
 
-class _WorkerPool:
-    """Processes, each connected by a pipe: units go in, progress and results come out."""
+@dataclass(eq=False)
+class _Process:
+    """One worker process. number: its place among the workers, from 0. pipe: units go in; progress, announcements and
+    results come out. units: given to it and not finished. is_ready: whether it has loaded its model."""
 
+    number: int
+    process: Any
+    pipe: Connection
+    units: list[Unit] = field(default_factory=list)
+    is_ready: bool = False
+
+
+class _WorkerPool:
     def __init__(self, load: Load, job: Job, advance: Callable[[int], None], warn: Callable[[str], object]) -> None:
         self._load, self._job, self._advance, self._warn = load, job, advance, warn
         self._context = multiprocessing.get_context("spawn")
-        self._processes: dict[Connection, Any] = {}
-        self._numbers: dict[Connection, int] = {}
-        self._given: dict[Connection, list[Unit]] = {}
-        self._ready: set[Connection] = set()  # have loaded their models
+        self._processes: list[_Process] = []
         self._next: Unit | None = None  # waits for a process with room
-        self._given_all = False  # the units have come to their end
+        self._has_more = True
         self._suspects: deque[Unit] = deque()  # units of processes that died
         self._deaths: Counter[str] = Counter()  # by unit
         self._load_failures: Counter[int] = Counter()  # by number: processes that died in a row while they loaded
@@ -84,122 +91,124 @@ class _WorkerPool:
         loading.enter_context(activity(f"{self._job.resources.worker_count} worker processes load their models"))
         try:
             while True:
-                if self._ready:
+                if any(process.is_ready for process in self._processes):
                     loading.close()
-                yield from self._dispatch_units(units)
-                if self._given_all and not any(self._given.values()):
+                yield from self._hand_out(units)
+                if not self._has_more and not any(process.units for process in self._processes):
                     return
-                pause = None if self._given_all or self._next is not None else PAUSE_S
-                for pipe in wait(list(self._given), pause):  # idle processes, too: they may die
-                    assert isinstance(pipe, Connection)
-                    yield from self._receive(pipe)
+                pause = PAUSE_S if self._has_more and self._next is None else None
+                by_pipe = {process.pipe: process for process in self._processes}  # idle ones too: they may die
+                for pipe in wait(list(by_pipe), pause):
+                    yield from self._receive(by_pipe[cast(Connection, pipe)])
         finally:
             loading.close()
-            for pipe in self._processes:
-                pipe.close()
-            for process in self._processes.values():
-                process.join(TERMINATE_TIMEOUT_S)
-                process.kill()  # no effect on one that has ended
-                process.join()
+            for process in self._processes:
+                process.pipe.close()
+            for process in self._processes:
+                process.process.join(TERMINATE_TIMEOUT_S)
+                process.process.kill()  # no effect on one that has ended
+                process.process.join()
 
-    def _dispatch_units(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
+    def _hand_out(self, units: Iterator[Unit | None]) -> Iterator[UnitResult]:
         """Hand out units while a process has room; yields the last results of processes that turn out to be dead."""
         while True:
             if time.monotonic() >= self._job.until:
-                self._given_all, self._next = True, None
+                self._has_more, self._next = False, None
                 return
             unit = self._next or (self._suspects.popleft() if self._suspects else self._draw(units))
-            pipe = self._pick_process(unit) if unit is not None else None
+            process = self._pick_process(unit) if unit is not None else None
             self._next = unit
-            if unit is None or pipe is None:
+            if unit is None or process is None:
                 return
             try:
-                pipe.send(unit)
+                process.pipe.send(unit)
             except (BrokenPipeError, ConnectionResetError):  # it died without having had this unit
-                yield from self._receive(pipe)
+                yield from self._receive(process)
                 continue
-            self._given[pipe].append(unit)
+            process.units.append(unit)
             self._next = None
 
     def _draw(self, units: Iterator[Unit | None]) -> Unit | None:
         try:
             return next(units)
         except StopIteration:
-            self._given_all = True
+            self._has_more = False
             return None
 
-    def _pick_process(self, unit: Unit) -> Connection | None:
+    def _pick_process(self, unit: Unit) -> _Process | None:
         """The process with the fewest units. A suspect goes to an idle one, which then gets no other unit."""
-        idle = next((pipe for pipe, given in self._given.items() if not given), None)
-        if idle is not None:
-            return idle
+        best = min(self._processes, key=lambda process: len(process.units), default=None)
+        if best is not None and not best.units:
+            return best
         if len(self._processes) < self._job.resources.worker_count:
             return self._start()
         roomy = [
-            pipe
-            for pipe, given in self._given.items()
-            if len(given) < MAX_UNITS_PER_PROCESS and not any(other.unit_id in self._deaths for other in given)
+            process
+            for process in self._processes
+            if len(process.units) < MAX_UNITS_PER_PROCESS
+            and not any(other.unit_id in self._deaths for other in process.units)
         ]
         if unit.unit_id in self._deaths or not roomy:
             return None
-        return min(roomy, key=lambda pipe: len(self._given[pipe]))
+        return min(roomy, key=lambda process: len(process.units))
 
-    def _start(self) -> Connection:
+    def _start(self) -> _Process:
         ours, theirs = self._context.Pipe()
-        number = min({*range(self._job.resources.worker_count)} - {*self._numbers.values()})
+        number = min({*range(self._job.resources.worker_count)} - {process.number for process in self._processes})
         job = replace(self._job, process_index=number)
         process = self._context.Process(target=_worker_main, args=(self._load, job, theirs))
         resource_tracker.ensure_running()  # it would unblock signals
         with signals_blocked(signal.SIGINT):  # Ctrl-C reaches every process; the program decides
             process.start()
         theirs.close()
-        self._processes[ours], self._given[ours], self._numbers[ours] = process, [], number
-        return ours
+        self._processes.append(_Process(number, process, ours))
+        return self._processes[-1]
 
-    def _receive(self, pipe: Connection) -> Iterator[UnitResult]:
+    def _receive(self, process: _Process) -> Iterator[UnitResult]:
         """Handle one message (progress, an announcement, a unit's result, an error meant for the user) or the process'
         death."""
         try:
-            message = pipe.recv()
+            message = process.pipe.recv()
         except (EOFError, ConnectionResetError):
-            yield from self._handle_exit(pipe)
+            yield from self._lose(process)
             return
         if isinstance(message, str):  # perhaps while it loads
-            announce(f"worker {self._numbers[pipe]}: {message}")
+            announce(f"worker {process.number}: {message}")
             return
-        self._ready.add(pipe)
-        self._load_failures.pop(self._numbers[pipe], None)
+        process.is_ready = True
+        self._load_failures.pop(process.number, None)
         if isinstance(message, int):
             self._advance(message)
         elif isinstance(message, LatentpressError):
             raise message
         else:
-            self._given[pipe] = [unit for unit in self._given[pipe] if unit.unit_id != message.unit_id]
+            process.units = [unit for unit in process.units if unit.unit_id != message.unit_id]
             yield message
 
-    def _handle_exit(self, pipe: Connection) -> Iterator[UnitResult]:
-        process, given, number = self._processes.pop(pipe), self._given.pop(pipe), self._numbers.pop(pipe)
-        process.join()
-        pipe.close()
+    def _lose(self, process: _Process) -> Iterator[UnitResult]:
+        """A process that died: its units are tried again, each alone."""
+        self._processes.remove(process)
+        process.process.join()
+        process.pipe.close()
         if time.monotonic() >= self._job.until:  # it has finished its unit, and the units behind it remain
             return
-        exit_code = f"exit code {process.exitcode}"
-        if pipe not in self._ready:
-            self._load_failures[number] += 1
+        exit_code = f"exit code {process.process.exitcode}"
+        if not process.is_ready:
+            self._load_failures[process.number] += 1
             problem = f"a worker process died while it loaded its model ({exit_code})"
-            if self._load_failures[number] >= MAX_LOAD_TRIES:
+            if self._load_failures[process.number] >= MAX_LOAD_TRIES:
                 raise LatentpressError(
                     f"{problem}, {MAX_LOAD_TRIES} times in a row; its output is in the log",
-                    "exit code -9 is a kill from outside, by the system where memory ran out (use fewer --workers) or "
-                    "by somebody; any other is a crash",
+                    "exit code -9 is a kill from outside, by the system when memory ran out (use fewer --workers) or "
+                    "by a person; any other is a crash",
                 )
             self._warn(f"{problem}; it is started again")
-            self._suspects.extend(given)
+            self._suspects.extend(process.units)
             return
-        names = ", ".join(unit.unit_id for unit in given) or "none"
+        names = ", ".join(unit.unit_id for unit in process.units) or "none"
         self._warn(f"a worker process died ({exit_code}); units it had, which are tried alone: {names}")
-        for unit in given:
-            self._deaths[unit.unit_id] += len(given) == 1  # of several, any may be the cause
+        for unit in process.units:
+            self._deaths[unit.unit_id] += len(process.units) == 1  # of several, any may be the cause
             if self._deaths[unit.unit_id] < MAX_UNIT_TRIES:
                 self._suspects.append(unit)
             else:

@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from operator import length_hint
 from typing import Any, Literal
 
 import ray
@@ -115,14 +114,14 @@ class _ActorPool:
         self._settings = job.config.stages.ray
         self._code, self._plan = digest_code(), digest_plan(job)
         self._options = actor_options(job.resources)
-        self._units, self._again = units, deque[Unit]()  # those of actors that died are done again
+        self._units, self._has_more = units, True
+        self._waiting = deque[Unit]()  # for an actor; units of actors that died come first
         self._actors: list[_Actor] = []
         self._numbers = set(range(job.resources.worker_count))  # of actors that may be made
         self._made: Counter[int] = Counter()  # by number
         self._load_failures: Counter[int] = Counter()  # in a row, by number
         self._deaths: Counter[str] = Counter()  # by unit
         self._checked_places: set[str] = set()
-        self._leaving: dict[ray.ObjectRef, Any] = {}  # actors that clean up, as nothing is left for them to do
         self._last_room = time.monotonic()  # when last an actor was placed
         self._said_no_room = False
 
@@ -139,36 +138,34 @@ class _ActorPool:
                 if not self._actors:
                     return
                 calls = self._open_calls()
-                finished, _ = ray.wait([*calls, *self._leaving], timeout=POLL_S)
+                finished, _ = ray.wait([*calls], timeout=POLL_S)
                 for call in finished:  # at most one
-                    if call in self._leaving:
-                        ray.kill(self._leaving.pop(call))
-                    else:
-                        yield from self._receive(calls[call], call)
+                    yield from self._receive(calls[call], call)
                 yield from self._check_times()
         finally:
             loading.close()
             self._end_all()
 
     def _hand_out(self) -> None:
-        """Give waiting units to actors that are ready, make actors for the rest, and end those that are not needed."""
-        for actor in list(self._actors):
-            if actor.state == "ready":
-                actor.unit = self._again.popleft() if self._again else next(self._units, None)
-                if actor.unit is None:
-                    break
-                named = actor.handle.run_unit.options(name=f"{self._job.stage} {actor.unit.unit_id}")
-                actor.begin("encoding", named.remote(actor.unit, actor.shown))
-        waiting = len(self._again) + length_hint(self._units)
-        while waiting and len(self._actors) < min(len(self._numbers), waiting + self._busy):
+        """Give units to actors that are ready, make actors for units that wait, and end actors that nothing waits for:
+        one that is idle has no files and no readers at work."""
+        if time.monotonic() >= self._job.until:
+            self._waiting.clear()
+            self._has_more = False
+        while self._has_more and len(self._waiting) + self._busy < len(self._numbers):
+            unit = next(self._units, None)
+            self._has_more = unit is not None
+            self._waiting += [unit] if unit is not None else []
+        for actor in [actor for actor in self._actors if actor.state == "ready"][: len(self._waiting)]:
+            actor.unit = unit = self._waiting.popleft()
+            named = actor.handle.run_unit.options(name=f"{self._job.stage} {unit.unit_id}")
+            actor.begin("encoding", named.remote(unit, actor.shown))
+        while len(self._actors) < min(len(self._numbers), len(self._waiting) + self._busy):
             self._make_actor(min(self._numbers - {actor.number for actor in self._actors}))
-        if not waiting:
+        if not self._waiting:
             for actor in [actor for actor in self._actors if actor.unit is None]:
                 self._actors.remove(actor)
-                if actor.state == "ready":
-                    self._leaving[actor.handle.stop.remote()] = actor.handle
-                else:
-                    ray.kill(actor.handle)
+                ray.kill(actor.handle)
 
     @property
     def _busy(self) -> int:
@@ -274,7 +271,7 @@ class _ActorPool:
         self._deaths[name] += 1
         if self._deaths[name] < MAX_UNIT_TRIES:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is done again by another")
-            self._again.append(actor.unit)  # is next: at the end the other actors would wait for it
+            self._waiting.appendleft(actor.unit)  # next: at the end the other actors would wait for it
         else:
             self._warn(f"{actor} was lost: {reason}. Its unit {name} is left")
             yield UnitResult(name, None, error=f"{MAX_UNIT_TRIES} workers were lost with it; the last: {reason}")
@@ -324,8 +321,7 @@ class _ActorPool:
     def _end_all(self) -> None:
         with suppress(RayError):
             stops = [actor.handle.stop.remote() for actor in self._actors if actor.state in ("ready", "encoding")]
-            stops += self._leaving
             if stops:
                 ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
-        for handle in [*(actor.handle for actor in self._actors), *self._leaving.values()]:
-            ray.kill(handle)
+        for actor in self._actors:
+            ray.kill(actor.handle)

@@ -17,7 +17,6 @@ from schemas.cli.process_record import NoteWriter
 from schemas.config.pipeline import Config
 from stages import bucket, discover, encode_latents, encode_text, index, status
 from stages.discovery.media_locations import spread_evenly
-from stages.encoding import job_reports
 from tests.stages.report_run import FakeRun, step_line
 
 
@@ -97,21 +96,6 @@ def test_differences_among_the_shards_of_one_cache_are_reported(project) -> None
     made = made_with(home)
     assert made["encode-latents"].startswith("MIXED: threads 1 | 2; ")
     assert made["encode-text"] == "none yet"
-
-
-def test_pace_is_that_of_the_last_shards() -> None:
-    every_10_s = [(1000.0 + 10 * number, 5) for number in range(10)]
-    assert job_reports.estimate_rate(every_10_s, 90, now=1090.0) == {"items_per_second": "0.5", "left": "0:03:00"}
-    assert job_reports.estimate_rate(every_10_s, 90, now=1180.0) == {"items_per_second": "0.25", "left": "0:06:00"}
-    nothing = {"items_per_second": "", "left": ""}
-    assert (
-        job_reports.estimate_rate([], 90, now=0.0)
-        == job_reports.estimate_rate(every_10_s[:1], 90, now=1000.0)
-        == nothing
-    )
-    assert job_reports.estimate_rate(every_10_s, 90, now=1090.0 + 2 * job_reports.RECENT_S) == nothing
-    long = [(float(second), 1) for second in range(1000)] + [(1000.0 + second, 9) for second in range(100)]
-    assert job_reports.estimate_rate(long, 9, now=1099.0)["items_per_second"] == "9"
 
 
 def look(*remaining: int):

@@ -19,7 +19,6 @@ from stages.encoding.job_reports import (
     MAX_SHOWN,
     JobReport,
     JobReporter,
-    describe_jobs,
     list_jobs,
     read_reports,
     sum_rates,
@@ -31,7 +30,6 @@ from tests.reports import odd_keys
 from tests.s3_server import BUCKET, S3Server
 
 STAGE, CACHE = "encode-latents", "0" * 24
-DAY = 24 * 3600
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
     assert {job["shard"] for job in jobs} == {"0/2", "1/2"}
     for job in jobs:
         assert (job["state"], job["done"], job["units"], job["set_aside"]) == ("ended", "3 of 3", "3 of 3", 0)
-        assert job["where"] == f"{socket.gethostname()}, process {os.getpid()}" and job["engine"] == "local, 1 worker"
+        assert job["where"] == f"{socket.gethostname()}, {os.getpid()}" and job["workers"] == "1"
     assert [job for job in planned.run(status.run, everything=True).details["jobs"] if job["stage"] != STAGE] == []
     # Nothing remains: no job, no report.
     planned.run(encode_latents.run)
@@ -94,7 +92,7 @@ def test_status_merges_the_jobs_of_a_stage(planned, monkeypatch) -> None:
     with pytest.raises(LatentpressError, match="max_reject_fraction"):
         planned.run(encode_latents.run, "stages.max_reject_fraction=0")
     job = rows(planned)[1][0]
-    assert job["state"].startswith("failed: encode-latents stopped: 1 of ") and job["set_aside"] == 1
+    assert job["state"] == "failed" and job["set_aside"] == 1
     monkeypatch.setattr(Store, "publish_bytes", lambda *given: (_ for _ in ()).throw(OSError("full")))
     assert planned.run(encode_latents.run).exit_code == 0
     assert len(rows(planned)[1]) == 3
@@ -153,21 +151,6 @@ def test_how_a_job_ended_is_said(tmp_path: Path, error, stopped_by: str, state: 
     assert (job.state, job.reason) == (state, reason)
 
 
-def test_old_reports_and_files_that_are_none_are_left_out_and_go(tmp_path: Path) -> None:
-    with reporter(tmp_path):
-        pass
-    (old,) = tmp_path.rglob("*.json")
-    os.utime(old, (time.time() - 2 * DAY, time.time() - 2 * DAY))
-    odd = old.with_name("1" * 16 + ".json")
-    odd.write_text('{"host": "x", "seconds": 1e999}')
-    theirs = old.with_name("notes.txt")
-    theirs.write_text("mine")
-    os.utime(theirs, (0, 0))
-    with reporter(tmp_path):
-        pass
-    assert not old.exists() and theirs.exists() and len(reports(tmp_path)) == 1
-
-
 @pytest.mark.slow
 def test_gc_removes_reports_of_jobs_that_ended_long_ago(planned) -> None:
     planned.run(encode_text.run)
@@ -194,7 +177,7 @@ def test_on_a_store_reports_are_a_put_each_time_and_a_request_each_to_read(s3: S
     s3.reset()
     with reporter(root):
         pass
-    assert s3.counts() == {"PutObject": 2, "ListObjectsV2": 1}, "at its begin and at its end, and a look for old ones"
+    assert s3.counts() == {"PutObject": 2}, "at its begin and at its end"
 
 
 def job(**about: object) -> JobReport:
@@ -213,7 +196,7 @@ def job(**about: object) -> JobReport:
 
 
 def lines_of(**jobs: list[JobReport]) -> list[str]:
-    report = Report("status", details=describe_jobs({name.replace("_", "-"): found for name, found in jobs.items()}))
+    report = Report("status", details=list_jobs({name.replace("_", "-"): found for name, found in jobs.items()}, True))
     assert list(odd_keys(report.to_dict())) == []
     return report.summary().splitlines()[1:]
 
@@ -249,8 +232,9 @@ def test_programs_get_every_job_and_people_the_most_interesting() -> None:
         "encode-text": [job(process=i + 1, exit_code=0) for i in range(MAX_SHOWN)]
         + [job(exit_code=None, reason="gone")]
     }
-    found = describe_jobs(many)
+    found = list_jobs(many, for_people=True)
     assert len(found["jobs"]) == MAX_SHOWN and found["jobs"][0]["state"] == "lost" and found["more_jobs"] == 1
+    assert found["why_jobs_stopped"] == [{"where": "vm, 21341", "reason": "gone"}]
     rows = list_jobs(many)["jobs"]
-    assert len(rows) == MAX_SHOWN + 1 and rows[0]["state"] == "lost: gone" and rows[0]["engine"] == "local, 1 worker"
-    assert describe_jobs({"encode-text": []}) == list_jobs({}) == {}
+    assert len(rows) == MAX_SHOWN + 1 and rows[0]["state"] == "lost" and rows[0]["workers"] == "1"
+    assert list_jobs({"encode-text": []}) == {}

@@ -3,64 +3,15 @@
 import os
 import signal
 import time
-from collections import Counter
-from operator import length_hint
 
 import pytest
 
-from cache.sets.plans import Unit
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents
-from stages.encoding.unit_queue import OpenUnits, order_units, process_name
 from stages.encoding.vae.worker import LatentsWorker
 from stages.engines import local
 from tests.processes import Child, ForkedWorkers
 from tests.torture.kills import wait_for
-
-UNITS = [Unit(f"u{number}", "latents", "8x8@1", ("a",), 1) for number in range(400)]
-
-
-def test_each_process_has_an_order_of_its_own() -> None:
-    orders = [order_units(UNITS, process) for process in ("one", "other", "one")]
-    assert orders[0] == orders[2] != orders[1]
-    assert all(sorted(order, key=UNITS.index) == UNITS for order in orders)
-    same = sum(one is other for one, other in zip(orders[0], orders[1], strict=True))
-    assert same < 10, "of 400 places"
-    left = order_units(UNITS[::2], "one")
-    assert left == [unit for unit in orders[0] if unit in left], "what others did changes no order"
-    assert process_name() != process_name()
-
-
-@pytest.mark.parametrize("paces", [[1, 1, 1], [1, 1, 8, 1], [2, 3, 5, 7, 9]])
-def test_few_units_are_done_twice(paces: list[int]) -> None:
-    """Simulated: a shard appears `pace` steps after its unit was begun."""
-    done, busy = Counter[str](), dict[int, tuple[Unit, int]]()
-    orders = {number: iter(order_units(UNITS, f"process {number}")) for number in range(len(paces))}
-    step = 0
-    while orders:
-        for number, (unit, begun) in list(busy.items()):
-            if step - begun == paces[number]:
-                done[unit.unit_id] += 1
-                del busy[number]
-        for number in [number for number in orders if number not in busy]:
-            unit = next((unit for unit in orders[number] if unit.unit_id not in done), None)
-            if unit is None:
-                del orders[number]
-            else:
-                busy[number] = unit, step
-        step += 1
-    assert done.keys() == {unit.unit_id for unit in UNITS}
-    assert done.total() - len(UNITS) < len(UNITS) / 10
-    assert step <= 1.15 * len(UNITS) / sum(1 / pace for pace in paces) + max(paces)
-
-
-def test_units_with_a_shard_are_passed_over_and_units_end_once_the_time_is_up() -> None:
-    checks, passed = list[None](), list[Unit]()
-    common = lambda: checks.append(None), UNITS[:2].__contains__, passed.append
-    units = OpenUnits(iter(UNITS), time.monotonic() + 60, *common)
-    assert (next(units), length_hint(units), len(checks), passed) == (UNITS[2], 397, 3, UNITS[:2])
-    late = OpenUnits(iter(UNITS), time.monotonic(), *common)
-    assert next(late, None) is None and length_hint(late) == 0
 
 
 def plan(project, count: int):

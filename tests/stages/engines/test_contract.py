@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 
-from cache.sets.plans import Unit
 from schemas.cli.progress import announce_by
 from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError
@@ -54,31 +53,6 @@ def test_units_of_workers_that_die_are_tried_again_and_one_that_kills_them_is_le
     assert len((tmp_path / "tried-die-once").read_text().splitlines()) == 2
     assert sum(counted) == 8 + (tries + 1 if engine is local else 0)  # local does not take back what is counted
     assert sum("die-once" in line for line in said) == 1 and sum("die-always" in line for line in said) >= tries - 1
-
-
-class Ending(Iterator[Unit]):
-    """Units that end sooner than they say, as those of --max-time."""
-
-    def __init__(self, given: int) -> None:
-        self.left, self.given = make_units(*(f"u{number}" for number in range(9))), given
-
-    def __length_hint__(self) -> int:
-        return len(self.left)
-
-    def __next__(self) -> Unit:
-        if not self.given:
-            self.left.clear()
-        if not self.left:
-            raise StopIteration
-        self.given -= 1
-        return self.left.pop(0)
-
-
-@pytest.mark.long
-def test_units_may_end_sooner_and_what_was_taken_is_done(engine: Engine, job: Job, tmp_path: Path) -> None:
-    units = Ending(4)
-    assert {result.unit_id for result in engine.run_units(Echo, job, units, lambda n: None)} == {"u0", "u1", "u2", "u3"}
-    assert len(list(tmp_path.glob("tried-*"))) == 4 and next(units, None) is None
 
 
 @pytest.mark.long

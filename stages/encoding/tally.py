@@ -1,0 +1,142 @@
+"""What one run of an encoding stage has done: shown as progress, written to the job's report under jobs/, and returned
+in the program's report."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cache.sets import rejects
+from cache.sets.plans import Unit
+from cache.store.store import Store
+from schemas.cli.console import Console, Report
+from schemas.cli.interruption import StopHandler
+from schemas.cli.options import Partition
+from stages.encoding.job_reports import JobReport, JobReporter
+from stages.encoding.stage_state import (
+    MEMBER_NAMES,
+    NamedStage,
+    RejectLimit,
+    StageState,
+    count_members,
+    format_truncated,
+    reject_folder,
+)
+from stages.encoding.unit_queue import FollowedUnits
+from stages.engines.jobs import Job, RoundingError, UnitResult
+
+
+class Tally:
+    """Counts the units of a run. units: to be encoded. report: of the program, which receives the counts. followed: the
+    source of the units when a stage encodes what training needs, units again and again."""
+
+    def __init__(
+        self,
+        stage: NamedStage,
+        job: Job,
+        state: StageState,
+        units: list[Unit],
+        report: Report,
+        console: Console,
+        partition: Partition,
+        limit: RejectLimit,
+        followed: FollowedUnits | None = None,
+    ) -> None:
+        self._stage, self._job, self._state, self._console = stage, job, state, console
+        self._units, self._report, self._limit, self._followed = units, report, limit, followed
+        self._store, self._units_by_id = Store(job.config.root), {unit.unit_id: unit for unit in state.units}
+        self._finished = self._bytes = self._smaller_batches = 0
+        self._remarks, self._rounding = Counter[str](), RoundingError()
+        self._stop_handler = StopHandler()
+        about = JobReport(
+            program=stage.name,
+            engine=job.config.stages.engine,
+            workers=job.resources.worker_count,
+            shard=str(partition),
+            members=count_members(units),
+            units=len(units),
+        )
+        self._reporter = JobReporter(job.config.root, job.fingerprint, about, lambda: self.stopped_by)
+
+    @property
+    def stopped_by(self) -> str:
+        """A signal, or --max-time; "" if neither ended the run before its last unit."""
+        is_done = self._followed.is_over if self._followed else self._finished == len(self._units)
+        is_late = not is_done and time.monotonic() >= self._job.until
+        return self._stop_handler.reason or ("--max-time" if is_late else "")
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """In the body, progress is shown and reported. A signal ends the body."""
+        members, what = count_members(self._units), MEMBER_NAMES[self._stage.member_kind]
+        with (
+            self._stop_handler.stop_on_signals(),
+            self._reporter,
+            self._console.progress(members, self._stage.name, what) as self._progress,
+        ):
+            yield
+
+    def open_units(self) -> Iterator[Unit | None]:
+        """The units that have no shard when their turn comes, until the time is up. None: there is none at the
+        moment."""
+        for unit in self._followed or self._units:
+            self._stop_handler.check()
+            if time.monotonic() >= self._job.until:
+                return
+            if self._followed is None and unit and self._job.find_shard(self._store, self._stage.kind, unit):
+                self._skip(unit)
+            else:
+                yield unit
+
+    def advance(self, members: int) -> None:
+        """Count encoded members of units that are in work; negative if a unit starts again."""
+        self._stop_handler.check()
+        self._progress.advance(members)
+        self._reporter.advance(members)
+        self._progress.total = max(self._progress.total or 0, self._progress.done)  # training may need a unit again
+
+    def add(self, result: UnitResult) -> None:
+        """Count a unit that has ended, and list its rejects. LatentpressError if too many members were rejected."""
+        unit = self._units_by_id[result.unit_id]
+        if self._followed is not None:
+            self._followed.finish(result)
+        if result.elsewhere:
+            self._skip(unit)
+            return
+        self._finished += 1
+        self._reporter.add(result)
+        if result.shard_path is None:
+            self._report.failed.append({"item": unit.unit_id, "reason": "failed", "message": result.error})
+            self._report.remaining += len(unit.members)
+            return
+        folder = reject_folder(self._stage.name, self._job.fingerprint)
+        rejects.write_rejects(self._store, folder, unit.unit_id, list(result.set_aside))
+        self._report.truncated += format_truncated(self._state.plan, result.truncated)
+        self._report.done += result.encoded
+        self._bytes += result.bytes
+        self._remarks.update(result.remarks)
+        self._rounding += result.rounding
+        if result.fitting_batch:
+            self._console.warn(f"unit {unit.unit_id}: out of memory; {result.fitting_batch}")
+            self._smaller_batches += 1
+        if self._followed is None or self._followed.is_first(result):
+            self._limit.add({unit.unit_id: result.set_aside})
+
+    def _skip(self, unit: Unit) -> None:
+        """Count a unit that another process has encoded."""
+        self._finished += 1
+        self._reporter.add(UnitResult(unit.unit_id, "", elsewhere=True))
+        self._report.skipped += len(unit.members)
+        self.advance(len(unit.members))
+
+    def finish(self) -> None:
+        """Add what was counted to the program's report."""
+        details = self._report.details
+        details["written_mib"] = round(self._bytes / 2**20, 2)
+        if self._smaller_batches:
+            details["units_in_smaller_batches"] = self._smaller_batches
+        if self._rounding.squares:
+            details["storage_error"] = self._rounding.describe()
+        if self._remarks:
+            rows = [{"items": n, "of": self._report.done, "remark": remark} for remark, n in self._remarks.items()]
+            details["remarks"] = rows
