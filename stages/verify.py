@@ -70,7 +70,14 @@ def run(
         _repair_tables(config, options, console, damaged_tables, "plans")
     damaged_shards, report.failed = check_shards(store, present, options.workers, console)
     report.done = len(present) - len(report.failed) - len(damaged_shards)
-    damaged_shards |= _find_missing(store, present)
+    missing = checks.find_missing_shards(store, present)
+    if not all(store.exists(rel) for rel in missing):  # a stage that replaces a tar removes the old one first
+        sleep(SETTLE_S)
+    damaged_shards |= {
+        rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
+        for rel, name in missing.items()
+        if not store.exists(rel)
+    }
     if damaged_shards and repair:
         damaged_shards = _repair_shards(store, config, options, console, damaged_shards, report)
     if damaged_tables and repair:
@@ -88,19 +95,6 @@ def run(
         commands += _repair_commands(store, ["latentpress verify --repair", "latentpress index"])
     report.next_steps += [line for line in commands if line not in report.next_steps]
     return report
-
-
-def _find_missing(store: Store, present: dict[str, int]) -> DamageByPath:
-    """The missing shards of current sets. They are looked for twice: a stage that replaces a tar removes the old one
-    first, and what appeared after the listing is not missing."""
-    missing = checks.find_missing_shards(store, present)
-    if not all(store.exists(rel) for rel in missing):
-        sleep(SETTLE_S)
-    return {
-        rel: [DamageError(store.path(rel), f"it is missing, and the training set sets/{name} needs it")]
-        for rel, name in missing.items()
-        if not store.exists(rel)
-    }
 
 
 def _is_copy(store: Store) -> bool:
@@ -178,23 +172,14 @@ def _repair_shards(
         }
         for rel in sorted(damaged)
     ]
-    made = list[str]()
+    made = set[str]()
     for stage, state in states:
-        units = {_unit_of_shard(rel) for rel, name in stages.items() if name == stage.name}
-        if units:
+        if units := {_unit_of_shard(rel) for rel, name in stages.items() if name == stage.name}:
             _encode_units(stage, units, config, options, console, report)
-            done = shard.find_done_units(store, f"{stage.kind}/{state.fingerprint}")
-            made += [done[unit] for unit in units & set(done)]
-    sizes = {rel: store.size(rel) for rel in made}
-    still_damaged, unread = check_shards(store, sizes, options.workers, console) if made else ({}, [])
-    report.failed += unread
-    report.details["encoded_again"] = len(made) - len(still_damaged)
-    repaired = {_unit_of_shard(rel) for rel in made}
-    other = {
-        rel: damages for rel, damages in damaged.items() if rel not in stages or _unit_of_shard(rel) not in repaired
-    }
+            made |= units & set(shard.find_done_units(store, f"{stage.kind}/{state.fingerprint}"))
+    report.details["encoded_again"] = len(made)
     report.next_steps.append("latentpress index")
-    return other | still_damaged
+    return {rel: found for rel, found in damaged.items() if rel not in stages or _unit_of_shard(rel) not in made}
 
 
 def _find_states(store: Store, config: Config, console: Console) -> list[tuple[EncodingStage, StageState]]:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
+from schemas.json_records import read_record
 from stages import encode_latents, encode_text, index
 from tests.forms import long
 from tests.golden import FLAVOURS, LATER, Home, Json, compare, put_shards
@@ -97,8 +98,8 @@ def test_training(planned: Home, tiny: Callable[[str], Path]) -> None:
     planned.run(train, f"model.path={tiny(planned.kind)}", f"train.set={name}")
     run = planned.folder / "output/golden"
     (state,) = run.glob("checkpoints/*/state.json")
-    made = json.loads(state.read_text())
-    made["files"] = sorted(json.loads(state.with_name("manifest.json").read_text())["files"])
+    made = read_record(state)
+    made["files"] = sorted(read_record(state.with_name("manifest.json"))["files"])
     made["terms"]["base weights"] = "not compared"
     made["weights"] = {file: len(names) for file, names in made["weights"].items()}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

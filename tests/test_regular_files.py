@@ -15,6 +15,7 @@ from schemas.config.datasets import Dataset
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.prompt_library import PromptLibraryError, read_prompts
 from schemas.errors import LatentpressError
+from schemas.json_records import format_record
 from stages.discovery.item_reader import probe_media
 from stages.discovery.sources.base import open_source
 from stages.maintenance.checks import UnmappedStore
@@ -65,7 +66,7 @@ def caption_table(path: Path) -> None:
 
 def checkpoint(path: Path) -> None:
     if path.name != "manifest.json":
-        (path.parent / "manifest.json").write_text('{"files": {}}')
+        (path.parent / "manifest.json").write_bytes(format_record({"files": {}}))
     read_checkpoint(path.parent, verify=True)
 
 

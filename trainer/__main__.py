@@ -5,7 +5,7 @@ Beside the stages that encode its shards training waits for these, and tells the
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from trainer.run.interruption import StopRequest, StopTraining, describe_progres
 from trainer.run.metrics import describe_results
 from trainer.run.new_data import first_step
 from trainer.run.output_folder import lock_output
+from trainer.run.resume import CheckpointState
 from trainer.run.run_state import (
     RunFinished,
     check_methods,
@@ -91,12 +92,12 @@ def run(
         schedule = data.make_schedule(config.train, world)
         report.details = describe_run(config, data, schedule)
         state = find_resume_state(config, data, schedule) if main else None
-        schedule.first_step = first_step(state["data changes"]) if state else 0
+        schedule.first_step = first_step(state.data_changes) if state else 0
         log_warnings(config, data, schedule, state, console)
         if main and not is_finished(config, state):
             require_trackers(config.train)
         if main and (world == 1 or options.dry_run) and not is_finished(config, state):  # else when the ranks have met
-            steps = range(state["step"] if state else 0, config.train.steps)
+            steps = range(state.step if state else 0, config.train.steps)
             ranks = Ranks(0, world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
             supply_from_copies(config.train, data, schedule, steps, ranks, console.warn)
         if options.dry_run:
@@ -104,7 +105,7 @@ def run(
             return report
         if is_finished(config, state) and world == 1:
             return report_finished(report, config)
-        summary: dict[str, Any] = {"done": 0, "skipped": state["step"] if state else 0}
+        summary: dict[str, Any] = {"done": 0, "skipped": state.step if state else 0}
         with (
             stop.on_signals(config, main),
             lock_output(config.run_folder, console) if main else nullcontext(),
@@ -193,7 +194,7 @@ def describe_run(config: Config, data: TrainSet, schedule: BatchSchedule) -> dic
 
 
 def log_warnings(
-    config: Config, data: TrainSet, schedule: BatchSchedule, state: Mapping[str, Any] | None, console: Console
+    config: Config, data: TrainSet, schedule: BatchSchedule, state: CheckpointState | None, console: Console
 ) -> None:
     """Warn of what is allowed but may be a mistake."""
     if schedule.small_buckets:
@@ -203,9 +204,9 @@ def log_warnings(
             f"some: {small}. {small_bucket_advice(schedule.small_buckets)}"
         )
     warn_of_learning_rate(config.train, console)
-    if state and state["step"] > config.train.steps:
-        console.warn(f"the run has done {state['step']} steps, more than train.steps ({config.train.steps})")
-    if state and state["step"] >= config.train.steps and first_step(state["data changes"]) == state["step"]:
+    if state and state.step > config.train.steps:
+        console.warn(f"the run has done {state.step} steps, more than train.steps ({config.train.steps})")
+    if state and state.step >= config.train.steps and first_step(state.data_changes) == state.step:
         console.warn("the data are others than before, and train.steps are done: raise train.steps to train on them")
     for text in config.unused_features("masks", "vision"):
         console.warn(text)

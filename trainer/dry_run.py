@@ -1,6 +1,5 @@
 """`train --dry-run`: the steps that remain, the memory that they take, and whether the attention backend works."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.devices import DeviceNotFound, find_device
 from schemas.import_time import garbage_collection_paused
+from trainer.run.resume import CheckpointState
 
 CardOption = Annotated[
     float | None,
@@ -33,11 +33,11 @@ def report_dry_run(
     options: Options,
     console: Console,
     schedule: BatchSchedule,
-    state: Mapping[str, Any] | None,
+    state: CheckpointState | None,
     world: int,
 ) -> None:
     """The steps that remain, the memory they would take, and whether the attention backend works."""
-    report.skipped = min(state["step"], config.train.steps) if state else 0
+    report.skipped = min(state.step, config.train.steps) if state else 0
     report.remaining = config.train.steps - report.skipped
     device = options.device or config.train.device
     report.details |= predict_memory(config, schedule, world, device, console)

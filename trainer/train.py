@@ -28,8 +28,9 @@ from trainer.flow import sample_sigma
 from trainer.methods.base import MethodStep
 from trainer.run import checkpoint, metrics, run_state
 from trainer.run.interruption import StopRequest, StopTraining, StopValidation
-from trainer.run.new_data import recorded_changes
+from trainer.run.new_data import held_out_digest
 from trainer.run.output_folder import explain_failures
+from trainer.run.resume import CheckpointState
 from trainer.run.sharded import gather
 from trainer.setup.ema import inference_weights, name_weights
 from trainer.setup.experts import other_expert
@@ -76,7 +77,7 @@ def train_loop(run: TrainState, stop: StopRequest | None = None) -> dict[str, An
         run.watch.watching(),
     ):
         try:
-            if continued is None or continued.state.get("validation due"):
+            if continued is None or continued.state.validation_due:
                 validate(run, record, first)
             clock = metrics.StepTimer(first, config.train.steps, run.loader.schedule.global_batch)
             run.watch.note(f"reading step {first + 1}")
@@ -278,19 +279,23 @@ def save_checkpoint(run: TrainState, done: int, validation_due: bool = False) ->
     run.watch.note(f"the checkpoint of step {done}")
     schedule, folder, settings = run.loader.schedule, run.folder / "checkpoints", run.config.train
     epoch = (done - schedule.first_step) * schedule.micro_batches_per_step // schedule.micro_batches_per_epoch
-    extra = recorded_changes(run.data_changes, run.loader.data) | {"random": {"seed": schedule.seed, "step": done}}
-    extra |= {"epoch": epoch, "bad steps": run.bad_steps.steps, "bad total": run.bad_steps.total}
-    extra["validation due"] = validation_due
-    averages = None
-    if run.average is not None:
-        averages, extra["ema updates"] = run.average.averages, run.average.updates
-    if states := {name: method.state() for name, method in run.methods.items()}:
-        extra["methods"] = states
+    state = CheckpointState(
+        step=done,
+        terms=run.signature,
+        epoch=epoch,
+        bad_steps=run.bad_steps.steps,
+        bad_total=run.bad_steps.total,
+        validation_due=validation_due,
+        ema_updates=run.average.updates if run.average is not None else 0,
+        methods={name: method.state() for name, method in run.methods.items()},
+        data_changes=run.data_changes,
+        held_out_compared=held_out_digest(run.loader.data) if run.data_changes else None,
+    )
+    averages = run.average.averages if run.average is not None else None
     formats = tuple(dict.fromkeys(("diffusers", *settings.adapter.formats)))  # every checkpoint can be loaded
     write = lambda to: export(run, done, to, formats)  # noqa: E731
-    state = (run.trainable, run.optimizer, run.signature, extra, averages)
     with activity(f"writing the checkpoint of step {done}"):
-        path = checkpoint.save(folder, done, *state, write, main=run.is_main)
+        path = checkpoint.save(folder, state, run.trainable, run.optimizer, averages, write, main=run.is_main)
     if run.is_main:
         best = best_checkpoint(run.folder)
         checkpoint.prune(folder, settings.keep_checkpoints, settings.keep_every, [best.step] if best else [])

@@ -34,7 +34,7 @@ from trainer.batch import Batch, make_batch
 from trainer.families.base import ModelFamily, assistant_off
 from trainer.noise import draw_latents, seeded_noise
 from trainer.reading import BatchReader, to_tensor
-from trainer.run.new_data import Change
+from trainer.run.resume import DataChange
 
 #: (noisy_BCTHW, sigma_B, batch) -> velocity_BCTHW
 PredictVelocity = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
@@ -50,7 +50,7 @@ def compute_eval_loss(
     device: torch.device,
     skip_frames: int = 0,
     advance: Callable[[], object] = lambda: None,
-    data_changes: Sequence[Change] = (),
+    data_changes: Sequence[DataChange] = (),
 ) -> dict[str, Any]:
     """The metrics "eval_loss", "eval_by_sigma", "eval_by_bucket", "eval_on" and "eval_id": the mean loss over
     `eval_samples` rows of the set with their first captions, at each of `eval_sigmas` (0: data, 1: noise) and of the
@@ -92,7 +92,7 @@ def compute_eval_loss(
         for sigma in batch_sigmas:
             at_sigma[sigma].append(value := next(values))
             by_bucket.setdefault(bucket, []).append(value)
-    compared = hash_json([ids, seed, settings.eval_sigmas, *data_changes])
+    compared = hash_json([ids, seed, settings.eval_sigmas, *(change.model_dump() for change in data_changes)])
     by_sigma = {f"{sigma:g}": fmean(values) for sigma, values in at_sigma.items()}
     bucket_means = {bucket: fmean(values) for bucket, values in sorted(by_bucket.items())}
     means = {"eval_loss": fmean(by_sigma.values()), "eval_by_sigma": by_sigma, "eval_by_bucket": bucket_means}

@@ -19,15 +19,14 @@ import pyarrow as pa
 
 from cache.sets import plan_damage, plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
-from cache.sets.item_rows import PNG, check_caption_row, check_features_row, check_mask_row
+from cache.sets.item_rows import check_caption_row, check_features_row, check_mask_row
 from cache.sets.plans import Unit
 from cache.sets.set_lookup import read_pointer
 from cache.sets.table_checks import PLANNED, TABLE_CHECKS, read_set_table
 from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
-from cache.shards.tensor_checks import SCALE, SCALED_DTYPES, find_scale_problem, find_shape_problem
-from cache.shards.tensors import INFINITY_BITS
+from cache.shards.tensor_checks import find_scale_problem, find_shape_problem
 from cache.store.damage import STAGE_PROGRAMS, DamageError, rebuild_program
 from cache.store.files import StoreError, explained
 from cache.store.json_checks import printable
@@ -35,13 +34,8 @@ from cache.store.layout import is_project_file, is_shard
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.config.encoding import STAGE_ORDER
-from schemas.geometry import Bucket
 from schemas.tables import UNITS_SCHEMA
 from stages.discovery import media_table
-from stages.encoding.vision.features import stored_grid
-
-#: Tensors in the precision that their cache's provenance.json names.
-CHECKED_TENSORS = ("latent", "condition", "mask", "embeds", "pooled", "vision")
 
 #: Of what item stages make, by the kind of the cache: ValueError where a row is not such.
 ROW_CHECKS = {"captions": check_caption_row, "features": check_features_row, "masks": check_mask_row}
@@ -62,40 +56,26 @@ class UnmappedStore(Store):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """How the shards of one cache were made. dtype: of its tensors, None where it is not known. embeds: of a text's
-    embeddings, where it is another one. strides: of the autoencoder, (spatial, temporal). channels: of its latents.
-    condition_frames: latent frames of a condition, None for as many as the clip has. vision: for vision features the
-    model's input size and the strides of latent frames and of tokens. check_row: of what item stages make; ValueError
-    where a row is not such."""
+    """How the shards of one cache were made. strides: of the autoencoder, (spatial, temporal); None if it is not known.
+    channels: of its latents. condition_frames: latent frames of a condition, None for as many as the clip has.
+    check_row: of what item stages make; ValueError for a wrong row."""
 
-    dtype: str | None = None
     strides: tuple[int, int] | None = None
     channels: int = 0
     condition_frames: int | None = 1
-    vision: tuple[int, int, int] | None = None
-    embeds: str | None = None
     check_row: Callable[[ShardRow], object] | None = None
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "CacheSpec":
         """From a provenance.json; what it does not state is not checked."""
-        if record.get("stage") == "encode-vision":
-            temporal, side = record["token"]
-            if not all(type(number) is int and 0 < number < 1 << 16 for number in (record["size"], temporal, side)):
-                raise ValueError(f"no sizes: {record['size']}, {record['token']}")
-            return cls("bfloat16", vision=(record["size"], temporal, side))
-        dtype = record.get("precision") if record.get("stage") in ("encode-text", "encode-latents") else None
         families = [family for family in FAMILIES.values() if family.autoencoder == record.get("autoencoder")]
         shapes = {(family.spatial_stride, family.temporal_stride, family.latent_channels) for family in families}
-        known_dtype = dtype if dtype in INFINITY_BITS else None
-        if record.get("stage") == "encode-text" and record.get("storage") in SCALED_DTYPES:
-            return cls(known_dtype, embeds=record["storage"])
         if len(shapes) != 1:  # another release's autoencoder, or one that families use in different ways
-            return cls(known_dtype)
+            return cls()
         [(spatial, temporal, channels)], frames = shapes, record.get("condition_frames", 1)
         if frames is not None and (type(frames) is not int or not 0 < frames < 1 << 16):
-            raise ValueError(f"no number of frames: {frames}")
-        return cls(known_dtype, (spatial, temporal), channels, frames)
+            raise ValueError(f"{frames} is not a number of frames")
+        return cls((spatial, temporal), channels, frames)
 
 
 class ExpectedShards:
@@ -155,47 +135,25 @@ class TensorChecker:
     def __init__(self, spec: CacheSpec) -> None:
         self.bucket = ""
         self._spec = spec
-        self._first: dict[str, tuple[str, int]] = {}  # of each tensor: dtype, and the dimension that all rows share
 
     def check(self, row: ShardRow) -> None:
         """ValueError with what is wrong with a row's tensors, or with its captions or measures."""
-        if self._spec.check_row:
-            self._spec.check_row(row)
+        spec = self._spec
+        if spec.check_row:
+            spec.check_row(row)
         elif not row.tensors:
             raise ValueError("it has no tensors")
         for name, array in row.tensors.items():
             base = name.rpartition(".")[2]  # an export's rows hold several texts: text0.embeds, text1.embeds, ...
-            shape, dtype = array.shape, array.dtype
-            if problem := self._shape_problem(base, shape):
-                raise ValueError(f"{name} {problem}")
-            shared = shape[-1] if base in ("embeds", "pooled", "vision") and shape else shape[0] if shape else 0
-            if base in (SCALE, PNG):  # as many as a text has tokens, and bytes of a file
-                shared = 0
             if base == "embeds" and (problem := find_scale_problem(row.tensors, name.removesuffix(base))):
                 raise ValueError(problem)
-            expected = self._spec.embeds if base == "embeds" and self._spec.embeds else self._spec.dtype
-            first = self._first.setdefault(base, (dtype, shared))
-            if expected and base in CHECKED_TENSORS and dtype != expected:
-                raise ValueError(f"{name} is {dtype}, and provenance.json says {expected}")
-            if first != (dtype, shared):
-                problem = f"is {dtype} by {shared}, and in the first row {first[0]} by {first[1]}"
-                raise ValueError(f"{name} {problem}")
+            if spec.strides is not None or base not in ("latent", "condition", "mask"):
+                strides, frames = spec.strides or (1, 1), spec.condition_frames
+                given = (array.shape, self.bucket, strides, spec.channels)
+                if problem := find_shape_problem(base, *given, condition_frames=frames):
+                    raise ValueError(f"{name} {problem}")
             if not array.is_finite():
                 raise ValueError(f"{name} has numbers that are NaN or infinite")
-
-    def _shape_problem(self, name: str, shape: tuple[int, ...]) -> str:
-        """Empty also for tensors of unknown names."""
-        spec = self._spec
-        if name == "vision" and spec.vision is not None:
-            size, temporal, side = spec.vision
-            bucket = Bucket.parse(self.bucket)
-            cells = (bucket.latent_shape(side, temporal)[0], *stored_grid(bucket, size, side))
-            problem = f"is of shape {shape}, and of bucket {self.bucket} {(*cells, 'width')}"
-            return "" if shape[:-1] == cells else problem
-        if spec.strides is None and name in ("latent", "condition", "mask"):
-            return ""
-        strides, frames = spec.strides or (1, 1), spec.condition_frames
-        return find_shape_problem(name, shape, self.bucket, strides, spec.channels, condition_frames=frames)
 
 
 def list_shards(store: Store, kinds: tuple[str, ...]) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """The emulated device refuses what CUDA refuses, and counts what the host waits for there."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -99,72 +98,3 @@ def test_what_the_host_does_not_wait_for(queue) -> None:
     with counting() as counts:
         queue(x)
     assert not counts.waits
-
-
-def test_a_copy_that_does_not_block_arrives_when_the_host_has_waited() -> None:
-    x = on_device(2, 3)
-    copied, numbers = x.to("cpu", non_blocking=True), (x > 2).to("cpu", non_blocking=True)
-    event = torch.Event(NAME)
-    event.record()
-    last = x.to("cpu", non_blocking=True)
-    x.zero_()
-    assert copied.isnan().all() and numbers.tolist() == [[True] * 3, [False] * 3] and not event.query(), "not yet"
-    event.synchronize()
-    assert copied.tolist() == [[0, 1, 2], [3, 4, 5]] and numbers.tolist() == [[False] * 3, [True] * 3]
-    assert last.isnan().all() and event.query(), "it was queued after the event"
-    torch.accelerator.synchronize()
-    assert torch.equal(last, copied)
-
-
-def test_a_module_keeps_its_parameters() -> None:
-    module, host = torch.nn.Linear(3, 4), torch.randn(2, 3)
-    parameters, expected = [*module.parameters()], module(host).detach()
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    other = copy.deepcopy(module)
-    module.to(NAME)
-    assert all(one is other for one, other in zip(parameters, module.parameters(), strict=True))
-    assert isinstance(module.weight, torch.nn.Parameter) and module.weight.device.type == NAME
-    output = module(host.to(NAME))
-    assert torch.equal(output.cpu(), expected)
-    for each, values in ((module, output), (other, other(host))):
-        values.square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
-    optimizer.step()
-    torch.optim.AdamW(other.parameters(), lr=0.1).step()
-    assert torch.equal(module.weight.cpu(), other.weight)
-    copied = copy.deepcopy(module)
-    assert isinstance(copied.weight, torch.nn.Parameter) and copied.weight.data_ptr() != module.weight.data_ptr()
-
-
-def test_a_parameter_keeps_its_identity_and_gradient_wherever_it_moves() -> None:
-    module = torch.nn.Linear(3, 4)
-    parameter, host = module.weight, module.weight.detach().clone()
-    parameter.grad = torch.ones(4, 3)
-    for move in (module.to, lambda device: setattr(parameter, "data", parameter.data.to(device))):
-        for device in (NAME, "cpu"):
-            move(device)
-            assert module.weight is parameter and isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
-            assert parameter.device.type == parameter.grad.device.type == device
-    assert torch.equal(parameter, host) and torch.equal(parameter.grad, torch.ones(4, 3))
-
-
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_attention_has_the_numbers_of_the_cpu(mask) -> None:
-    parts = [torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3)]
-    bias = {None: None, "bool": torch.rand(8, 8) > 0.2, "float": torch.randn(8, 8)}[mask]
-    moved = [part.detach().to(NAME).requires_grad_() for part in parts]
-    for tensors, where in ((parts, "cpu"), (moved, NAME)):
-        own = None if bias is None else bias.to(where)
-        torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=own).square().sum().backward()
-    for part, other in zip(parts, moved, strict=True):
-        assert torch.equal(part.grad, other.grad.cpu())
-
-
-def test_autocast_lowers_what_it_lowers_on_a_cpu() -> None:
-    module, x = torch.nn.Linear(3, 4), torch.randn(2, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = module(x)
-    module.to(NAME)
-    with torch.autocast(NAME, torch.bfloat16):
-        found = module(x.to(NAME))
-    assert found.dtype == torch.bfloat16 and torch.equal(found.cpu(), expected)

@@ -11,8 +11,6 @@ import kubernetes_validate
 import pytest
 from ruamel.yaml import YAML
 
-from stages.cli import PROGRAMS
-
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 FILES = {path.name: path for path in EXAMPLES.glob("*.yaml") if path.name != "kustomization.yaml"}
 DOCUMENTS = [(name, document) for name, path in sorted(FILES.items()) for document in YAML(typ="safe").load_all(path)]
@@ -41,12 +39,6 @@ def test_the_pods_of_an_indexed_job_share_the_work() -> None:
         assert spec["completions"] == spec["parallelism"] > 1
 
 
-def test_every_container_runs_a_program() -> None:
-    for container in (container for job in JOBS for container in containers(job)):
-        words = [*container.get("command", []), *container["args"]]
-        assert {*words} & PROGRAMS.keys() and "--config" in words, words
-
-
 def test_the_jobs_run_every_stage() -> None:
     """Each program that makes a run's results, once."""
     ran = [
@@ -67,33 +59,6 @@ def test_the_jobs_run_every_stage() -> None:
         "report",
     ]
     assert [ran.count(stage) for stage in stages] == [1] * len(stages)
-
-
-def test_every_image_is_the_one_that_the_kustomization_names() -> None:
-    assert sorted(KUSTOMIZATION["resources"]) == sorted(FILES)
-    (image,) = KUSTOMIZATION["images"]
-    used = [container["image"] for job in JOBS for container in containers(job)]
-    assert len(used) == 9 and {*used} == {image["name"]}
-    assert image["newName"] != image["name"] and image["newTag"]
-
-
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-def test_kustomize_puts_the_image_into_every_container(tmp_path: Path) -> None:
-    shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "pipeline.yaml").write_text("root: /data/root\n")
-    built = subprocess.run(["kubectl", "kustomize", tmp_path], check=True, capture_output=True, text=True).stdout
-    documents = list(YAML(typ="safe").load_all(built))
-    (image,) = KUSTOMIZATION["images"]
-    used = [c["image"] for document in documents if document["kind"] == "Job" for c in containers(document)]
-    assert used == [f"{image['newName']}:{image['newTag']}"] * 9
-    assert sorted(document["kind"] for document in documents) == ["ConfigMap", *["Job"] * 6, "PersistentVolumeClaim"]
-
-
-def test_every_container_gets_the_secret_if_there_is_one() -> None:
-    for container in (container for job in JOBS for container in containers(job)):
-        assert container["envFrom"] == [{"secretRef": {"name": "latentpress", "optional": True}}]
-        assert container["env"] == [{"name": "HF_HOME", "value": "/data/huggingface"}], "on the shared volume"
-    assert "create secret generic latentpress " in (EXAMPLES / "README.md").read_text()
 
 
 def test_the_commands_of_the_readme_name_files_that_are_there() -> None:
@@ -147,16 +112,3 @@ def test_the_script_applies_each_step_after_the_jobs_of_the_one_before(tmp_path:
     for first, second in pairwise(STEPS):
         asked = next(n for n, call in enumerate(calls) if call.startswith("get") and f"step={first} " in call)
         assert asked < calls.index(f"apply --kustomize . --selector latentpress/step={second}")
-
-
-def test_the_script_waits_for_every_job_and_ends_with_one_that_failed(tmp_path: Path) -> None:
-    ended = "latentpress-encode-latents FailureTarget Failed\nlatentpress-encode-text Complete\n"
-    running = "latentpress-encode-latents FailureTarget\nlatentpress-encode-text Complete\n"
-    code, error, calls = submit(tmp_path, "encode", "train", states=ended)
-    assert code == 1 and "encode failed: latentpress-encode-latents." in error
-    assert not any("step=train" in call for call in calls)
-    code, _, calls = submit(tmp_path, "encode", states=running, later=running.replace("FailureTarget", "Complete"))
-    assert code == 0 and calls.count("sleep") == 3
-    code, error, calls = submit(tmp_path, "encode", states="")
-    assert code == 1 and "the Jobs of encode were deleted" in error
-    assert submit(tmp_path, "encoed", states="")[::2] == (2, [])

@@ -8,8 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples import tiny_models
-from tests.examples.test_tiny_models import KANDINSKY, PIPELINES, load_part, pipeline_class
+from tests.examples.test_tiny_models import PIPELINES, load_part, pipeline_class
 from tests.forms import long
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,32 +87,3 @@ def test_the_real_pipeline_generates(models: Path, kind: str) -> None:
     assert results[0].shape[-3] == 3 and (results[0].shape[-4] == call.get("num_frames") or "video" not in kind)
     least = 1e-5 if "edit" in kind else 1e-3  # most tokens of an edit's text are its image's, the same for both
     assert results[0].std() > 0.02 and (results[0] - results[1]).abs().mean() > least
-
-
-@pytest.mark.slow
-def test_the_rest_of_a_pipeline_loads_from_the_folder(models: Path) -> None:
-    from diffusers import DiffusionPipeline
-
-    absent = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    for kind in KANDINSKY:
-        pipe = DiffusionPipeline.from_pretrained(models / kind, **absent)
-        assert type(pipe).__name__ == tiny_models.KINDS[kind].pipeline
-    assert DiffusionPipeline.from_pretrained(models / "sana").tokenizer.bos_token == "<bos>"
-
-
-@pytest.mark.slow
-def test_configs_say_what_the_flavours_need(models: Path) -> None:
-    configs = {kind: load_part(models, kind, "transformer").config for kind in KANDINSKY}
-    cond = {kind: config.visual_cond for kind, config in configs.items()}
-    assert [kind for kind, value in cond.items() if not value] == ["kandinsky5-image-t2i"]
-    nabla = configs["kandinsky5-video-t2v-nabla"]
-    assert (nabla.attention_type, nabla.attention_P, nabla.attention_add_sta) == ("nabla", 0.9, True)
-    assert configs["kandinsky5-video-t2v"].attention_type == "regular"
-    pipe = _pipeline(models, "kandinsky5-video-t2v-nabla")
-    assert pipe.get_sparse_params(torch.zeros(1, 3, 16, 32, 33), "cpu")["visual_shape"] == (3, 8, 16)
-    scheduler = load_part(models, "sana", "scheduler").config
-    assert (scheduler.prediction_type, scheduler.use_flow_sigmas, scheduler.flow_shift) == (
-        "flow_prediction",
-        True,
-        3,
-    )

@@ -1,6 +1,5 @@
 """doctor: what a machine has and lacks, and what the configuration needs of it."""
 
-import io
 import json
 import sys
 import threading
@@ -13,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from schemas import libraries
-from schemas.cli.console import Console, Progress
-from schemas.errors import INCOMPLETE, OK, USAGE
+from schemas.cli.console import Progress
+from schemas.errors import INCOMPLETE, OK
 from schemas.libraries import Library
 from stages import doctor
 from stages.maintenance import probes
@@ -144,16 +143,6 @@ def test_a_configuration_that_is_not_valid_is_one_of_the_failures(quick, tmp_pat
     assert code == INCOMPLETE and "nobody" in report["failed"][0]["reason"] and report["details"]["libraries"]
 
 
-def test_a_dry_run_lists_the_probes(quick, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, report = program("--dry-run")
-    assert (
-        code == OK
-        and {"devices", "decoders"} <= set(report["details"]["probes"])
-        and "devices" not in report["details"]
-    )
-
-
 HANGS = "import time\ntime.sleep(600)\n"
 #: What it has started holds its output.
 LEAVES_A_CHILD = "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)\n"
@@ -179,11 +168,6 @@ def test_a_library_that_hangs_crashes_or_prints(tmp_path, monkeypatch, source, l
     assert found.get("problem") == problem and time.monotonic() - start < 300
 
 
-def test_other_options_than_its_own_are_wrong_usage() -> None:
-    ended = CliRunner().invoke(doctor.app, ["--time-limit", "0"])
-    assert ended.exit_code == USAGE
-
-
 def test_every_library_is_one_that_pip_can_install() -> None:
     """Each names an extra that has it, or is installed by its own name."""
     import tomllib
@@ -194,17 +178,6 @@ def test_every_library_is_one_that_pip_can_install() -> None:
         if library.extra:
             listed = " ".join(extras["optional-dependencies"][library.extra]).lower()
             assert library.distribution.lower() in listed, library
-
-
-def test_every_option_that_needs_a_library_is_named(quick, project: Callable[..., Project]) -> None:
-    home = project(IMAGE)
-    home.config()
-    quick["bitsandbytes"] = {"problem": "no driver"}
-    options = ["text.quantization=nf4-bnb", "train.base_precision=nf4-bnb", "model.precision=float32"]
-    given = [part for option in options for part in ("--set", option)]
-    _, report = program("--config", str(home.folder / "pipeline.yaml"), *given)
-    items = [row["item"] for row in report["failed"]]
-    assert {"text.quantization nf4-bnb", "train.base_precision nf4-bnb"} <= set(items) and len(items) == len(set(items))
 
 
 def test_it_begins_with_one_sentence(quick, project: Callable[..., Project], tmp_path: Path, monkeypatch) -> None:
@@ -250,18 +223,3 @@ def test_a_probe_that_takes_long_is_named_while_it_does_and_at_the_end(quick, tm
     _, report = program()
     assert "disk of this folder" in report["details"]["slow_probes"]
     assert rows(report, "disks")["this folder"]["found"] == ".: no answer in 9 s"
-
-
-def test_an_interrupt_does_not_wait_for_probes(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "strange_library.py").write_text(f"open({str(tmp_path / 'begun')!r}, 'w')\n{HANGS}")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(doctor.__file__).parent.parent}")
-
-    def interrupt(progress: Progress, done: float, text: str) -> None:
-        if (tmp_path / "begun").exists():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "LOOK_S", 0.01)
-    monkeypatch.setattr(Progress, "say", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        doctor._run_probes({"strange": ("library", "strange_library", "x")}, 3600.0, Console(stderr=io.StringIO()))
-    assert not probes._running

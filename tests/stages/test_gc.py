@@ -11,10 +11,9 @@ from cache.sets import rejects
 from cache.sets.rejects import make_reject
 from cache.store.layout import is_project_file
 from cache.store.store import Store
-from schemas.json_records import format_record
 from stages import bucket, discover, encode_latents, encode_text, gc, index, status, verify
 from stages.encoding.stage_options import UsageError
-from stages.maintenance.gc_roots import find_roots
+from stages.gc import find_roots
 
 ENCODE = (encode_text, encode_latents)
 
@@ -81,21 +80,6 @@ def test_another_precision_leaves_caches_that_are_removed_only_when_old_and_only
     assert not any((indexed.root / cache).exists() for cache in float32)
     assert indexed.run(index.run).skipped == 3 and indexed.run(verify.run).exit_code == 0
     assert paths(indexed.run(gc.run, keep_days=0.0)) == []
-
-
-@pytest.mark.slow
-def test_what_another_configuration_uses_stays(indexed) -> None:
-    other = indexed.folder / "other.yaml"
-    indexed.config()
-    shutil.copy(indexed.folder / "pipeline.yaml", other)
-    indexed.settings["model"]["precision"] = "bfloat16"
-    for program in (*ENCODE, index):
-        indexed.run(program.run)
-    caches = {f"{kind}/{name.split('/')[0]}" for kind in ("text", "latents") for name in indexed.shards(kind)}
-    indexed.run(gc.run, also=[other], keep_days=0.0, yes=True)
-    assert all((indexed.root / cache).exists() for cache in caches)
-    step = indexed.run(gc.run, keep_days=0.0, also=[other]).next_steps
-    assert step in ([], [f"latentpress gc --keep-days 0 --also {other} --yes"])
 
 
 def test_a_configuration_of_another_root_is_refused(indexed) -> None:
@@ -233,65 +217,6 @@ def test_a_persons_own_files_are_left_alone(indexed) -> None:
     assert (paths(report), report.done) == ([], 0)
     assert report.details["other_files"] == f"{len(OTHERS) - 2} files, 0.0 MiB: left alone"  # but for what is hidden
     assert all((indexed.root / name).read_text() == "mine" for name in OTHERS)
-
-
-def test_beside_what_is_removed_a_persons_files_stay(indexed) -> None:
-    store, cache = Store(indexed.root), "0" * 24
-    gone = [f"latents/{cache}/64x64@1-{'0' * 16}.tar", f"latents/{cache}/provenance.json", "media/holiday/media.arrow"]
-    kept = [f"latents/{cache}/notes.txt", "media/holiday/beach.jpg", "plans/000009-0123456789ab/idea.md"]
-    for name in (*gone, *kept):
-        store.publish_bytes(name, b"{}")
-    age(indexed, 400)
-    report = indexed.run(gc.run, yes=True)
-    assert sorted(paths(report)) == [f"latents/{cache}", "media/holiday"] and report.done == len(gone)
-    assert not any(store.exists(name) for name in gone) and all(store.exists(name) for name in kept)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        b"",
-        b"[]",
-        b'"x"',
-        b"{",
-        b"\xff",
-        b"[" * 10**5,
-        format_record({"weights": "x"}),
-        format_record({"weights": {"content": [1]}, "stage": {}}),
-    ],
-)
-def test_any_provenance_is_tolerated(indexed, record) -> None:
-    """An import copies it from anywhere."""
-    store, cache = Store(indexed.root), f"latents/{'0' * 24}"
-    store.publish_bytes(f"{cache}/import-0123456789abcdef-000000.arrow", b"x")
-    store.publish_bytes(f"{cache}/provenance.json", record)
-    age(indexed, 31)
-    (row,) = indexed.run(gc.run).details["unused"]
-    assert row["path"] == cache and row["what"].isprintable() and "no configuration given uses it" in row["what"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "",
-            "a: 1\n",
-            "[1, 2]\n",
-            "train: 7\n",
-            "train: {}\n",
-            "train: {set: 7}\n",
-            "train: {set: [a]}\n",
-            "just text",
-        ),
-        *("a: [", "a: !tag 1\n", "\x00", "train: {set: ../../x}\n"),
-    ],
-)
-def test_a_strangers_configuration_below_output_is_no_runs(indexed, text) -> None:
-    folder = indexed.folder / "output" / "stranger"
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(text)
-    (indexed.folder / "output" / "folder" / "config.yaml").mkdir(parents=True)
-    assert indexed.run(gc.run).exit_code == 0
 
 
 def test_a_runs_configuration_that_can_not_be_read_stops_gc(indexed) -> None:

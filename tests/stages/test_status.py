@@ -2,22 +2,15 @@
 
 import csv
 import io
-import itertools
 import shutil
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from rich.cells import cell_len
 
-from schemas.cli.console import Console, Options, Report
-from schemas.cli.process_record import NoteWriter
-from schemas.config.pipeline import Config
+from schemas.cli.console import Console, Report
 from stages import bucket, discover, encode_latents, encode_text, index, status
-from stages.discovery.media_locations import spread_evenly
-from tests.stages.report_run import FakeRun, step_line
 
 
 @pytest.fixture
@@ -145,50 +138,10 @@ def test_watching_goes_on_until_training_is_finished() -> None:
     ]
 
 
-def test_watching_goes_on_between_the_stages_of_a_run(encoded, monkeypatch) -> None:
-    """Nothing remains to be encoded, and training is finished: as long as `run` is at work."""
-    seen = []
-    run = FakeRun(encoded, "run")
-    run.metrics(step_line(run.config.train.steps))
-    (run.folder / "result.json").write_text("{}")
-
-    def look(config: Config, options: Options, everything: bool) -> Report:
-        report = real(config, options, everything)
-        seen.append(report.details.get("run_goes_on", False))
-        if len(seen) == 3:
-            note.update(exit_code=0)
-        return report
-
-    real = status.build_report
-    monkeypatch.setattr(status, "build_report", look)
-    note = NoteWriter(Path(encoded.config().output) / "run" / "logs", "run")
-    note.update()
-    assert encoded.run(status.run, watch=True, every=0.1).exit_code == 0
-    assert seen == [True, True, True, False]
-
-
 def test_what_is_rarely_wanted_is_shown_on_request(encoded) -> None:
     short, whole = (encoded.run(status.run, everything=wanted).details for wanted in (False, True))
     assert short.keys() < whole.keys() and {"made_with", "under_root_mib"} <= whole.keys() - short.keys()
     assert encoded.run(status.run, json=True).details.keys() >= whole.keys()
-
-
-def test_a_terminal_is_redrawn_and_ctrl_c_ends_watching_well(monkeypatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    out = io.StringIO()
-    report = status.refresh_until_done(look(9, 4, -1), Console(stderr=out), 0.0)
-    assert (report.exit_code, report.details["stopped"]) == (0, "watching, with 4 items remaining")
-    assert "\x1b[" in out.getvalue() and "status: 0 done" in out.getvalue()
-
-
-def test_of_many_shards_some_are_opened() -> None:
-    paths = pa.array(map(str, range(1000)))
-    chosen = spread_evenly(paths, status.MAX_OPENED_SHARDS)
-    assert len(chosen) == status.MAX_OPENED_SHARDS and (chosen[0], chosen[-1]) == ("0", "999")
-    steps = [int(b) - int(a) for a, b in itertools.pairwise(chosen)]
-    assert max(steps) - min(steps) <= 1
-    assert spread_evenly(paths[:5], status.MAX_OPENED_SHARDS) == paths[:5].to_pylist()
 
 
 @pytest.mark.slow

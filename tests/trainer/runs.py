@@ -19,6 +19,7 @@ from cache.sets.set_lookup import open_set
 from cache.sets.trainset import TrainSet
 from cache.store.store import Store
 from schemas.cli.console import OK, Console, Options, run_program
+from schemas.json_records import read_record
 from tests.processes import free_port, prepare_fork
 from trainer import train as loop
 from trainer.__main__ import run as program_run
@@ -95,7 +96,7 @@ def lines(config, key: str = "loss") -> dict[int, float]:
 def trained_weights(config) -> dict[str, torch.Tensor]:
     """Of the last checkpoint, by the names in its files."""
     folder = config.run_folder / "checkpoints" / f"step-{config.train.steps:06d}"
-    files = [*json.loads((folder / "state.json").read_text())["weights"], "trainable.safetensors"]
+    files = [*read_record(folder / "state.json")["weights"], "trainable.safetensors"]
     return {name: value for file in files for name, value in load_file(folder / file).items()}
 
 

@@ -2,7 +2,6 @@
 float64."""
 
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,10 +15,7 @@ from scipy import stats
 
 from schemas.config.methods import Loss, Timesteps
 from schemas.family import ShiftByTokens
-from trainer.batch import Batch, pad_text
 from trainer.flow import (
-    LOSS_TYPES,
-    LOSS_WEIGHTING,
     TIMESTEP_SAMPLING,
     error_function,
     interpolate,
@@ -48,19 +44,6 @@ def test_shift_keeps_the_interval_and_is_undone_by_its_inverse(u, shift):
     assert shift_sigma(shifted, 1 / shift).item() == pytest.approx(u, abs=1e-9)
 
 
-@given(unit, unit, shifts)
-def test_shift_keeps_the_order(a, b, shift):
-    low, high = sorted((a, b))
-    assert shift_sigma(double(low), shift).item() <= shift_sigma(double(high), shift).item() + 1e-12
-
-
-def test_shift_moves_towards_noise_above_one_and_towards_data_below():
-    half = torch.tensor([0.5])
-    assert shift_sigma(half, 3.0).item() == pytest.approx(0.75)
-    assert shift_sigma(half, 0.5).item() == pytest.approx(1 / 3)
-    assert torch.equal(shift_sigma(half, 1.0), half)
-
-
 def test_shift_must_be_positive():
     with pytest.raises(ValueError, match="more than 0"):
         shift_sigma(torch.tensor([0.5]), 0.0)
@@ -84,44 +67,9 @@ def test_loss_is_each_samples_own_mean_without_given_frames():
     assert loss_per_sample(prediction, target)[0].item() == pytest.approx(10000 / 3)
 
 
-def test_loss_is_computed_in_float32():
-    prediction = torch.full((1, 1, 1, 4, 4), 1.0, dtype=torch.bfloat16)
-    loss = loss_per_sample(prediction, torch.full((1, 1, 1, 4, 4), 0.999))
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(1e-6, rel=1e-3)
-
-
 def test_a_clip_of_given_frames_alone_is_refused():
     with pytest.raises(ValueError, match="longer clips"):
         loss_per_sample(torch.zeros(1, 1, 1, 2, 2), torch.zeros(1, 1, 1, 2, 2), skip_frames=1)
-
-
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
-def test_padded_text_keeps_every_token_and_marks_it(lengths):
-    texts = [torch.arange(1.0, 2 * n + 1).view(n, 2) for n in lengths]
-    padded, mask = pad_text(texts)
-    assert padded.shape == (len(lengths), max(lengths), 2)
-    assert mask.sum(1).tolist() == lengths
-    assert all(torch.equal(padded[i][mask[i]], text) for i, text in enumerate(texts))
-    assert not padded[~mask].any()
-
-
-def test_a_text_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="text 1"):
-        pad_text([torch.zeros(2, 3), torch.zeros(0, 3)])
-    with pytest.raises(ValueError, match="no texts"):
-        pad_text([])
-
-
-def test_a_batch_moves_whole_and_keeps_its_mask():
-    text, mask = pad_text([torch.ones(2, 3), torch.ones(1, 3)])
-    latents = torch.zeros(2, 4, 1, 2, 2)
-    batch = Batch(latents, None, text, mask, torch.ones(2, 5), ["a", "b"], "16x16@1")
-    moved = batch.to("cpu", torch.bfloat16)
-    assert len(moved) == 2 and moved.condition_BCTHW is None
-    assert moved.text_mask_BL.dtype == torch.bool
-    tensors = (moved.latents_BCTHW, moved.text_BLD, moved.pooled_BD)
-    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
 
 
 SIGMA = torch.linspace(0, 1, 1001)
@@ -129,12 +77,6 @@ SIGMA = torch.linspace(0, 1, 1001)
 
 def weights(**given) -> torch.Tensor:
     return loss_weight(Loss(**given), SIGMA)
-
-
-def test_the_configuration_names_what_there_is() -> None:
-    for option, table in (("type", LOSS_TYPES), ("weighting", LOSS_WEIGHTING)):
-        assert get_args(Loss.model_fields[option].annotation) == tuple(table)
-    assert get_args(Timesteps.model_fields["sampling"].annotation) == tuple(TIMESTEP_SAMPLING)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
@@ -152,19 +94,6 @@ def test_losses_are_their_formulas(name: str, schedule: str) -> None:
     c = np.float32(c).astype(np.longdouble)
     expected = {"mse": e**2, "huber": 2 * c * (np.sqrt(e**2 + c**2) - c), "smooth_l1": 2 * (np.sqrt(e**2 + c**2) - c)}
     np.testing.assert_allclose(found.numpy(), expected[name].astype(np.float64), rtol=3e-6)
-
-
-def test_a_robust_loss_keeps_masks_and_given_frames_and_each_samples_own_mean() -> None:
-    generator = torch.Generator().manual_seed(0)
-    predicted, target = torch.randn(2, 2, 3, 4, 2, 2, generator=generator)
-    mask, sigma = torch.rand(2, 4, 2, 2, generator=generator), torch.tensor([0.1, 0.8])
-    cost = error_function(Loss(type="huber", huber_schedule="exponential"), sigma)
-    found = loss_per_sample(predicted, target, 1, mask, cost)
-    for sample in range(2):
-        c = 0.1 ** sigma[sample].item()
-        error = (predicted[sample] - target[sample])[:, 1:].double()
-        expected = 2 * c * ((error.square() + c**2).sqrt() - c) * mask[sample, None, 1:]
-        assert found[sample].item() == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["none", "cosmap", "sigma_sqrt"])

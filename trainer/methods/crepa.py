@@ -169,9 +169,7 @@ class CREPAMethod(Method):
         return {"similarity": self.similarity, "ended": self.ended}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.similarity, self.ended = state.get("similarity"), state.get("ended", False)
-        if type(self.ended) is not bool or not isinstance(self.similarity, float | None):
-            raise ValueError("the state of crepa is no similarity, and whether it has ended")
+        self.similarity, self.ended = state["similarity"], state["ended"]
 
 
 def add_neighbors(values_BTHWC: torch.Tensor, distances: range, tau: float) -> torch.Tensor:

@@ -20,11 +20,9 @@ state is (seed, step), since every random number of a step is a function of them
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,12 +31,11 @@ from torch.distributed.checkpoint import CheckpointException
 from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store import files
 from cache.store.files import replacing, sync, temporary
-from schemas.json_records import parse_json
 from trainer.adapters.files import write_tensors
 from trainer.methods.base import Method
 from trainer.run import optimizer_state, resume
-from trainer.run.resume import OPTIMIZER_FILE, TRAINABLE_FILE
-from trainer.run.sharded import copy_values, is_sharded, load_shards, local, save_shards
+from trainer.run.resume import OPTIMIZER_FILE, TRAINABLE_FILE, CheckpointState
+from trainer.run.sharded import copy_values, is_sharded, load_shards, save_shards
 
 SHARDS_FOLDER, WEIGHTS_PREFIX = "shards", "weights/"
 CHECKPOINTS = 2  # that are there at the same time, at least
@@ -50,19 +47,18 @@ Export = Callable[[Path | None], Mapping[str, Mapping[str, str]]]
 
 def save(
     folder: Path,
-    step: int,
+    state: CheckpointState,
     trainable: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    signature: Mapping[str, Any],
-    extra: Mapping[str, Any],
     averages: Mapping[str, torch.Tensor] | None = None,
     export: Export = lambda _: {},
     main: bool = True,
 ) -> Path:
-    """Write or replace `folder`/step-<step>; returns its path. extra: further JSON for state.json. averages: the moving
-    average of each weight, where there is one. export: writes the adapter or model; what it holds bit for bit is not
-    written a second time. main: whether this process writes what is not sharded; all processes call it."""
-    final = folder / f"step-{step:06d}"
+    """Write or replace `folder`/step-<step>; returns its path. state: without `weights` and `shards`, which are added.
+    averages: the moving average of each weight, if there is one. export: writes the adapter or model; what it holds bit
+    for bit is not written a second time. main: whether this process writes what is not sharded; all processes call
+    it."""
+    final = folder / f"step-{state.step:06d}"
     states, rest = optimizer_state.collect(trainable, optimizer)
     states |= {f"ema/{name}": value for name, value in (averages or {}).items()}
     everything = {**states, **{WEIGHTS_PREFIX + name: weight for name, weight in trainable.items()}}
@@ -82,10 +78,8 @@ def save(
         for file, tensors, header in ((TRAINABLE_FILE, others, None), (OPTIMIZER_FILE, states, json.dumps(rest))):
             copies = {name: value.detach().contiguous().cpu() for name, value in tensors.items()}
             write_tensors(copies, temp / file, None if header is None else {OPTIMIZER_KEY: header})
-        version = {"format_version": resume.FORMAT_VERSION}
-        state = {**version, "step": step, "terms": dict(signature), "weights": weights, **extra}
-        state |= {"shards": parts} if parts else {}
-        (temp / resume.STATE_FILE).write_text(json.dumps(state, indent=1))
+        state = state.model_copy(update={"weights": weights, "shards": parts})
+        state.write(temp / resume.STATE_FILE)
         resume.write_manifest(temp)
     return final
 
@@ -114,67 +108,47 @@ def restore(
     averages: Mapping[str, torch.Tensor] | None = None,
     methods: Mapping[str, Method] | None = None,
 ) -> None:
-    """Load weights, optimizer state, moving average and methods, in place. ResumeError where they are those of another
-    model, or no state of a run although their checksums match."""
+    """Load weights, optimizer state, moving average and methods, in place. ResumeError if they belong to another
+    model."""
     try:
         states = _restore_weights(checkpoint, trainable)
-        with _opened(checkpoint.path / OPTIMIZER_FILE) as file:
-            rest = _read_description(file)
+        with safe_open(checkpoint.path / OPTIMIZER_FILE, "pt") as file:
+            rest = json.loads(file.metadata()[OPTIMIZER_KEY])
             states = {**{name: file.get_tensor(name) for name in file.keys()}, **states}  # noqa: SIM118 (no mapping)
         for name, average in (averages or {}).items():
-            _copy(f"the moving average of {name}", average, states.get(f"ema/{name}"))
+            _copy(f"the moving average of {name}", average, states[f"ema/{name}"])
         optimizer_state.restore(trainable, optimizer, states, rest)
         for name, method in (methods or {}).items():
-            method.load_state(checkpoint.state.get("methods", {}).get(name, method.state()))
+            method.load_state(checkpoint.state.methods.get(name, method.state()))
     except optimizer_state.OtherGroups as error:
         raise resume.ResumeError(
             f"{checkpoint.path} can't be continued with this configuration: {error}",
             f"Set train.optimizer.groups back. {resume.NEW_RUN_HINT}",
         ) from error
-    except (ValueError, SafetensorError, CheckpointException) as error:
+    except (ValueError, KeyError, TypeError, SafetensorError, CheckpointException) as error:
         raise resume.ResumeError(
             f"{checkpoint.path} can't be restored, although its checksums match: {error}",
-            "Remove that folder to go on from the checkpoint before, or copy it again from where it was made.",
+            "Remove that folder to continue from the checkpoint before, or copy it again from where it was made.",
         ) from error
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. ValueError, with its name, for what is none, or lacks a tensor that is asked for."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path.name}: {error}") from error
-
-
-def _read_description(file: Any) -> Any:
-    """The JSON that `optimizer_state.collect` returned, from the header of an open OPTIMIZER_FILE."""
-    description = (file.metadata() or {}).get(OPTIMIZER_KEY)
-    if description is None:
-        raise ValueError(f"the header of {OPTIMIZER_FILE} lacks {OPTIMIZER_KEY}")
-    try:
-        return parse_json(description.encode())
-    except ValueError as error:
-        raise ValueError(f"{OPTIMIZER_KEY} in the header of {OPTIMIZER_FILE}: {error}") from error
 
 
 def _restore_weights(
     checkpoint: resume.Checkpoint, trainable: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.Tensor]:
     """Load the weights, in place; returns the other sharded tensors."""
-    weights: dict[str, dict[str, str]] = dict(checkpoint.state["weights"])
-    with _opened(checkpoint.path / TRAINABLE_FILE) as file:
+    weights: dict[str, dict[str, str]] = dict(checkpoint.state.weights)
+    with safe_open(checkpoint.path / TRAINABLE_FILE, "pt") as file:
         weights[TRAINABLE_FILE] = {name: name for name in file.keys()}  # noqa: SIM118 (no mapping)
-    folder = checkpoint.path / SHARDS_FOLDER if "shards" in checkpoint.state else None
-    shards = {} if folder is None else load_shards(folder, lambda key: find_owner(key, trainable))
+    shards = {}
+    if checkpoint.state.shards:
+        shards = load_shards(checkpoint.path / SHARDS_FOLDER, lambda key: find_owner(key, trainable))
     sharded = {name: shards.pop(WEIGHTS_PREFIX + name) for name in trainable if WEIGHTS_PREFIX + name in shards}
     if different := sorted({*sharded, *(name for names in weights.values() for name in names)} ^ trainable.keys()):
         names = ", ".join(different[:5]) + (" ..." if len(different) > 5 else "")
         message = f"{checkpoint.path} holds other weights than this model trains: {names}"
         raise resume.ResumeError(message, resume.NEW_RUN_HINT)
     for part, keys in weights.items():
-        with _opened(checkpoint.path / part) as file:
+        with safe_open(checkpoint.path / part, "pt") as file:
             for name, key in keys.items():
                 _copy(name, trainable[name], file.get_tensor(key))
     for name, value in sharded.items():
@@ -182,15 +156,15 @@ def _restore_weights(
     return shards
 
 
-def _copy(name: str, target: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set a tensor to a finite value of its own shape and dtype, which is neither broadcast nor converted. ValueError
-    for another, or none."""
-    if value is None or value.shape != target.shape or value.dtype != target.dtype:
-        state = "missing" if value is None else f"of shape {tuple(value.shape)} in {value.dtype}"
-        raise ValueError(f"{name} is {state}, and should be of shape {tuple(target.shape)} in {target.dtype}")
-    if not local(value).isfinite().all():
-        raise ValueError(f"{name} has numbers that are not finite")
-    copy_values(target, value)
+def _copy(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a tensor to a value of its own shape and dtype, which is neither broadcast nor converted. ValueError for
+    another."""
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise ValueError(
+            f"{name} is of shape {tuple(value.shape)} in {value.dtype}, and should be of shape {tuple(target.shape)} "
+            f"in {target.dtype}"
+        )
+    copy_values(target.data, value)
 
 
 def find_owner(key: str, trainable: Mapping[str, torch.nn.Parameter]) -> torch.Tensor | None:

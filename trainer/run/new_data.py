@@ -1,12 +1,10 @@
 """Going on with a run on another training set (`train.on_new_data: continue`).
 
 Weights, optimizer and moving average stay, steps and the rate's schedule count on, and the order of the samples begins
-anew. state.json has the changes, oldest first, each {"step": first step on the next set (from 0), "set": id of the set
-before}, and the `held_out_digest` that was compared with these sets.
+anew. state.json has the changes, oldest first, and the `held_out_digest` that was compared with the sets before.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,28 +16,22 @@ from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from schemas.identity import hash_bytes
 from schemas.text_format import escape_unprintable, shorten
-from trainer.run.resume import NEW_RUN_HINT, Checkpoint, ResumeError
+from trainer.run.resume import NEW_RUN_HINT, Checkpoint, DataChange, ResumeError
 
 MOST_NAMED = 3  # samples
-Change = dict[str, Any]
 
 
-def list_changes(checkpoint: Checkpoint, digest: str) -> list[Change]:
+def list_changes(checkpoint: Checkpoint, digest: str) -> list[DataChange]:
     """The changes of data before the next step. digest: of the data that it is going to be trained on."""
-    changes, data = list(checkpoint.state.get("data changes", [])), checkpoint.state["terms"].get("data")
-    if isinstance(data, dict) and data.get("digest") != digest:
-        changes.append({"step": checkpoint.step, "set": data.get("set")})
+    changes, data = list(checkpoint.state.data_changes), checkpoint.state.terms.get("data")
+    if data is not None and data["digest"] != digest:
+        changes.append(DataChange(step=checkpoint.step, set=data["set"]))
     return changes
 
 
-def first_step(changes: Sequence[Change]) -> int:
+def first_step(changes: Sequence[DataChange]) -> int:
     """The step with which the order of the present data begins."""
-    return changes[-1]["step"] if changes else 0
-
-
-def recorded_changes(changes: Sequence[Change], data: TrainSet) -> dict[str, Any]:
-    """Entries of state.json, for `check_new_data` when the run goes on."""
-    return {"data changes": [*changes], "held out compared": held_out_digest(data)} if changes else {}
+    return changes[-1].step if changes else 0
 
 
 def held_out_digest(data: TrainSet) -> str:
@@ -50,20 +42,20 @@ def _held_out(data: TrainSet) -> pa.Array:
     return data.tables["index"].column("sample_id").slice(len(data)).combine_chunks()
 
 
-def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[Change]) -> None:
+def check_new_data(checkpoint: Checkpoint, data: TrainSet, changes: Sequence[DataChange]) -> None:
     """ResumeError where the data were made by other encoders than those before, or where they hold out what the run was
     trained on, also at another resolution; and where a set before is not there, so that this is not known."""
-    compared = checkpoint.state.get("held out compared") == held_out_digest(data)
-    if not changes or (compared and changes == checkpoint.state.get("data changes")):
+    compared = checkpoint.state.held_out_compared == held_out_digest(data)
+    if not changes or (compared and changes == checkpoint.state.data_changes):
         return
     trained = []
     for change in changes:
-        before = _open(data, change["set"])
+        before = _open(data, str(change.set))
         if before is None:
             raise ResumeError(
-                f"{checkpoint.path} was trained on set {change['set']}, which is not there, so whether set {data.id} "
+                f"{checkpoint.path} was trained on set {change.set}, which is not there, so whether set {data.id} "
                 "was made by the same encoders and holds out other samples is not known",
-                f"Bring {data.store.path('sets')}/{change['set']} back. {NEW_RUN_HINT}",
+                f"Bring {data.store.path('sets')}/{change.set} back. {NEW_RUN_HINT}",
             )
         made, now = before.fingerprints, data.fingerprints
         if different := sorted(kind for kind in made.keys() & now.keys() if made[kind] != now[kind]):

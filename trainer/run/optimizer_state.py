@@ -7,16 +7,13 @@ converts the tensors to their parameter's dtype.
 """
 
 import inspect
-import io
 import math
-from collections.abc import Collection, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from cache.store.json_checks import check_count, check_list, check_object
 from schemas.errors import LatentpressError
 from trainer.run.sharded import local, shard_like
 
@@ -24,9 +21,6 @@ Json = Any
 #: Of a group, beside the class' arguments: what training sets.
 SET_BY_TRAINING = ("params", "lr", "initial_lr")
 PAGED = {"state1", "state2"}  # of bitsandbytes' paged optimizers
-#: State that is compared with that of a first step, in these packages' optimizers; others keep projections or rows.
-CHECKED_KEYS, KNOWN_PACKAGES = ("exp_avg", "exp_avg_sq", "z", "step"), {"torch", "optimi", "prodigyopt", "schedulefree"}
-TRIAL_SHAPE = (2, 3)
 
 
 class OptimizerStateError(LatentpressError):
@@ -90,31 +84,27 @@ class _Joiner:
         self.tensors, self.counts_there = tensors, counts_there
         self.placed: dict[tuple[str, torch.device], torch.Tensor] = {}
 
-    def join(self, value: Json, device: torch.device, path: str) -> Any:
-        """The value at `path`, with its tensors. ValueError for what `_Splitter.split` does not write."""
+    def join(self, value: Json, device: torch.device) -> Any:
+        """The value with its tensors."""
         match value:
-            case {"tensor": str(name), "host": bool(host)} if name in self.tensors:
-                # A counter that stays on the CPU beside parameters of a GPU.
-                stays = host and not self.tensors[name].dim() and not self.counts_there
-                wanted = torch.device("cpu") if stays else device
+            case {"tensor": str(name), "host": bool(host)}:
                 tensor = self.tensors[name]
+                # A counter that stays on the CPU beside parameters of a GPU.
+                stays = host and not tensor.dim() and not self.counts_there
+                wanted = torch.device("cpu") if stays else device
                 if order := value.get("order"):
-                    numbers = order if isinstance(order, list) and all(type(number) is int for number in order) else []
-                    if sorted(numbers) != list(range(tensor.dim())):
-                        raise ValueError(f"the optimizer's {path} has another number of dimensions than its order")
                     inverse = [order.index(number) for number in range(tensor.dim())]
                     tensor = tensor.permute(order).contiguous().permute(inverse)
                 return self.placed.setdefault((name, wanted), tensor.to(wanted))
-            case {"float": "inf" | "-inf" | "nan" as text}:
+            case {"float": text}:
                 return float(text)
-            case {"dict": dict(parts)}:
-                return {key: self.join(part, device, f"{path}/{key}") for key, part in parts.items()}
-            case {"list": list(parts)} | {"tuple": list(parts)}:
-                joined = [self.join(part, device, f"{path}/{number}") for number, part in enumerate(parts)]
-                return tuple(joined) if "tuple" in value else joined
-            case None | bool() | int() | float() | str():
-                return value
-        raise ValueError(f"the optimizer's {path} is no value of a checkpoint, or its tensor is missing")
+            case {"dict": parts}:
+                return {key: self.join(part, device) for key, part in parts.items()}
+            case {"list": parts}:
+                return [self.join(part, device) for part in parts]
+            case {"tuple": parts}:
+                return tuple(self.join(part, device) for part in parts)
+        return value
 
 
 def collect(
@@ -152,21 +142,16 @@ def restore(
     tensors: Mapping[str, torch.Tensor],
     description: Json,
 ) -> None:
-    """Set what `collect` returned, in place, with the dtypes that it had. OtherGroups where the optimizer has another
-    number of parameter groups; ValueError, with its name, for a value that `collect` can't have returned."""
+    """Set what `collect` returned, in place, with the dtypes that it had. OtherGroups if the optimizer has another
+    number of parameter groups; KeyError, ValueError or TypeError for what `collect` can't have returned."""
     counts_there = any(group.get("fused") for group in optimizer.param_groups)
-    joiner, (parameters, groups) = _Joiner(tensors, counts_there), _check_description(description, trainable)
+    joiner, groups = _Joiner(tensors, counts_there), description["groups"]
     arguments = inspect.signature(type(optimizer).__init__).parameters
     if len(groups) != len(optimizer.param_groups):
         raise OtherGroups(f"it has {len(groups)} parameter groups, and there are {len(optimizer.param_groups)} now")
-    known = type(optimizer).__module__.partition(".")[0] in KNOWN_PACKAGES
-    kinds = {(trainable[name].dtype, trainable[name].device) for name in parameters if known}
-    first_states = {kind: _first_state(optimizer, *kind) for kind in kinds}
-    for name, values in parameters.items():
+    for name, values in description["parameters"].items():
         weight = trainable[name]
-        state = {key: joiner.join(value, weight.device, f"{name}/{key}") for key, value in values.items()}
-        if known:
-            _check_state(name, state, first_states[weight.dtype, weight.device], weight)
+        state = {key: joiner.join(value, weight.device) for key, value in values.items()}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == weight.shape:
                 state[key] = shard_like(value, weight)
@@ -174,56 +159,7 @@ def restore(
             for key in PAGED & state.keys():
                 state[key] = optimizer.get_state_buffer(weight, dtype=state[key].dtype).copy_(state[key])  # type: ignore[attr-defined]
         optimizer.state[weight] = state
-    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        device = group["params"][0].device
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             if key not in arguments or group.get(key) is None:
-                group[key] = joiner.join(value, device, f"groups/{number}/{key}")
-
-
-def _first_state(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The state that an optimizer of this class and these arguments keeps of a weight of TRIAL_SHAPE after its first
-    step."""
-    arguments = inspect.signature(type(optimizer).__init__).parameters
-    weight = torch.nn.Parameter(torch.ones(TRIAL_SHAPE, dtype=dtype, device=device))
-    weight.grad = torch.ones_like(weight)
-    with redirect_stdout(io.StringIO()):  # prodigyopt prints
-        trial: Any = type(optimizer)(
-            [weight], **{key: value for key, value in optimizer.defaults.items() if key in arguments}
-        )
-    if callable(getattr(trial, "train", None)):  # schedule-free
-        trial.train()
-    trial.step()
-    return trial.state[weight]
-
-
-def _check_state(name: str, state: Mapping[str, Any], first: Mapping[str, Any], weight: torch.Tensor) -> None:
-    """ValueError where the state of a weight lacks one of CHECKED_KEYS that `first`, that of a first step, has, or has
-    another kind of value there, or numbers that are not finite, or negative squares or steps."""
-    for key in CHECKED_KEYS:
-        if key not in first:
-            continue
-        value, expected, path = state.get(key), first[key], f"{name}/{key}"
-        if not isinstance(expected, torch.Tensor):  # the steps of Prodigy
-            check_count(value, path)
-            continue
-        shape = weight.shape if expected.shape == TRIAL_SHAPE else expected.shape
-        if not isinstance(value, torch.Tensor) or value.shape != shape or not value.is_floating_point():
-            actual = tuple(getattr(value, "shape", ())), getattr(value, "dtype", type(value).__name__)
-            raise ValueError(f"{path} is of shape {actual[0]} in {actual[1]}, and should be of shape {tuple(shape)}")
-        if not local(value).isfinite().all():
-            raise ValueError(f"{path} has numbers that are not finite")
-        if key in ("exp_avg_sq", "step") and (local(value) < 0).any():
-            raise ValueError(f"{path} has negative numbers")
-
-
-def _check_description(description: Json, trainable: Collection[str]) -> tuple[dict[str, Json], list[Json]]:
-    """The state of each parameter and of each group. ValueError where the description is none that `collect` makes."""
-    whole = check_object(description, "the optimizer's description")
-    parameters = check_object(whole.get("parameters"), "the optimizer's parameters")
-    for name, values in parameters.items():
-        check_object(values, f"the optimizer's state of {name}")
-        if name not in trainable:
-            raise ValueError(f"the optimizer has a state of {name}, which is not trained")
-    groups = check_list(whole.get("groups"), "the optimizer's groups")
-    return parameters, [check_object(group, "a group of the optimizer") for group in groups]
+                group[key] = joiner.join(value, group["params"][0].device)

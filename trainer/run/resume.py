@@ -6,24 +6,26 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import ConfigDict, Field, NonNegativeInt
 
 from cache.runs.training_run import checkpoint_step, list_checkpoints
 from cache.store.files import explained
-from cache.store.json_checks import check_checksum, check_count, check_list, check_object, check_text, printable
+from cache.store.json_checks import printable
 from schemas.errors import DAMAGE, USAGE, LatentpressError
-from schemas.json_records import parse_json
-from schemas.regular_files import NOT_REGULAR, NotRegular, open_regular
+from schemas.json_records import Record, read_record
+from schemas.regular_files import NOT_REGULAR, NotRegular
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 STATE_FILE, TRAINABLE_FILE, OPTIMIZER_FILE = "state.json", "trainable.safetensors", "optimizer.safetensors"
-_FILE_PATTERN = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)  # inside the checkpoint
+CheckpointFile = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)?$")]
 NEW_RUN_HINT = "Or choose another train.run to begin a new one."
 #: Key of the resume signature -> its setting.
 SETTINGS = {
@@ -77,22 +79,56 @@ class NoUsableCheckpoint(LatentpressError):
     exit_code = DAMAGE
 
 
+class DataChange(Record):
+    """A change of the training data: the first step on the next set (from 0), and the id of the set before."""
+
+    step: NonNegativeInt
+    set: str | None
+
+
+class Manifest(Record):
+    """manifest.json: file -> checksum."""
+
+    files: dict[CheckpointFile, str]
+
+
+class CheckpointState(Record):
+    """state.json. terms: the resume signature. weights: file -> trained parameter -> its key in that file. shards:
+    files of a sharded model. methods: the state of each method. data_changes: oldest first. held_out_compared: the
+    `held_out_digest` that was compared with the sets before."""
+
+    model_config = ConfigDict(strict=True)
+
+    format_version: int = FORMAT_VERSION
+    step: NonNegativeInt
+    terms: dict[str, Any]
+    weights: dict[CheckpointFile, dict[str, str]] = Field(default_factory=dict)
+    shards: list[CheckpointFile] = Field(default_factory=list)
+    epoch: NonNegativeInt = 0
+    bad_steps: list[NonNegativeInt] = Field(default_factory=list)
+    bad_total: NonNegativeInt = 0
+    validation_due: bool = False
+    ema_updates: NonNegativeInt = 0
+    methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    data_changes: list[DataChange] = Field(default_factory=list)
+    held_out_compared: str | None = None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, its state.json, and the names of its files."""
+    """A folder, and its state.json."""
 
     path: Path
-    state: dict[str, Any]
-    files: tuple[str, ...]
+    state: CheckpointState
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.state["step"]
+        return self.state.step
 
 
 def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The newest intact checkpoint, and of newer damaged ones the folder and the reason. NoUsableCheckpoint where all
+    """The newest intact checkpoint, and of newer damaged ones the folder and the reason. NoUsableCheckpoint if all
     are damaged; ResumeError for one of another release.
 
     verify: read the weights and compare their checksums; otherwise they need only exist.
@@ -113,73 +149,44 @@ def newest_checkpoint(folder: Path, verify: bool = False) -> tuple[Checkpoint | 
 
 
 def read_checkpoint(path: Path, verify: bool) -> Checkpoint:
-    """The checkpoint in `path`. ValueError with the reason where it is damaged."""
+    """The checkpoint in `path`. ValueError with the reason if it is damaged."""
     with explained(str(path)):
-        checksums = check_object(_read_object(path / MANIFEST_FILE).get("files"), "files")
-        state = _read_object(path / STATE_FILE)
-        if file_checksum(path / STATE_FILE) != checksums.get(STATE_FILE):
-            raise ValueError(f"{STATE_FILE} is damaged: its checksum does not match {MANIFEST_FILE}")
-        version = check_count(state.get("format_version"), "format_version")
-        if version != FORMAT_VERSION:
+        with _named(path / MANIFEST_FILE):
+            checksums = Manifest.read(path / MANIFEST_FILE).files
+        with _named(path / STATE_FILE):
+            values = read_record(path / STATE_FILE)
+        if (version := values.get("format_version")) != FORMAT_VERSION:
             raise ResumeError(
-                f"{path} has format version {version}; this release reads {FORMAT_VERSION}",
+                f"{path} has format version {printable(version)}; this release reads {FORMAT_VERSION}",
                 "Choose another train.run, or continue with the release that wrote it.",
             )
-        _check_state(state, checkpoint_step(path))
-        needed = (TRAINABLE_FILE, OPTIMIZER_FILE, *state["weights"], *state.get("shards", ()))
-        for name in dict.fromkeys((*needed, *checksums)):
-            if not _FILE_PATTERN.fullmatch(name):
-                raise ValueError(f"{name!r} is not a file of a checkpoint")
-            expected = check_checksum(checksums.get(name), f"the checksum of {name}")
-            if not (path / name).is_file():
+        state = CheckpointState.model_validate(values)
+        if state.step != checkpoint_step(path):
+            raise ValueError(f"{STATE_FILE} is that of step {state.step}")
+        for name in dict.fromkeys((TRAINABLE_FILE, OPTIMIZER_FILE, *state.weights, *state.shards, *checksums)):
+            if name not in checksums or not (path / name).is_file():
                 raise ValueError(f"it has no {name}")
-            if verify and file_checksum(path / name) != expected:
-                raise ValueError(f"{name} is damaged: its checksum is another")
-    return Checkpoint(path, state, (MANIFEST_FILE, *checksums))
+            if (verify or name == STATE_FILE) and file_checksum(path / name) != checksums[name]:
+                raise ValueError(f"{name} is damaged: its checksum does not match {MANIFEST_FILE}")
+    return Checkpoint(path, state)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint. ValueError says why it can't be read."""
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """ValueError with the file's name if it can't be read."""
     try:
-        with open_regular(path) as file:
-            return check_object(parse_json(file.read()), "the whole")
+        yield
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(f"it has no {path.name}") from error
     except NotRegular as error:
         raise ValueError(f"{path.name} {NOT_REGULAR}") from error
-    except ValueError as error:
-        raise ValueError(f"{path.name} can't be read ({error})") from error
-
-
-def _check_state(state: Mapping[str, Any], step: int) -> None:
-    """ValueError for a value of state.json that training can't go on with."""
-    if check_count(state.get("step"), "step") != step:
-        raise ValueError(f"{STATE_FILE} is that of step {state['step']}")
-    averaged = check_object(state.get("terms"), "terms").get("ema") is not None
-    for key in ("bad total", "epoch", "ema updates"):
-        check_count(state.get(key, None if averaged and key == "ema updates" else 0), key)
-    for change in check_list(state.get("data changes", []), "data changes"):
-        check_text(check_object(change, "a change of data").get("set"), "the set before a change of data")
-        if check_count(change.get("step"), "the step of a change of data") > step:
-            raise ValueError("a change of data is of a later step")
-    for number in check_list(state.get("bad steps", []), "bad steps"):
-        check_count(number, "a bad step")
-    if type(state.get("validation due", False)) is not bool:
-        raise ValueError("validation due is neither true nor false")
-    for name, values in check_object(state.get("methods", {}), "methods").items():
-        check_object(values, f"the state of {name}")
-    for file, names in check_object(state.get("weights"), "weights").items():
-        for key in check_object(names, f"the weights in {file}").values():
-            check_text(key, f"the name of a weight in {file}")
-    for name in check_list(state.get("shards", []), "shards"):
-        check_text(name, "a shard's name")
 
 
 def write_manifest(folder: Path) -> None:
     """Write the checksums of all files below `folder`, which is a finished checkpoint but for that."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: file_checksum(folder / name) for name in names if name != MANIFEST_FILE}
-    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1))
+    Manifest(files=files).write(folder / MANIFEST_FILE)
 
 
 def file_checksum(path: Path) -> str:
@@ -197,7 +204,7 @@ def check_signature(
     are not compared, so most can be compared before a model is loaded; but for "assistant", which means that there is
     none. new_data: whether the data may be others. describe_data: lines that say how the data differ from the set with
     this id."""
-    saved = checkpoint.state["terms"]
+    saved = checkpoint.state.terms
     current = {"assistant": None} | json.loads(json.dumps(dict(signature)))  # tuples become lists, as in the file
     if new_data:
         current["data"] = saved.get("data")

@@ -27,7 +27,14 @@ from schemas.geometry import Bucket
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial
 from trainer.run.new_data import check_new_data, describe_changes, list_changes
-from trainer.run.resume import Checkpoint, ResumeError, check_signature, file_checksum, newest_checkpoint
+from trainer.run.resume import (
+    Checkpoint,
+    CheckpointState,
+    ResumeError,
+    check_signature,
+    file_checksum,
+    newest_checkpoint,
+)
 
 #: The generator of noise and sigma (`trainer/noise.py`): a run does not go on with another.
 RANDOM_NUMBERS = "philox4x64-10"
@@ -208,7 +215,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
     return checkpoint
 
 
-def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> dict[str, Any] | None:
+def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -> CheckpointState | None:
     """state.json of the checkpoint to continue from, with the changes of data up to now; None for a new run.
 
     ResumeError where the run can't be continued, NoUsableCheckpoint where all checkpoints are damaged.
@@ -219,7 +226,7 @@ def find_resume_state(config: Config, data: TrainSet, schedule: BatchSchedule) -
     check_signature(checkpoint, signature, may_change, partial(describe_changes, data))
     changes = list_changes(checkpoint, signature["data"]["digest"])
     check_new_data(checkpoint, data, changes)
-    return checkpoint.state | {"data changes": changes}
+    return checkpoint.state.model_copy(update={"data_changes": changes})
 
 
 def write_config(config: Config, data: TrainSet) -> None:
@@ -242,12 +249,12 @@ def record_result(config: Config, step: int, weights: str) -> None:
     note.write(config.run_folder / RESULT_NOTE)
 
 
-def is_finished(config: Config, state: Mapping[str, Any] | None) -> bool:
+def is_finished(config: Config, state: CheckpointState | None) -> bool:
     """Whether the run, whose newest checkpoint has this state, has done its steps and saved its result."""
     folder, adapter = result_folder(config), config.train.adapter
-    if state is None or state["step"] < config.train.steps or not folder.is_dir():
+    if state is None or state.step < config.train.steps or not folder.is_dir():
         return False
     if adapter.type != "full" and not all((folder / FILE_NAMES[form]).is_file() for form in adapter.formats):
         return False  # a format was added
     note = ResultNote.try_read(config.run_folder / RESULT_NOTE)
-    return note is not None and note.step == state["step"]  # a damaged note: the result is saved again
+    return note is not None and note.step == state.step  # a damaged note: the result is saved again

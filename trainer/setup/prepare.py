@@ -31,11 +31,10 @@ from trainer.families.base import ModelFamily, module_of
 from trainer.methods.base import Method, Predict
 from trainer.methods.selection import make_methods
 from trainer.run import checkpoint, resume, run_state
-from trainer.run.changed_settings import describe_rank, find_changed_settings, refuse_differences
 from trainer.run.interruption import StopRequest
-from trainer.run.new_data import Change, describe_changes, first_step, list_changes
+from trainer.run.new_data import describe_changes, first_step, list_changes
 from trainer.run.rank_watch import RankWatch
-from trainer.run.run_files import RunFiles
+from trainer.run.ranks import RunFiles, describe_rank, find_changed_settings, refuse_differences
 from trainer.run.sharded import is_sharded
 from trainer.setup.assistant import add_assistant
 from trainer.setup.attach import make_trainable
@@ -78,7 +77,7 @@ class TrainState:
     average: MovingAverage | None = field(init=False)
     reads_late: bool = field(init=False)  # see `can_read_late`
     stop: StopRequest | None = None
-    data_changes: list[Change] = field(default_factory=list)
+    data_changes: list[resume.DataChange] = field(default_factory=list)
     new_set: str | None = None  # on which the run goes on, if it is not that of the step before
 
     @property
@@ -158,7 +157,7 @@ def prepare_training(
             files.require_shared()
         state = run_state.find_resume_state(config, data, schedule) if files.main else None
         if store is not None:
-            begun = (state["step"], first_step(state["data changes"])) if state else (0, 0)
+            begun = (state.step, first_step(state.data_changes)) if state else (0, 0)
             finished, (done, schedule.first_step) = files.from_main((run_state.is_finished(config, state), begun))
             if finished:
                 raise run_state.RunFinished
@@ -310,8 +309,8 @@ def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
     averages = None if average is None else average.averages
     checkpoint.restore(continued, run.trainable, run.optimizer, averages, run.methods)
     if average is not None:
-        average.updates = continued.state["ema updates"]
-    run.bad_steps.steps, run.bad_steps.total = continued.state.get("bad steps", []), continued.state.get("bad total", 0)
+        average.updates = continued.state.ema_updates
+    run.bad_steps.steps, run.bad_steps.total = continued.state.bad_steps, continued.state.bad_total
     run.log(f"going on from {shown_path(continued.path)}, {continued.step} steps done")
     if run.new_set is not None:
         run.log(f"on other data from here: set {run.new_set}, in a new order")

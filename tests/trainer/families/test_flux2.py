@@ -10,7 +10,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from PIL import Image
 
 from tests.forms import long
-from tests.trainer.families.batches import check_batch_mates, sample_losses
+from tests.trainer.families.batches import check_batch_mates
 from tests.trainer.pipelines import apply_as_comfyui, output, pipeline, random, trained
 from trainer.batch import Batch, pad_text
 from trainer.families import flux2
@@ -176,18 +176,6 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     check_batch_mates(Flux2(), model, make_batch([3, 8], references=TWO), record_property, task="i2i")
 
 
-def test_padding_that_is_stored_counts(tiny):
-    """No mask is made of texts of one length: what stands at their end changes the loss."""
-    model, batch = Flux2().load(str(tiny(KIND))), make_batch([16, 16])
-    inputs = Flux2().model_inputs(model, batch.latents_BCTHW, torch.ones(2), batch, "t2i")
-    assert "joint_attention_kwargs" not in inputs
-    with torch.no_grad():
-        before = sample_losses(Flux2(), model, batch)
-        batch.text_BLD[0, 12:] = 0
-        changed = (sample_losses(Flux2(), model, batch) - before).abs()
-    assert changed[0] > 1e-4 and changed[1] == 0
-
-
 def by_hand(model, latents_C1HW, sigma, text_LD, kept) -> torch.Tensor:
     """(N, C) of one sample by blocks with the stock attention. kept: image tokens of the second and third block."""
     text, x = model.context_embedder(text_LD[None]), model.x_embedder(latents_C1HW.flatten(1).T[None])
@@ -255,11 +243,3 @@ def test_an_adapter_is_the_trained_model_in_the_pipeline_and_in_comfyui(tiny, tm
 def test_packed_latents_come_back():
     latents = random(2, 128, 1, 3, 4)
     assert torch.equal(flux2.unpack(flux2.pack(latents), latents.shape), latents)
-
-
-def test_another_task_is_refused(tiny):
-    model, batch = Flux2().load(str(tiny(KIND))), make_batch([3])
-    with pytest.raises(ValueError, match="no task 't2v'; valid: t2i, i2i"):
-        Flux2().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
-    with pytest.raises(ValueError, match="i2i with 0 references: a batch of i2i has some"):
-        Flux2().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "i2i")

@@ -8,15 +8,13 @@ import PIL.Image
 import pytest
 import torch
 from diffusers.models.transformers import transformer_kandinsky as stock
-from torch.utils.checkpoint import checkpoint
 
 from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
-from tests.trainer.families.batches import by_batch_and_alone, check_batch_mates, sample_losses
+from tests.trainer.families.batches import check_batch_mates, sample_losses
 from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families import kandinsky5
-from trainer.families import kandinsky5_attention as attention
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
@@ -192,14 +190,6 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, task, float32_rot
     )
 
 
-def test_without_a_mask_losses_do_depend_on_batch_mates(tiny, monkeypatch):
-    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")), float32_rotary=True)
-    batch = make_batch([3, 17, 8], (16, 2, 4, 6))
-    monkeypatch.setattr(attention.TextMask, "current", None)
-    together, single, _ = by_batch_and_alone(Kandinsky5(), model, batch, "t2v")
-    assert (together - single).abs().max() > 1e-3
-
-
 def test_i2v_predicts_from_the_clean_first_frame_alone(tiny):
     model = Kandinsky5().load(str(tiny(KINDS["i2v"])))
     batch = make_batch([4], (16, 3, 4, 6), condition=True)
@@ -239,25 +229,6 @@ def test_checkpointing_gives_the_same_gradients_with_lora_and_padding(tiny):
     losses.sum().backward()
     for name, parameter in adapters.trainable_parameters(saving).items():
         assert torch.equal(parameter.grad, wanted[name]), name
-
-
-def test_checkpointing_that_loses_the_mask_is_refused(tiny):
-    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))
-    model.enable_gradient_checkpointing(lambda block, *args: checkpoint(block, *args, use_reentrant=False))
-    losses = run(model, make_batch([3, 5], (16, 1, 4, 6)))
-    with pytest.raises(AssertionError, match="enable_gradient_checkpointing"):
-        losses.sum().backward()
-
-
-def test_a_mask_changed_before_backward_has_no_effect(tiny):
-    model = Kandinsky5().load(str(tiny("kandinsky5-video-t2v")))
-    model.enable_gradient_checkpointing()
-    batch, gradients = make_batch([3, 5], (16, 1, 4, 6)), []
-    for real in (True, False):
-        losses = run(model, batch)
-        batch.text_mask_BL[0, 2] = real
-        gradients += torch.autograd.grad(losses.sum(), [model.visual_embeddings.in_layer.weight])
-    assert torch.equal(*gradients)
 
 
 def test_bfloat16_keeps_time_embeddings_and_modulations_in_float32(tiny):

@@ -129,20 +129,3 @@ def test_flex_attention_that_is_not_compiled_is_refused():
 
     with pytest.raises(RuntimeError, match="ignores its block mask"):
         attention.check_block_mask_used(flex_attention, torch.device("cpu"), torch.float32, 32)
-
-
-def test_flex_attention_that_obeys_is_accepted():
-    def obedient(query, key, value, block_mask):
-        dense = block_mask.to_dense().bool().repeat_interleave(64, -2).repeat_interleave(64, -1)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
-
-    attention.check_block_mask_used(obedient, torch.device("cpu"), torch.float32, 32)
-
-
-def test_a_grid_is_flattened_in_the_order_of_the_blocks(tiny):
-    """Of NABLA squares of 8x8 tokens, else frame by frame and row by row."""
-    values = torch.arange(4 * 16 * 16 * 2).view(1, 4, 16, 16, 2)
-    for kind, blocks in ((NABLA, True), ("kandinsky5-video-t2v", False)):
-        wanted, _ = stock.fractal_flatten(values, values, values.shape[:-1], block_mask=blocks)
-        grid = Kandinsky5().token_grid(Kandinsky5().load(str(tiny(kind))), make_batch())
-        assert torch.equal(grid.flatten(values), wanted)

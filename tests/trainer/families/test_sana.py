@@ -6,7 +6,7 @@ import diffusers
 import pytest
 import torch
 
-from tests.trainer.families.batches import check_batch_mates, sample_losses
+from tests.trainer.families.batches import check_batch_mates
 from tests.trainer.pipelines import random
 from trainer.batch import Batch, pad_text
 from trainer.families.sana import Sana
@@ -108,13 +108,6 @@ def test_prediction_equals_the_pipelines_call_of_the_transformer(tiny):
     torch.testing.assert_close(made[:, :, 0], wanted, rtol=0, atol=1e-5)
 
 
-def test_timesteps_are_scaled_as_the_checkpoint_says(tiny):
-    model, batch = Sana().load(str(tiny("sana"))), make_batch([3])
-    model.register_to_config(timestep_scale=0.001)
-    timestep = Sana().model_inputs(model, batch.latents_BCTHW, torch.tensor([0.25]), batch, "t2i")["timestep"]
-    assert timestep.item() == pytest.approx(0.25)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, checkpointing):
     model = Sana().load(str(tiny("sana")))
@@ -123,20 +116,6 @@ def test_loss_and_gradients_do_not_depend_on_batch_mates(tiny, record_property, 
     batch = make_batch([3, 17, 8])
     # A cross-attention key's bias has a gradient of zero but for rounding: hence the floor.
     check_batch_mates(Sana(), model, batch, record_property)
-
-
-def test_without_a_mask_losses_do_depend_on_batch_mates(tiny):
-    model, batch = Sana().load(str(tiny("sana"))), make_batch([3, 17])
-    unmasked = make_batch([3, 17])
-    unmasked.text_mask_BL[:] = True
-    with torch.no_grad():
-        assert (sample_losses(Sana(), model, batch) - sample_losses(Sana(), model, unmasked))[0].abs() > 1e-3
-
-
-def test_only_images_are_accepted(tiny):
-    model, batch = Sana().load(str(tiny("sana"))), make_batch([3])
-    with pytest.raises(ValueError, match="no task 't2v'; valid: t2i"):
-        Sana().model_inputs(model, batch.latents_BCTHW, torch.ones(1), batch, "t2v")
 
 
 def test_a_guidance_distilled_model_is_refused(tmp_path):

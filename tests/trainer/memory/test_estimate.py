@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,8 @@ from schemas.cli.console import OK
 from schemas.geometry import Bucket
 from tests.devices import set_accelerators
 from tests.trainer.peak_memory import MALLOC, skip_without_peaks
-from tests.trainer.runs import moved, write
 from trainer.families.base import module_of
-from trainer.memory.card_fit import RESERVED, explain_fit, find_card, try_changes
+from trainer.memory.card_fit import RESERVED, explain_fit, find_card
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
 from trainer.methods.base import Method
 from trainer.methods.selection import METHODS
@@ -36,12 +35,6 @@ SIZES = {"t2i": ("256x256", "256x320"), "sana": ("512x640", "512x512"), "z-image
 SIZES["qwen-image"] = SIZES["t2i"]
 MIDDLE["edit-plus-i2i"] = MIDDLE["qwen-image"] | {"zero_cond_t": True}
 SIZES["edit-plus-i2i"] = ("256x256+256x192", "256x320+192x256+256x256")
-#: Runs a program in a small process: one that is started by a large one counts the large one's memory as its own.
-MEASURING = """
-import resource, subprocess, sys
-subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
 FULL, ALL = {"adapter": {"type": "full"}}, {"gradient_checkpointing": False}
 #: On a CPU: device and offloaded are one there. Of each kind of setting at least one; the long form has more of them.
 GRID = {
@@ -135,17 +128,6 @@ def test_ranks_that_share_a_model_have_a_part_each(make_config) -> None:
     assert hosted.offloaded == pytest.approx((plain.weights + plain.gradients + plain.optimizer) / 4, abs=4)
 
 
-@pytest.mark.slow
-def test_a_transformer_made_from_shapes_has_the_dtypes_of_a_loaded_one(make_config, checkpoints) -> None:
-    for kind in ("t2i", "sana", "z-image", "qwen-image"):
-        family = module_of(make_config(kind).model.family_spec)
-        loaded = family.load(str(checkpoints(kind)), dtype=torch.bfloat16)
-        with torch.device("meta"):
-            made = family.untrained(loaded.config, torch.bfloat16)
-        expected = {name: (weight.dtype, weight.shape) for name, weight in loaded.named_parameters()}
-        assert {name: (weight.dtype, weight.shape) for name, weight in made.named_parameters()} == expected
-
-
 @pytest.mark.long
 def test_the_prediction_is_within_15_percent_of_what_training_takes(
     make_config, make_set, made, tmp_path, is_long
@@ -205,40 +187,6 @@ def test_a_dry_run_says_what_would_fit_the_card(ready, program, monkeypatch) -> 
     assert explain_fit(config, 1, ("a card", whole.device + RESERVED), whole, pytest.fail) is None
 
 
-def test_what_a_run_already_has_is_not_advised(make_config) -> None:
-    """Each change is predicted with those before it that help, and leaves the section's other keys as they are."""
-    nothing = MemoryEstimate(*[0] * 9, bucket="64x64")
-
-    def predict(config) -> MemoryEstimate:
-        train = config.train
-        offload, parallel, need = train.offload, train.parallel, 40
-        need += 8 * offload.streams + 4 * (offload.blocks_per_group > 1) - 2 * offload.activations
-        need += 1 * (train.ema is not None and train.ema.device == "auto") - 16 * (parallel.strategy == "fsdp2")
-        need += 3 * (not parallel.reshard_after_forward) - 8 * parallel.cpu_offload
-        return replace(nothing, device=need << 30)
-
-    def advice(size: int, ranks: int = 1, **settings) -> str:
-        config = make_config("t2i", **settings)
-        said = explain_fit(config, ranks, ("a card", size << 30), predict(config), predict)
-        return said.partition(" It would need less with ")[2]
-
-    blocks = {"blocks": True, "streams": True, "blocks_per_group": 4}
-    more = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
-    assert advice(1, offload=blocks, ema={"decay": 0.9}) == (
-        "train.ema.device cpu (53.0 GiB), and with train.offload.streams false (45.0 GiB), and with "
-        f"train.offload.blocks_per_group 1 (41.0 GiB), and with train.offload.activations true (39.0 GiB). {more}"
-    )
-    assert advice(45, offload=blocks) == "train.offload.streams false (45.0 GiB)."
-    assert advice(1, offload={"blocks": True, "activations": True}) == ""
-    shared = {"strategy": "fsdp2", "cpu_offload": True, "reshard_after_forward": False}
-    assert advice(17, ranks=2, parallel=shared) == "train.offload.activations true (18.0 GiB), and with " + (
-        "train.parallel.reshard_after_forward true (15.0 GiB)."
-    )
-    assert advice(17, ranks=2) == "train.offload.activations true (39.0 GiB), and with " + (
-        "train.parallel.strategy fsdp2 (23.0 GiB), and with train.parallel.cpu_offload true (15.0 GiB)."
-    )
-
-
 @pytest.mark.slow
 def test_the_choice_of_sparse_attentions_blocks_is_counted(make_config) -> None:
     """Most of a long clip in a narrow model: for each head a sort of (blocks of 64 tokens)^2 values and indices."""
@@ -263,31 +211,3 @@ def test_weights_of_methods_are_counted(make_config, monkeypatch) -> None:
     size = 4 * 512 * 1024
     more = [getattr(found, name) - getattr(plain, name) for name in ("weights", "gradients", "optimizer", "checkpoint")]
     assert more == pytest.approx([size, size, 2 * size, 3 * size], rel=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.long  # it starts programs, each of which imports torch
-@pytest.mark.parametrize("settings", [{}, {"offload": {"activations": True}, **ALL}, FULL])
-def test_the_host_memory_of_a_program(make_config, make_set, made, tmp_path, settings) -> None:
-    """On a CPU, where all memory is the host's, with a model of 170 MB in float32."""
-    large = MIDDLE["t2i"] | {"model_dim": 768, "ff_dim": 3072, "num_visual_blocks": 4}
-    module_of(make_config("t2i").model.family_spec).untrained(large).save_pretrained(tmp_path / "model" / "transformer")
-    shape = json.loads((tmp_path / "model" / "transformer" / "config.json").read_text())
-    config = make_config("t2i", steps=2, **settings)
-    config = moved(config, tmp_path / "model")
-    rng = np.random.default_rng(0)
-    items = [made.Item("512x512", made.latent(rng, config, "512x512"), [made.caption(rng, 64)]) for _ in range(4)]
-    make_set(config, items, made.caption(rng, 64))
-    path = write(config, tmp_path)
-    command = [sys.executable, "-c", MEASURING, sys.executable, "-m", "trainer", "--config", str(path)]
-    most_kib = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    predicted, measured = estimate_memory(config, shape, ["512x512"], 64).host, most_kib << 10
-    print(f"{settings}: {predicted / measured:.3f} of {measured >> 20} MiB")
-    assert 0.85 < predicted / measured < 1.15
-
-
-def test_what_saves_next_to_nothing_is_not_named(make_config) -> None:
-    changes = [(f"option {steps}", {"train": {"steps": steps}}) for steps in (5, 6, 7)]
-    need = {4: 1000, 5: 996, 6: 500, 7: 499}
-    shown, least = try_changes(make_config(), changes, 1000 << 20, 0, lambda config: need[config.train.steps] << 20)
-    assert shown == ["option 6 (1.5 GiB)"] and least == 500 << 20

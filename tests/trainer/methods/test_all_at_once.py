@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.forms import long
-from tests.trainer.families.test_kandinsky5_attention import SPARSE, ByHand
+from tests.trainer.families.test_kandinsky5_attention import SPARSE
 from tests.trainer.methods.test_tread import step_once
 from tests.trainer.runs import move_adapter, moved, prepared
 from trainer import train as loop
@@ -118,24 +118,6 @@ def test_blocks_that_are_offloaded_or_compiled_or_have_other_kernels(start, way)
 
 
 @pytest.mark.long
-def test_nabla_that_leaves_nothing_out_is_the_plain_model(start) -> None:
-    """Whose tokens stand in another order: features, masks and dropped tokens must follow it."""
-    whole = NABLA | {"attention_P": 1.0}
-    check_same(step_once(start("whole", nabla=whole)), step_once(start("plain")))
-
-
-@pytest.mark.long
-def test_nabla_is_that_of_its_definition(start) -> None:
-    found, by_hand = step_once(start("sparse", nabla=NABLA)), ByHand()
-    run = start("hand", nabla=NABLA)
-    for block in run.model.visual_transformer_blocks:
-        block.self_attention.set_processor(by_hand)
-    check_same(found, step_once(run))
-    assert np.mean(by_hand.densities) < 0.5
-    assert abs(step_once(start("plain")).loss - found.loss) > 1e-4
-
-
-@pytest.mark.long
 def test_a_quantized_base_is_a_plain_one_of_the_same_numbers(start) -> None:
     quantized, plain = start("quantized", base_precision="int8-quanto"), start("plain")
     weights, changed = dict(quantized.model.named_parameters()), 0
@@ -151,19 +133,3 @@ def test_a_quantized_base_is_a_plain_one_of_the_same_numbers(start) -> None:
 
 def value(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().dequantize()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("init", ["olora", "pissa"])
-def test_adapters_that_begin_with_a_part_of_the_base(start, init) -> None:
-    """Their model is the base at the start, and the chain rule leads from the gradients of its weights to theirs."""
-    full = step_once(start("full", at_start=True, methods=WITHOUT_BASE, adapter={"type": "full"}))
-    run = start(init, at_start=True, methods=WITHOUT_BASE, adapter={"rank": 4, "alpha": 2, "init_weights": init})
-    own = {name: weight.detach().clone() for name, weight in run.trainable.items()}
-    found, expected = step_once(run), {}
-    for path in adapters.list_adapted_modules(run.model):
-        down, up = (f"{path}.lora_{part}.default.weight" for part in "AB")
-        gradient = 2 / 4 * full.gradients[f"{path}.weight"]
-        expected |= {down: own[up].T @ gradient, up: gradient @ own[down].T}
-    expected |= {name: gradient for name, gradient in full.gradients.items() if name.startswith("methods.")}
-    check_same(found, SimpleNamespace(loss=full.loss, gradients=expected), 1e-4)

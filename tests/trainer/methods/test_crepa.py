@@ -24,7 +24,7 @@ from tests.trainer.runs import (
     trained_weights,
 )
 from trainer import train as loop
-from trainer.methods.crepa import CREPAMethod, add_neighbors
+from trainer.methods.crepa import CREPAMethod
 
 WIDTH = 12  # of the features
 
@@ -146,16 +146,6 @@ def longer(made, config, given: tuple) -> tuple:
         item.latent = made.latent(rng, config, item.bucket)
         item.condition = None if item.condition is None else item.latent[:, :shown]
     return items, null, prompts
-
-
-def test_neighbors_outside_of_the_clip_have_no_term() -> None:
-    values = torch.arange(3.0).view(1, 3, 1, 1, 1)
-    near, far = math.exp(-1 / 2), math.exp(-2 / 2)
-    assert add_neighbors(values, range(1, 2), 2.0).flatten().tolist() == pytest.approx([near, 1 + 2 * near, 2 + near])
-    both = [near + 2 * far, 1 + 2 * near, 2 + near]
-    assert add_neighbors(values, range(1, 5), 2.0).flatten().tolist() == pytest.approx(both)
-    assert torch.equal(add_neighbors(values, range(3, 4), 2.0), values)
-    assert torch.equal(add_neighbors(values, range(1, 1), 2.0), values)
 
 
 # --- how blocks are computed ---

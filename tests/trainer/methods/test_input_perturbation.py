@@ -1,6 +1,5 @@
 """Input perturbation against its formula, and what other methods make of the input that it changes."""
 
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from schemas.catalog import FAMILIES
 from schemas.config.methods import InputPerturbation
-from tests.trainer.runs import move_adapter, prepared
+from tests.trainer.runs import prepared
 from trainer import flow
 from trainer import train as loop
 from trainer.batch import Batch
@@ -68,14 +67,6 @@ def test_the_input_has_more_noise_of_its_own_and_nothing_else_changes(task) -> N
         assert torch.equal(step.batch.condition_BCTHW, before.batch.condition_BCTHW)
 
 
-def test_it_depends_on_step_and_position_alone() -> None:
-    whole = prepare(make_step("i2v")).noisy_BCTHW
-    assert torch.equal(whole, prepare(make_step("i2v")).noisy_BCTHW)
-    for row in range(COUNT):
-        assert torch.equal(prepare(make_step("i2v", rows=(row,))).noisy_BCTHW[0], whole[row])
-    assert not torch.equal(whole, prepare(make_step("i2v", number=1)).noisy_BCTHW)
-
-
 def test_it_falls_linearly_to_nothing() -> None:
     for number, strength in ((0, 0.2), (25, 0.15), (50, 0.1), (99, 0.002)):
         xi = drawn(prepare(make_step("t2v", number), strength=0.2, decay_steps=100), strength)
@@ -117,44 +108,3 @@ def test_the_loss_is_that_of_the_perturbed_input(ready, kind) -> None:
     assert found["loss"] == pytest.approx(losses["perturbed"], rel=1e-5)
     assert found["loss"] != pytest.approx(losses["plain"], rel=1e-4)
     assert found["loss_by_sigma"].keys() == {"0.5-0.75"}
-
-
-@pytest.mark.slow
-def test_rollouts_are_perturbed_at_their_end_and_the_base_model_sees_the_same_input(
-    make_config, make_set, made
-) -> None:
-    methods = {
-        "masked_loss": {"prior_weight": 1.0},
-        "scheduled_sampling": {"probability": 0.6, "max_step_offset": 2, "schedule_steps": 10},
-        "input_perturbation": {"strength": 0.5},
-    }
-    config = make_config("t2i", steps=1, batch_size=6, adapter={"rank": 2}, methods=methods)
-    items, *others = made.mixed_items(config)
-    for number, item in enumerate(items):
-        item.regularization, item.mask = number % 2 == 0, np.full(item.latent.shape[1:], number % 3 / 2, np.float32)
-    make_set(config, items, *others)
-    run = prepared(config)
-    move_adapter(run)
-    [part] = run.loader.step(0).micro_batches
-    line, rolled, perturbed, step = (loop.start_step(run, 0, part) for _ in range(4))
-    run.methods["scheduled_sampling"].prepare(rolled)
-    run.methods["input_perturbation"].prepare(perturbed)
-    for method in run.methods.values():
-        method.prepare(step)
-    moved = [not torch.equal(*pair) for pair in zip(rolled.noisy_BCTHW, line.noisy_BCTHW, strict=True)]
-    assert {*moved} == {True, False}
-    added = perturbed.noisy_BCTHW - line.noisy_BCTHW
-    torch.testing.assert_close(step.noisy_BCTHW, rolled.noisy_BCTHW + added, rtol=0, atol=1e-5)
-    with torch.no_grad():
-        base = run.family.load(config.model.path).eval()
-        base_BCTHW = run.family.predict(base, step.noisy_BCTHW, step.sigma_B, step.batch, "t2i")
-    marks = part.batch.extras["regularization"]
-    assert {*marks.tolist()} == {True, False}
-    torch.testing.assert_close(step.target_BCTHW[marks], base_BCTHW[marks], rtol=0, atol=1e-4)
-    assert torch.equal(step.target_BCTHW[~marks], rolled.target_BCTHW[~marks]), "not a part of what is to be taken back"
-    with ExitStack() as stack:
-        for method in run.methods.values():
-            stack.enter_context(method.around(step))
-        step.prediction_BCTHW = base_BCTHW
-        prior_B = run.methods["masked_loss"].loss(step)
-    assert prior_B is not None and prior_B.max() < 1e-8, "the prior of masked_loss, too"

@@ -122,23 +122,6 @@ def test_a_prior_needs_an_adapter_that_can_be_switched_off(make_config) -> None:
             make_config("t2i", methods=methods, adapter=adapter)
 
 
-@pytest.mark.slow
-def test_its_ends_are_the_plain_loss_and_none(make_config, make_set, made) -> None:
-    found = {}
-    for name, methods in {
-        "plain": {},
-        "all": {"masked_loss": {"unmasked_weight": 1.0}},
-        "none": {"masked_loss": {"normalize_area": True}},  # an empty mask's loss stays 0
-    }.items():
-        config = make_config("t2i", name=name, steps=1, methods=methods)
-        items, null, prompts = made.mixed_items(config)
-        for item in items:
-            item.mask = np.zeros((1, *item.latent.shape[2:]), np.float32)
-        make_set(config, items, null, prompts)
-        found[name] = first_loss(config)
-    assert found["all"] == pytest.approx(found["plain"], rel=1e-6) and found["none"] == 0 < found["plain"]
-
-
 def test_a_set_without_masks_is_refused_before_a_model_is_loaded(ready, program, monkeypatch) -> None:
     monkeypatch.setattr(loop, "prepare_training", lambda *parts: pytest.fail("a model is loaded"))
     config = ready("t2i", methods={"masked_loss": {}})

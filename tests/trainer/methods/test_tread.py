@@ -1,11 +1,8 @@
 """TREAD against blocks that are run by hand on gathered tokens, one sample at a time, with drops by the definition."""
 
-import itertools
-import math
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
-from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +18,10 @@ from schemas.errors import USAGE
 from tests.forms import long
 from tests.trainer.conftest import KINDS
 from tests.trainer.methods.tread_by_hand import LAYERS, NABLA, OUTSIDE, ROUTES, NablaByHand, loss_by_hand
-from tests.trainer.runs import LOADS, lines, prepared, train
+from tests.trainer.runs import LOADS, prepared
 from trainer import train as loop
 from trainer.families.kandinsky5 import Kandinsky5
 from trainer.families.kandinsky5_attention import install_processors
-from trainer.methods.tread import count_dropped
 
 BUCKETS = {"t2i": "96x64", "i2i": "96x64", "t2v": "96x64@9", "i2v": "96x64@9", "nabla": "256x256@13", "sana": "256x192"}
 BUCKETS |= {
@@ -196,24 +192,6 @@ def test_the_choice_is_one_of_each_sample_and_step(start) -> None:
     assert all({*first} <= {*kept} for part in by_two for kept in part.tolist())
     dropping = kept_in_steps(start("i2v", ROUTES, tread={"drop_first_frame": True}), 1)[0]
     assert dropping.shape == (2, 36) and not any({*first} <= {*kept} for kept in dropping.tolist())
-
-
-@pytest.mark.long
-def test_eval_is_not_routed(start) -> None:
-    found = {}
-    for name, routes in (("routed", ROUTES), ("plain", None)):
-        config = start("t2i", routes, name=name, steps=1, validation={"eval_samples": 2}).config
-        train(config)
-        found[name] = lines(config, "eval_loss")[0], lines(config)[1]
-    assert found["routed"][0] == found["plain"][0], "before the first step"
-    assert found["routed"][1] != found["plain"][1]
-
-
-def test_shares_are_of_decimal_numbers_rounded_down() -> None:
-    shares = [f"{number / 1000:.3f}" for number in range(1000)]
-    for ratio, count in itertools.product(shares, (0, 1, 7, 100, 8160, 30000)):
-        assert count_dropped(float(ratio), count) == math.floor(Decimal(ratio) * count)
-    assert int(0.29 * 100) == 28 and count_dropped(0.29, 100) == 29 and count_dropped(0.2899999, 100) == 28
 
 
 # --- what is refused ---

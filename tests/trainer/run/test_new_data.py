@@ -32,7 +32,7 @@ def write_set(make_set, made, config, name: str, seed: int = 0, held_out: int = 
     make_set(config, items, null, prompts, name=name, ids=name)
 
 
-def state(config) -> dict:
+def state(config) -> resume.CheckpointState:
     found, _ = resume.newest_checkpoint(config.run_folder / "checkpoints")
     assert found is not None
     return found.state
@@ -53,8 +53,8 @@ def test_it_goes_on_in_a_new_order_and_the_same_after_kills(make_config, make_se
                 kill_at(config, step)
             train(config)
         ended[name] = config
-        changes = [{"step": 3, "set": "set0"}, {"step": 7, "set": "set1"}]
-        assert state(config)["data changes"] == changes and state(config)["terms"]["data"]["set"] == "set2"
+        assert [(change.step, change.set) for change in state(config).data_changes] == [(3, "set0"), (7, "set1")]
+        assert state(config).terms["data"]["set"] == "set2"
         found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
         assert [(line["step"], line["set"]) for line in found if "set" in line] == [(3, "set1"), (7, "set2")]
     whole, cut = ended["whole"], ended["cut"]

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from schemas.errors import INCOMPLETE
 from tests.trainer.runs import lines, on_ranks, write
 from trainer.data import BatchLoader
-from trainer.run.run_files import RunFiles
+from trainer.run.ranks import RunFiles
 from trainer.setup import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]

@@ -15,7 +15,6 @@ from tests.trainer.runs import prepared
 from trainer import train as loop
 from trainer.run import metrics
 from trainer.setup import blocks
-from trainer.setup.blocks import compile_blocks
 
 STEPS = 3
 
@@ -132,15 +131,3 @@ def test_compiled_blocks_train_as_others_do_and_their_graphs_are_counted(ready, 
         assert graphs == ([] if name == "plain" else expected), "two blocks of images, one of text; three of Sana"
         found.append((numbers["loss"], numbers["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
-
-
-@pytest.mark.long
-def test_more_shapes_than_torch_compiles_by_default_have_graphs_too() -> None:
-    said: list[str] = []
-    torch.compiler.reset()
-    block = torch.nn.Tanh()
-    compile_blocks([block], "eager", said.append)
-    for dimensions in range(1, 12):
-        x = torch.ones([2] * dimensions)
-        assert torch.equal(block(x), x.tanh())
-    assert len(said) == 11 and "another shape may need another" in said[0]

@@ -13,7 +13,7 @@ from tests.trainer.pipelines import KINDS, make_batch
 from tests.trainer.setup.test_quantize import NAMES, adapted, step
 from trainer.setup import blocks
 from trainer.setup.adapters import trainable_parameters
-from trainer.setup.blocks import BlockGroup, GroupScheduler, copy_weight, largest_groups, offload_blocks
+from trainer.setup.blocks import BlockGroup, GroupScheduler, copy_weight, offload_blocks
 from trainer.setup.quantize import take_apart
 
 CPU = torch.device("cpu")
@@ -130,28 +130,6 @@ def test_everything_that_a_weight_is_made_of_goes_to_the_device_and_the_host_kee
     group.leave()
     for key, weight in frozen(model).items():
         assert all(torch.equal(one, other) for one, other in zip(take_apart(weight)[0], host[key], strict=True)), key
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name in (None, "int8-torchao") else long(name) for name in (None, *NAMES)])
-def test_only_the_copies_are_computed_with(make, name) -> None:
-    """The host's weights are spoilt while the copies are there: on a GPU they could not be read."""
-    expected = step(KIND, make(name))
-    model = make(name)
-    scheduler = settle(model, 5)
-    scheduler.enter(0)
-    for weight in scheduler.groups[0].weights:
-        for part in take_apart(weight.weight)[0]:
-            part.fill_(127 if part.dtype in (torch.int8, torch.uint8) else float("nan"))
-    for one, other in zip(step(KIND, model), expected, strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(step(KIND, model)[1], expected[1]), "the weights were read there"
-
-
-def test_the_device_holds_one_group_or_two_neighbors() -> None:
-    sizes = [1, 2, 3, 4, 5]
-    assert [largest_groups(sizes, count, False) for count in (1, 2, 3, 9)] == [5, 7, 9, 15]
-    assert [largest_groups(sizes, count, True) for count in (1, 2, 3)] == [9, 12, 15]
 
 
 def test_a_copy_outlives_its_group(make) -> None:

@@ -13,7 +13,7 @@ import torch
 from cache.runs.training_checks import RunError
 from schemas.config.training import Optimizer
 from schemas.optimizers import OPTIMIZERS
-from tests.trainer.runs import moved, train
+from tests.trainer.run.test_checkpoint import saved_at
 from trainer.run import checkpoint, optimizer_state, resume
 from trainer.setup.ema import inference_weights
 from trainer.setup.optimizers import check_optimizer, find_class, make_optimizer, set_learning_rate
@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str, dtype: tor
         with inference_weights(cut.weights, cut.optimizer, None) as which:
             averaged = which == "schedule-free average"
             assert averaged == ("schedulefree" in name.lower())
-        checkpoint.save(tmp_path, 5, cut.weights, cut.optimizer, {}, {})
+        saved_at(tmp_path, 5, cut.weights, cut.optimizer)
         other = Run(settings(name), dtype)
         other.steps(0, 1)  # what it has already is replaced
         found, _ = resume.newest_checkpoint(tmp_path, verify=True)
@@ -104,7 +104,7 @@ def test_settings_of_the_configuration_are_in_force_after_a_resume(tmp_path: Pat
     for name in ("adamw", "optimi-adamw", "prodigy", "adamw-schedulefree"):
         first = Run(settings(name), torch.float32)
         first.steps(0, 3)
-        checkpoint.save(tmp_path / name, 3, first.weights, first.optimizer, {}, {})
+        saved_at(tmp_path / name, 3, first.weights, first.optimizer)
         changed = settings(name).model_copy(update={"weight_decay": 0.5, "betas": (0.5, 0.6)})
         second = Run(changed, torch.float32)
         found, _ = resume.newest_checkpoint(tmp_path / name)
@@ -163,7 +163,7 @@ def test_groups_by_regular_expression() -> None:
 def test_other_groups_than_those_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     run = Run(settings("prodigy"), torch.float32)
     run.steps(0, 2)
-    checkpoint.save(tmp_path, 2, run.weights, run.optimizer, {}, {})
+    saved_at(tmp_path, 2, run.weights, run.optimizer)
     found, _ = resume.newest_checkpoint(tmp_path)
     other = Run(settings("prodigy").model_copy(update={"groups": ()}), torch.float32)
     with pytest.raises(resume.ResumeError, match="2 parameter groups, and there are 1 now") as caught:
@@ -217,12 +217,6 @@ def test_what_does_not_work_is_refused_with_reason_and_next_step(make_config, tr
     with pytest.raises(RunError, match=f"(?s){said}") as caught:
         check_optimizer(configured(make_config, **train), CPU)
     assert caught.value.next_step
-
-
-def test_a_refusal_comes_before_the_model_is_loaded(ready, tmp_path) -> None:
-    config = ready("t2i", optimizer={"arguments": {"beta": 1}})
-    with pytest.raises(RunError, match="unexpected keyword argument 'beta'"):
-        train(moved(config, tmp_path / "none"))
 
 
 def test_state_that_json_and_safetensors_can_hold_is_saved_and_other_state_refused() -> None:
