@@ -28,8 +28,7 @@ from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.encoding.feature_columns import read_media
-from stages.encoding.made_captions import read_made_captions
-from stages.encoding.made_masks import read_made_masks
+from stages.encoding.made_items import read_made_captions, read_made_masks
 from stages.encoding.stage import refuse_partition
 from stages.media.files import MediaError
 from stages.planning import summary, units

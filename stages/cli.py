@@ -8,11 +8,17 @@ import os
 import shlex
 import sys
 from difflib import get_close_matches
-from keyword import iskeyword
 from textwrap import fill
 
 from schemas.cli.import_path import remove_working_directory
-from schemas.cli.starting import begin_silently, explain_missing_libraries, print_for_reader, show_starting
+from schemas.cli.starting import (
+    TRAINER_PROGRAMS,
+    begin_silently,
+    explain_missing_libraries,
+    print_for_reader,
+    program_module,
+    show_starting,
+)
 
 WIDTH = 100
 PROGRAMS = {
@@ -61,16 +67,6 @@ latentpress PROGRAM --help shows its options; pipeline.yaml is read unless --con
 
 #: Programs that are asked often, and have no use for pandas, which pyarrow imports where it is installed.
 WITHOUT_PANDAS = ("status", "queue")
-#: Programs of the trainer -> module.
-TRAINER_PROGRAMS = {"train": "trainer", "export-adapter": "trainer.export_adapter"}
-
-
-def program_module(program: str) -> str:
-    """The module of a program; one named like a keyword ends in an underscore."""
-    if program in TRAINER_PROGRAMS:
-        return TRAINER_PROGRAMS[program]
-    name = program.replace("-", "_")
-    return f"stages.{name}_" if iskeyword(name) else f"stages.{name}"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Each skips what is done; the first that fails ends the run. stages/follow/watche
 the end.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -45,7 +46,7 @@ from schemas.text_format import describe_exit, shown_path
 from stages.discovery.media_table import OtherSettings
 from stages.encoding.feature_columns import NoFeatures
 from stages.encoding.stage import refuse_partition
-from stages.encoding.stage_options import refuse_ranks
+from stages.encoding.stage_options import UsageError
 from stages.encoding.stage_registry import NoCaptions, NoMasks
 from stages.engines.stage_processes import StageFailed, StageProcesses, find_folders, remove_unfinished, sort_results
 from stages.follow.encoding_followers import EncodingFollowers
@@ -76,7 +77,11 @@ def run(
     ] = False,
 ) -> Report:
     refuse_partition(options, "run")
-    refuse_ranks()
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
+        raise UsageError(
+            f"`latentpress run` is started for each of {ranks} ranks (WORLD_SIZE), and does every stage once",
+            "Run it without the launcher up to index (stages.order), and start `latentpress train` with it.",
+        )
     check_models(config)
     require_libraries(config, "train" in config.stage_order)
     order = _stage_order(config, options)

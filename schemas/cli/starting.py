@@ -1,4 +1,4 @@
-"""The start and the end of a program.
+"""The start and the end of a program, by a person or by another program.
 
 On a terminal, what is shown while its modules are imported, which from a cold disk takes seconds, and while its process
 ends; what it prints for a pipe; and the libraries that are not installed, named in place of a traceback.
@@ -6,8 +6,12 @@ ends; what it prints for a pipe; and the libraries that are not installed, named
 
 import os
 import sys
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 OUR_PACKAGES = ("schemas", "cache", "stages", "trainer")
 #: The extra that a program is installed with, of those that need one.
@@ -21,7 +25,21 @@ EXTRAS = {
     "report": "report",
     "ui": "ui",
 }
+#: Programs of the trainer -> module.
+TRAINER_PROGRAMS = {"train": "trainer", "checks": "trainer.checks", "export-adapter": "trainer.export_adapter"}
 PIPE_CLOSED = 141  # the exit code that a shell gives SIGPIPE
+
+
+def program_module(program: str) -> str:
+    return TRAINER_PROGRAMS.get(program) or f"stages.{program.replace('-', '_')}"
+
+
+def start_program(program: str, words: Sequence[str], **options: Any) -> "Popen[str]":
+    """Start a program as a process, without the working directory on its import path. words: its arguments. options: of
+    subprocess.Popen."""
+    import subprocess
+
+    return subprocess.Popen([sys.executable, "-P", "-m", program_module(program), *words], **options)
 
 
 def _is_shown() -> bool:

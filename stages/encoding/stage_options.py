@@ -1,8 +1,6 @@
 """Options of an encoding stage that must fit each other and the configuration, and the number of its workers: where
 none is given, one for each card of this machine."""
 
-import os
-
 from pydantic import ValidationError
 
 from schemas.cli.console import Console
@@ -18,16 +16,6 @@ class UsageError(LatentpressError):
     """The options do not fit the program."""
 
     exit_code = USAGE
-
-
-def refuse_ranks() -> None:
-    """UsageError for `run` under torchrun and its like, which would start every stage, and what runs beside training,
-    for each rank."""
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
-        raise UsageError(
-            f"`latentpress run` is started for each of {ranks} ranks (WORLD_SIZE), and does every stage once",
-            "Run it without the launcher up to index (stages.order), and start `latentpress train` with it.",
-        )
 
 
 def choose_engine(config: Config, engine: EngineName | None, address: str | None) -> Config:

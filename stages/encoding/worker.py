@@ -1,5 +1,4 @@
-"""The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards
-meanwhile. What is of frames is pooled to latent frames: means over the area and the frames that each one covers."""
+"""The common part of the encoding stages' workers: units are read ahead, encoded in batches and written as shards."""
 
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from cache.shards.shard import BaseShardWriter, RejectedMember, ShardMeta, Shard
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
 from schemas.errors import LatentpressError
+from schemas.geometry import Bucket
 from stages.discovery import media_locations
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import member_reader, model_loading
@@ -205,6 +205,22 @@ class UnitWorker(ABC):
         wanted = self.plan.active_text_ids if self.kind == "text" else self.plan.active_sample_ids
         tried = wanted.filter(pc.is_in(wanted, value_set=some)).to_pylist()
         media_locations.require_media(self.locations, self.kind, {*self.job.probed_members, *tried})
+
+
+class FrameWorker(UnitWorker):
+    """Reads of each member its own frames alone, not the source images that its latents are conditioned on. listed_as:
+    the kind of members by which their files are found."""
+
+    listed_as = "items"
+
+    def member_bytes(self, unit: Unit) -> int:
+        """Return the bytes of the frames as they are read, before they are resized."""
+        bucket = Bucket.parse(unit.bucket)
+        return 3 * bucket.width * bucket.height * bucket.frames
+
+    def read_request(self, name: str) -> ReadRequest:
+        files = tuple(self.locations.planned_files(self.listed_as, name))
+        return ReadRequest(files, self.plan.samples[name], None, self.config.latents.decoder)
 
 
 class _UnitShard:

@@ -5,7 +5,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,10 @@ from cache.store.files import TEMP_SUFFIX, is_temporary
 from schemas.cli.console import Options
 from schemas.cli.interruption import child_environment, signals_blocked
 from schemas.cli.kept_log import LOGS
-from schemas.cli.starting import hide_line, show_ending, show_starting
+from schemas.cli.starting import hide_line, show_ending, show_starting, start_program
 from schemas.errors import INCOMPLETE, INTERRUPTED, RERUN_HINT, LatentpressError
 from schemas.text_format import describe_exit
 
-TRAINER_MODULES = {"train": "trainer", "checks": "trainer.checks"}
 LAST_LINE = "}\n"  # of a report in JSON
 ABANDONED_S = 3600.0  # after which nobody writes to a temporary file of a picture, clip or page any more
 
@@ -50,15 +48,14 @@ class StageProcesses:
 
     def run(self, stage: str, options: Options) -> tuple[int, dict]:
         """Exit code and report: with an empty error if the program prints none, empty after `stop`."""
-        module = TRAINER_MODULES.get(stage) or f"stages.{stage.replace('-', '_')}"
         words = [word for word in options.argv() if word != "--json"]
-        command = [sys.executable, "-P", "-m", module, *words, *self._extra_options.get(stage, ()), "--json"]
+        words += [*self._extra_options.get(stage, ()), "--json"]
         if self.is_stopped:
             return INCOMPLETE, {}
         alone = threading.current_thread() is threading.main_thread()  # of several one would erase another's line
         with signals_blocked(signal.SIGINT):  # until it handles them
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, text=True, env=child_environment(), pass_fds=self._files
+            process = start_program(
+                stage, words, stdout=subprocess.PIPE, text=True, env=child_environment(), pass_fds=self._files
             )
         with process as self._process:
             if alone:

@@ -8,7 +8,6 @@ neither stops nor slows training. A new watcher is a row of WATCHERS.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -25,7 +24,7 @@ from schemas.cli.console import Console, Options
 from schemas.cli.interruption import StopHandler, signals_blocked
 from schemas.cli.kept_log import LOG_VARIABLE, LOGS
 from schemas.cli.progress import Progress, activity
-from schemas.cli.starting import install_command
+from schemas.cli.starting import install_command, start_program
 from schemas.config.encoding import StageName
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
@@ -115,8 +114,6 @@ class Watchers:
                 self._console.warn(f"{watcher.program} is not run beside training: {error}")
 
     def _start(self, watcher: Watcher) -> subprocess.Popen:
-        module = f"stages.{watcher.program.replace('-', '_')}"
-        command = [sys.executable, "-P", "-m", module, *self._options.argv(), "--watch"]
         log = self._log(watcher)
         log.parent.mkdir(parents=True, exist_ok=True)
         # In a session of its own, so that Ctrl-C in a terminal reaches `run` alone, which tells it to finish.
@@ -124,7 +121,10 @@ class Watchers:
         with log.open("wb") as file, signals_blocked(signal.SIGTERM):
             environment = {name: value for name, value in os.environ.items() if name != LOG_VARIABLE}
             environment[BESIDE] = str(os.getpid())
-            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+            words = [*self._options.argv(), "--watch"]
+            process = start_program(
+                watcher.program, words, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
         with suppress(OSError):  # it has ended
             niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
             os.setpriority(os.PRIO_PROCESS, process.pid, niceness)

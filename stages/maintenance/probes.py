@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from schemas.cli.starting import start_program
 from schemas.text_format import describe_exit, shorten
 
 if TYPE_CHECKING:
@@ -50,10 +51,16 @@ def run_probe(probe: str, *arguments: str, time_limit: float = TIME_LIMIT_S) -> 
     """The findings of a probe; {"problem": why} where its process fails, and also "slow" where it takes longer than
     `time_limit` seconds. It is then killed and not waited for, as one that hangs in the kernel does not end. Its output
     is a file: the end of a pipe, which what it has started may hold, might never come."""
-    command, asked = [sys.executable, "-m", "stages.maintenance.probes"], json.dumps([probe, *arguments])
+    asked = json.dumps([probe, *arguments])
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=errors, text=True, start_new_session=True
+        process = start_program(
+            "maintenance.probes",
+            (),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         )
         _running.add(process)
         try:

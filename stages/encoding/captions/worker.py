@@ -1,7 +1,9 @@
 """The worker of `caption`: pictures and clips -> what a vision-language model writes of them."""
 
-from collections.abc import Iterator
-from dataclasses import asdict
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from cache.sets.item_rows import item_info
 from cache.sets.plans import Unit
@@ -11,7 +13,6 @@ from schemas.identity import derive_seed
 from schemas.recipe import has_source_images
 from schemas.text_format import shorten
 from stages.encoding.captions.describer import Written, load_describer
-from stages.encoding.captions.faults import Fault, find_fault
 from stages.encoding.captions.inputs import PreparedItem, Shown
 from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text.base import UNQUANTIZED
@@ -97,3 +98,56 @@ class CaptionWorker(UnitWorker):
 
     def _path(self, name: str) -> str:
         return self.plan.active_rows.get(name, self.plan.samples[name])["path"]
+
+
+MOST_REPEATS = 3  # of a phrase, one after the other, and of a sentence or tag anywhere
+LONGEST_PHRASE = 24  # words
+
+
+@dataclass(frozen=True)
+class Fault:
+    """reason: a short code. problem: what is wrong, after the item's path. advice: what to do about it."""
+
+    reason: str
+    problem: str
+    advice: str
+
+
+def find_fault(text: str, ended: bool, max_tokens: int, forbidden: Sequence[str]) -> Fault | None:
+    """The fault of a caption, None for a good one. ended: whether the model came to its end."""
+    words = re.findall(r"\w+", text.lower())
+    written = f"the model wrote {quote(text)}"
+    if not words:
+        step = "ask with other words (caption.prompts), or write one"
+        return Fault("empty-caption", f"has a caption without words: {written}", step)
+    if "\0" in text:
+        step = "ask with other words (caption.prompts), or write one"
+        return Fault("caption-zero-bytes", f"has a caption that holds zero bytes: {written}", step)
+    if repeats(words, text):
+        step = "set caption.repetition_penalty: 1.05 or a caption.temperature, or write one"
+        return Fault("repeating-caption", f"has a caption that repeats itself: {written}", step)
+    if not ended:
+        step = "raise caption.max_tokens, or ask for less (caption.prompts), or write one"
+        return Fault("cut-caption", f"has a caption that is not at its end after {max_tokens} tokens: {written}", step)
+    for word in forbidden:
+        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE):
+            step = "ask with other words (caption.prompts), or write one"
+            return Fault("forbidden-word", f"has a caption with {quote(word)}: {written}", step)
+    return None
+
+
+def quote(text: str) -> str:
+    """The text in quotation marks, without what separates a problem from its remedy in a message."""
+    return '"' + " ".join(text.split()).replace("; ", ", ") + '"'
+
+
+def repeats(words: Sequence[str], text: str) -> bool:
+    """Whether a phrase comes more than MOST_REPEATS times in a row, or a sentence or tag so often at all."""
+    for length in range(1, min(LONGEST_PHRASE, len(words) // (MOST_REPEATS + 1)) + 1):
+        run = 0
+        for index in range(length, len(words)):
+            run = run + 1 if words[index] == words[index - length] else 0
+            if run >= length * MOST_REPEATS:
+                return True
+    parts = Counter(part.strip().lower() for part in re.split(r"[.!?,;\n]+", text) if part.strip())
+    return max(parts.values(), default=0) > MOST_REPEATS

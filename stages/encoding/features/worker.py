@@ -17,8 +17,8 @@ from stages.encoding.features.layouts import layouts
 from stages.encoding.features.measures import measure
 from stages.encoding.features.settings import PROCESSOR_FILE, features_model, require_features
 from stages.encoding.features.vision_model import AutoModel, DinoModel, VisionModel, pool_clips
-from stages.encoding.frame_worker import FrameWorker
 from stages.encoding.member_reader import MemberPixels
+from stages.encoding.worker import FrameWorker
 from stages.engines.jobs import Job
 
 

@@ -14,11 +14,10 @@ from cache.shards.shard import ShardRow
 from cache.shards.tensors import Array
 from schemas.devices import HostCopy
 from schemas.geometry import Bucket
-from stages.encoding.frame_worker import FrameWorker
 from stages.encoding.masks.segmenters import Box, load_segmenter
 from stages.encoding.masks.settings import require_masks
 from stages.encoding.member_reader import MemberPixels
-from stages.encoding.worker import RefusedMember
+from stages.encoding.worker import FrameWorker, RefusedMember
 from stages.engines.jobs import Job
 from stages.media.files import MediaError
 from stages.media.made_mask import FRAME_S

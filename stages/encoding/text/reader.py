@@ -1,8 +1,8 @@
 """The common parts of readers of texts: prepared texts, passes of neighboring lengths, one copy to the device.
 
-A reader computes the hidden states of a batch of token ids: `prefix_cache.py` those of a causal model, which shares the
-template's beginning, `padded.py` those of one whose padding is part of the text, `masked.py` those of a model whose
-tokens see each other in both directions.
+A reader computes the hidden states of a batch of token ids: `PaddedModel` for a causal model whose padding is a part of
+the text, `MaskedModel` for a model whose tokens see each other in both directions, and `prefix_cache.py` for a causal
+model that shares the template's beginning.
 """
 
 from abc import ABC, abstractmethod
@@ -129,3 +129,50 @@ class TextReader(ABC):
             return self._model(**inputs).last_hidden_state
         states = self._model(**inputs, output_hidden_states=True).hidden_states
         return torch.cat([states[layer] for layer in self._layers], dim=-1)
+
+
+class PaddedModel(TextReader):
+    """A causal language model that reads texts padded on the right, all to one length, as `PreparedPrompt.ids` are.
+
+    The padding is a part of the text. A real token sees the real tokens up to itself, and a padding token all real
+    tokens, from its own position: neither itself nor other padding. So the states at every position depend on the text
+    and on the position, and are computed for each text.
+    """
+
+    def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
+        """ids_BL, and how many of them are real, lengths_B."""
+        return [self._ids(texts), torch.tensor([min(text.untruncated, len(text.ids)) for text in texts])]
+
+    def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
+        ids_BL, lengths_B = inputs
+        self.stats.whole += len(texts)
+        return self._run(input_ids=ids_BL, attention_mask=self._mask(ids_BL.shape[1], lengths_B), use_cache=False)
+
+    def _mask(self, length: int, lengths_B: torch.Tensor) -> torch.Tensor:
+        """The mask mask_B1LL that attention adds to its scores, made on the device. Of a mask with two axes
+        transformers would ask the device whether it leaves anything out; one with four is used as it is."""
+        places_L = torch.arange(length, device=self.device)
+        seen_BLL = (places_L <= places_L[:, None]) & (places_L < lengths_B[:, None, None])
+        mask_BLL = torch.zeros(seen_BLL.shape, dtype=self._model.dtype, device=self.device)
+        return mask_BLL.masked_fill_(~seen_BLL, torch.finfo(mask_BLL.dtype).min)[:, None]
+
+
+class MaskedModel(TextReader):
+    """An encoder, such as T5's, whose tokens see each other in both directions, called with ids and a mask of the
+    padding, so that each text sees itself alone. Nothing can be shared between texts, as the first tokens' states
+    depend on the last ones.
+    """
+
+    def _inputs(self, texts: Sequence[PreparedPrompt]) -> list[torch.Tensor]:
+        """ids_BL, and what is added to attention's scores, mask_B11L. Of a mask with two axes transformers would ask
+        the device whether it leaves anything out; one with four is used as it is."""
+        ids_BL = self._ids(texts)
+        lengths_B1 = torch.tensor([[text.cost] for text in texts])
+        padding_BL = torch.arange(ids_BL.shape[1]) >= lengths_B1
+        mask_BL = torch.zeros(ids_BL.shape, dtype=self._model.dtype)
+        return [ids_BL, mask_BL.masked_fill_(padding_BL, torch.finfo(mask_BL.dtype).min)[:, None, None]]
+
+    def _pass(self, texts: Sequence[PreparedPrompt], *inputs: torch.Tensor) -> torch.Tensor:
+        ids_BL, mask_B11L = inputs
+        self.stats.whole += len(texts)
+        return self._run(input_ids=ids_BL, attention_mask=mask_B11L)

@@ -11,8 +11,7 @@ import torch
 from transformers import UMT5EncoderModel
 
 from stages.encoding.text.base import TextEncoder, TextRequest, request_error
-from stages.encoding.text.masked import MaskedModel
-from stages.encoding.text.reader import PreparedPrompt
+from stages.encoding.text.reader import MaskedModel, PreparedPrompt
 
 
 class Encoder(TextEncoder[MaskedModel]):

@@ -14,7 +14,6 @@ from stages.encoding.member_reader import MemberPixels, ReadRequest
 from stages.encoding.text import base
 from stages.encoding.text.base import CLIP_MAX_TOKENS, UNQUANTIZED, TextRequest, TextResult
 from stages.encoding.text.reader import PreparedPrompt
-from stages.encoding.text.storage import quantize_tokens
 from stages.encoding.worker import UnitWorker
 from stages.engines.jobs import Job, RoundingError
 
@@ -104,3 +103,22 @@ class TextWorker(UnitWorker):
             yield CLIP_TRUNCATED_REMARK
         if self._encoder.unquantized:
             yield f"texts encoded {UNQUANTIZED}: {', '.join(self._encoder.unquantized)}"
+
+
+#: dtype -> its largest number, which a token's largest is stored as.
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+def quantize_tokens(embeds_LD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, RoundingError]:
+    """Embeddings in 8 bits (`text.storage`): values of `dtype`, (L, D); scale_L, float32, of which none is zero, by
+    which the trainer multiplies a token's values (`trainer/batch.py`); and the error of values x scales.
+
+    What is not finite makes its token's scale NaN or infinite.
+    """
+    exact = embeds_LD.float()
+    scale_L = (exact.abs().amax(1) / LARGEST[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = exact / scale_L[:, None]
+    values = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+    error = (values.float() * scale_L[:, None] - exact).double()
+    squares = exact.double().square().sum().item()
+    return values, scale_L, RoundingError(squares, error.square().sum().item(), error.abs().max().item())

@@ -16,7 +16,6 @@ from cache.shards.shard import ShardRow
 from schemas.devices import HostCopy, to_device
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
-from stages.encoding.frame_worker import FrameWorker
 from stages.encoding.member_reader import MemberPixels
 from stages.encoding.pooling import pool_space, pool_time
 from stages.encoding.vision.features import (
@@ -27,6 +26,7 @@ from stages.encoding.vision.features import (
     resolve_checkpoint,
     stored_grid,
 )
+from stages.encoding.worker import FrameWorker
 from stages.engines.jobs import Job
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from schemas.cli.process_record import (
     read_record,
     write_record,
 )
+from schemas.cli.starting import start_program
 from schemas.errors import LatentpressError
 
 FOLDER = ".ui"  # a run's name can't begin with a dot
@@ -56,14 +56,13 @@ STAGES = {
     "decode": "decodes the validation latents",
     "score": "scores the decoded samples",
 }
-#: Jobs that the page can start, by their names in addresses and files: the module of each, and its words.
+#: Jobs that the page can start, by their names in addresses and files: the program of each, and its words.
 JOBS: dict[str, tuple[str, ...]] = {
-    **{name: (f"stages.{name.replace('-', '_')}",) for name in (*STAGES, "run", "report", "preview")},
-    "train": ("trainer",),
-    "preview-plan": ("stages.preview", "--plan"),
-    "queue": ("stages.queue", "run"),
-    "thumbnails": ("stages.pages.ui.make_thumbnails",),
-    "caption-thumbnails": ("stages.pages.ui.make_thumbnails",),
+    **{name: (name,) for name in (*STAGES, "run", "report", "preview")},
+    "preview-plan": ("preview", "--plan"),
+    "queue": ("queue", "run"),
+    "thumbnails": ("pages.ui.make_thumbnails",),
+    "caption-thumbnails": ("pages.ui.make_thumbnails",),
 }
 
 
@@ -106,17 +105,17 @@ class ChildPrograms:
     def start(self, name: str, *more: str, report: Path | None = None) -> Start:
         """Start a job. Refused where it, or one that it conflicts with, is at work. more: options. report: the file
         that gets its standard output, which otherwise is in the log, too."""
-        module, *words = (*self._jobs[name], *more)
+        program, *words = (*self._jobs[name], *more)
         with self._locked():
             for other in (name, *list_conflicts(name)):
                 self._refuse_beside(name, other)
             log = self._new_log(name)
             notes = self._folder / "notes" / name
             shutil.rmtree(notes, ignore_errors=True)
-            command = [sys.executable, "-P", "-m", module, *self._argv, *words]
             with log.open("wb") as file, explained(str(log)), (report or log).open("ab") as standard_output:
-                child = subprocess.Popen(
-                    command,
+                child = start_program(
+                    program,
+                    [*self._argv, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=standard_output if report else file,
                     stderr=file,

@@ -22,8 +22,8 @@ from stages.pages.ui.child_programs import ChildPrograms, Refused, Start
 
 Program = Literal["configure", "import-config"]
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    "configure": ("stages.configure", "--yes"),
-    "import-config": ("stages.import_config",),
+    "configure": ("configure", "--yes"),
+    "import-config": ("import-config",),
 }
 MOST_KEPT, MOST_AT_WORK = 20, 2
 MOST_BYTES = 8 << 20  # of a report that is read

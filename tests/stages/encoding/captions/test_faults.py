@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.encoding.captions.faults import find_fault
+from stages.encoding.captions.worker import find_fault
 
 GOOD = "A lighthouse on a cliff; high waves break below it, and a gull, a big one, flies over the lighthouse."
 

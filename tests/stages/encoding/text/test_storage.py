@@ -15,7 +15,7 @@ from cache.store.store import Store
 from schemas.config.loading import ConfigError
 from stages import bucket, discover, encode_latents, encode_text, export, index, verify
 from stages.encoding.model_loading import to_array
-from stages.encoding.text.storage import LARGEST, quantize_tokens
+from stages.encoding.text.worker import LARGEST, quantize_tokens
 from tests.forms import long
 from tests.trainer.runs import lines, opened, train
 from trainer.batch import make_batch

@@ -1,16 +1,18 @@
-"""The captions that `caption` made, for the plan of `bucket`."""
+"""Captions that `caption` made and masks that `masks` made, for the plan of `bucket`."""
 
 import pyarrow as pa
 
-from cache.sets.item_rows import read_captions
+from cache.sets.item_rows import list_masks, read_captions
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from stages.encoding.captions.settings import request_of
-from stages.encoding.stage_registry import CAPTION, require_done
+from stages.encoding.masks.settings import masks_request
+from stages.encoding.stage_registry import CAPTION, MASKS, require_done
 from stages.planning.made_captions import CaptionSet, MadeCaptions
+from stages.planning.made_masks import MadeMasks
 
 
 def read_made_captions(store: Store, config: Config, edits: pa.Table) -> dict[str, MadeCaptions]:
@@ -48,3 +50,14 @@ def _read_set(store: Store, config: Config, name: str) -> CaptionSet:
     except (KeyError, TypeError) as error:
         raise DamageError(store.path(rel), f"it lacks what captions were made of ({error})") from error
     return CaptionSet(request, read_captions(store, name))
+
+
+def read_made_masks(store: Store, config: Config) -> dict[str, MadeMasks]:
+    """Made masks of each dataset that uses any. NoMasks where some are still to be made, DamageError where some
+    are damaged."""
+    using = [dataset.id for dataset in config.datasets if not dataset.disabled and dataset.makes_masks]
+    if not using:
+        return {}
+    step = "to go on without made masks, set make_masks: none for their datasets"
+    fingerprint = require_done(store, config, MASKS, step)
+    return dict.fromkeys(using, MadeMasks(masks_request(config), fingerprint, list_masks(store, fingerprint)))
