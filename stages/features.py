@@ -35,7 +35,7 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
         if not report.remaining:
             report.details["items"] = f"compared once {left} units of other parts are done"
         return report
-    name = item_table_name(config, state.fingerprint, state.wanted_ids)
+    name = item_table_name(features, state.fingerprint, state.wanted_ids)
     table = _find_table(store, name, state, console)
     if table is None or (report.done and not options.dry_run):
         if options.dry_run:

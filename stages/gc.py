@@ -304,7 +304,9 @@ def find_roots(store: Store, configs: Sequence[Config], entries: Iterable[Entry]
         for needed in (plan, *(stage.find_plan(store, config) for stage in items)):
             roots.units |= _unit_ids(needed)
             if needed.info.get("items") == stage_registry.FEATURES.name:
-                name = item_table_name(config, stage_registry.FEATURES.fingerprint(config), needed.active_sample_ids)
+                assert config.features is not None
+                fingerprint = stage_registry.FEATURES.fingerprint(config)
+                name = item_table_name(config.features, fingerprint, needed.active_sample_ids)
                 roots.item_tables.add(name)
             used_plans.append(needed)
         roots.whole_caches |= {f"captions/{name}" for dataset in config.datasets for name in dataset.caption_sets}

@@ -128,7 +128,7 @@ def _find_stopped(
     stopped = []
     for kind, stage in kinds.items():
         try:
-            RejectLimit(stage, store, config, states[kind])
+            RejectLimit(stage, store, config.stages.max_reject_fraction, states[kind])
         except LatentpressError as error:
             stopped.append({"stage": stage.name, "message": f"{error.message}; {error.next_step}"})
     return stopped

@@ -28,7 +28,7 @@ def load(folder: Path, kind: str, part: str) -> None:
     model = Model(path=str(folder), precision="float32", **SETTINGS[kind])
     config = SimpleNamespace(model=model, text=Text(), latents=Latents())
     if part.startswith("text_encoder"):
-        load_text_encoder(config, torch.device("cpu"))
+        load_text_encoder(config.model, config.text, torch.device("cpu"))
     elif part == "vae":
         load_autoencoder(config, torch.device("cpu"))
     else:

@@ -9,6 +9,7 @@ from cache.models.weights import WeightsError
 from cache.sets.item_table import join_item_table, read_item_table
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import Features
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.filters import feature_columns
@@ -56,13 +57,12 @@ def find_item_table(config: Config, media: Mapping[str, pa.Table]) -> str:
     """The name of the table of the items that there are now. media: of each dataset in use."""
     samples, _ = plan_items(config, features_request(config), media)
     fingerprint = compute_fingerprint(features_fingerprint_inputs(config))
-    return item_table_name(config, fingerprint, samples.column("sample_id"))
+    assert config.features is not None
+    return item_table_name(config.features, fingerprint, samples.column("sample_id"))
 
 
-def item_table_name(config: Config, fingerprint: str, sample_ids: pa.Array | pa.ChunkedArray) -> str:
+def item_table_name(features: Features, fingerprint: str, sample_ids: pa.Array | pa.ChunkedArray) -> str:
     """The name of the table of these members of the item plan of `features`."""
-    features = config.features
-    assert features is not None
     ids = pc.unique(sample_ids)
     members = hash_json(ids.take(pc.sort_indices(ids)).to_pylist())
     compared = {"version": COMPARISON_VERSION, "duplicates": features.duplicates, "clusters": features.clusters}

@@ -121,7 +121,7 @@ class EncodingStage:
             return report
         if state.done:  # although nothing may be left to encode
             self._write_provenance(store, config, state.fingerprint)
-        limit = RejectLimit(self, store, config, state)
+        limit = RejectLimit(self, store, config.stages.max_reject_fraction, state)
         if remaining:
             resources, report.details["workers"] = choose_resources(
                 config, options, self.name, console, readers, prefetch
@@ -173,7 +173,7 @@ class EncodingStage:
             return report
         with followed_units(self.kind, state.units, config, console) as followed:
             tried = {**dict.fromkeys(followed.before(), ""), **state.done}
-            limit = RejectLimit(self, store, config, replace(state, done=tried))
+            limit = RejectLimit(self, store, config.stages.max_reject_fraction, replace(state, done=tried))
             if followed.is_over:
                 report_set_aside(store, self, state, report)
                 return report

@@ -138,10 +138,11 @@ class RejectLimit:
     aside. The next run stops in the same way until the items are corrected or the limit is raised.
     """
 
-    def __init__(self, stage: NamedStage, store: Store, config: Config, state: StageState) -> None:
+    def __init__(self, stage: NamedStage, store: Store, most: float, state: StageState) -> None:
+        """most: stages.max_reject_fraction."""
         self._stage, self._wanted, self._counts = stage, state.wanted_ids, state.counts
         self._folder = store.path(f"rejects/{reject_folder(stage.name, state.fingerprint)}")
-        self._fraction = config.stages.max_reject_fraction
+        self._fraction = most
         self._tried = self._rejected = 0
         settled = state.done.keys() - state.retry_units
         names = [unit.unit_id for unit in state.units if unit.unit_id in settled]

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from cache.sets.caption_edits import KEPT_TABLES, ChangedMeanwhile, list_edit_tables, read_edits, write_edit
@@ -90,25 +89,6 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(read_edits(Store(tmp_path))) == 15
-    assert len(list_edit_tables(Store(tmp_path))) == KEPT_TABLES
-
-
-def test_a_change_of_a_table_that_is_long_gone_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is made others change so much that the number after the table that it read is free again."""
-    write_edit(Store(tmp_path), B, ["first"])
-    read, others = Store.read_table, iter(range(KEPT_TABLES + 2))
-
-    def slow(store: Store, path: str, check: Callable[[pa.Table], None]) -> pa.Table:
-        table = read(store, path, check)
-        monkeypatch.setattr(Store, "read_table", read)
-        for number in others:
-            write_edit(Store(tmp_path), f"{number:032d}", ["others"])
-        return table
-
-    monkeypatch.setattr(Store, "read_table", slow)
-    write_edit(Store(tmp_path), A, ["late"])
-    kept = dict(zip(*read_edits(Store(tmp_path)).select(["media_id", "captions"]).to_pydict().values(), strict=True))
-    assert kept[A] == ["late"] and len(kept) == KEPT_TABLES + 4
     assert len(list_edit_tables(Store(tmp_path))) == KEPT_TABLES
 
 

@@ -1,6 +1,5 @@
 """Captions of several settings beside each other, drawn ones, those of files and of a person, and files of them."""
 
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from stages import bucket, caption, discover
 from stages.encoding.stage_registry import CAPTION
 from tests.project import Project
 from tests.stages.describing import describing, written
-from tests.stages.plan_previews import show
 
 pytestmark = pytest.mark.slow
 
@@ -91,20 +89,6 @@ def test_a_persons_caption_wins_then_that_of_a_file(photos: Project) -> None:
         photos.run(bucket.run)
         texts = planned(photos)
         assert texts["own.png"] == own and texts[path] == {"by hand"}
-
-
-def test_preview_shows_them_below_their_pictures_and_an_edited_one_in_place_of_the_models(photos: Project) -> None:
-    photos.run(caption.run)
-    found = written(photos)
-    rows = CAPTION.find_plan(Store(photos.root), photos.config()).sample_table.to_pylist()
-    edited, *others = sorted(found)
-    write_edit(Store(photos.root), next(row["media_id"] for row in rows if row["path"] == edited), ["by hand"])
-    photos.run(bucket.run)
-    report, page = show(photos)
-    assert report.done == len(found) + 1 and "a cat" in page.article("own.png")
-    words = {path: max(re.findall("[A-Za-z]+", found[path][0]), key=len) for path in found}
-    assert others and all(words[path] in page.article(path) for path in others)
-    assert "by hand" in page.article(edited) and words[edited] not in page.article(edited)
 
 
 def test_files_are_written_beside_media_and_never_over_others(photos: Project) -> None:

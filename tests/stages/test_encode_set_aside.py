@@ -9,7 +9,7 @@ from cache.sets import rejects
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, index, status
+from stages import bucket, encode_latents, encode_text, index, status
 from tests.stages.encoded_photos import IMAGE, encode, prepare
 
 
@@ -41,21 +41,6 @@ def test_what_is_still_missing_is_listed_and_not_encoded_again(photos) -> None:
     again = photos.run(encode_latents.run)
     assert (again.set_aside, again.exit_code) == ([], 0)
     assert again.done > 0
-
-
-@pytest.mark.slow
-def test_files_deleted_before_they_were_encoded_are_not_held_against_the_rest(project) -> None:
-    home = project(IMAGE, cache={"unit_mib": 1})
-    for number in range(8):
-        home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    prepare(home)
-    for number in range(6):
-        (home.media / f"{number}.png").unlink()
-    home.run(discover.run, accept_removed=True)
-    home.run(bucket.run)
-    _, latents = encode(home)
-    assert (latents.done, latents.set_aside, latents.exit_code) == (2, [], 0)
-    assert home.run(index.run).details["samples"] == 2
 
 
 @pytest.mark.slow
@@ -129,13 +114,6 @@ def test_a_file_damaged_beyond_its_header_is_set_aside_and_the_rest_goes_on(proj
     big.write_bytes(home.image("whole.jpg", (640, 640), "cut", 40).read_bytes())
 
 
-def test_index_says_what_is_missing_and_which_command_makes_it(photos) -> None:
-    photos.run(encode_text.run)
-    report = photos.run(index.run)
-    assert (report.exit_code, report.remaining) == (3, 4)
-    assert report.next_steps[0].startswith("latentpress encode-latents")
-
-
 @pytest.mark.slow
 def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None:
     home = project(IMAGE, cache={"unit_mib": 1})
@@ -147,18 +125,3 @@ def test_too_many_set_aside_stop_the_stage_with_the_last_reason(project) -> None
         with pytest.raises(LatentpressError, match=r"(?s)max_reject_fraction = 0\.2.*jpg"):
             home.run(encode_latents.run)
     assert home.run(encode_latents.run, "stages.max_reject_fraction=1.0").exit_code == 0
-
-
-def test_a_video_shorter_than_asked_for_and_an_image_too_small_are_set_aside(project) -> None:
-    home = project("kandinsky5-video-t2v")
-    home.settings["datasets"][0] |= {
-        "minimum_image_size": 54,
-        "video": {"num_frames": 9, "min_frames": 9, "frame_rate": 12.0},
-    }
-    home.video("long.mp4", frames=24)
-    home.video("short.mp4", frames=4)
-    home.image("small.png", (30, 90))
-    home.run(discover.run)
-    report = home.run(bucket.run)
-    assert home.rejects(report) == {"short.mp4": "too-short", "small.png": "too-small"}
-    assert report.exit_code == 0

@@ -15,7 +15,6 @@ from cache.sets.set_lookup import current_plan
 from cache.shards.shard import ShardRow
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
-from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_vision
 from stages.encoding.vision.worker import IMAGENET_MEAN, IMAGENET_STD, Encoder
@@ -116,15 +115,6 @@ def test_the_target_is_what_an_i2i_sample_has_features_of(make) -> None:
     assert nearest(row, [area]) <= 1
 
 
-def test_sana_has_features_of_its_larger_tokens(make) -> None:
-    home = make("sana")
-    home.image("0.png", (64, 64), "a picture")
-    prepare(home)
-    home.run(encode_vision.run)
-    (row,) = rows(home)
-    assert row.tensors["vision"].shape == (1, 2, 2, 32)
-
-
 @pytest.mark.slow
 def test_shards_are_of_the_units_of_latents_and_made_once(make) -> None:
     home = make("kandinsky5-image-t2i")
@@ -178,19 +168,6 @@ def test_the_weights_of_a_repository_are_those_of_the_commit_that_names_the_cach
     assert encode_vision.STAGE.fingerprint_inputs(home.config())["weights"] == weights
     branch.write_text("b" * 40)  # which has no weights at all
     assert home.run(encode_vision.run).done == 1
-
-
-@pytest.mark.parametrize("model, pixels", [("dinov2_vits14", 224), ("dinov2_vitg14", 518), ("some/other", 224)])
-def test_each_model_has_its_own_size(project, model: str, pixels: int) -> None:
-    home = project("kandinsky5-image-t2i", vision={"model": model})
-    assert home.config().vision.pixels == pixels
-    assert home.config("vision.size=112").vision.pixels == 112
-
-
-@pytest.mark.parametrize("change, message", [("model=dinov2_vitb14", "valid: dinov2_vits14"), ("size=100", "multiple")])
-def test_what_cannot_be_is_refused_with_its_key(project, change: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"vision\.{change.partition('=')[0]}.*{message}"):
-        project("kandinsky5-image-t2i").config(f"vision.{change}")
 
 
 def test_without_a_model_it_says_what_to_set(project) -> None:
@@ -249,20 +226,6 @@ def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, 
     assert home.run(encode_vision.run).done == 1
     assert passes == [4, 2, 2, 2, 2, 1]
     assert rows(home)[0].tensors == expected[0].tensors
-
-
-@pytest.mark.slow
-def test_where_one_frame_does_not_fit_the_message_names_the_option(make, monkeypatch) -> None:
-    def never(*_):
-        raise torch.OutOfMemoryError("20 MiB")
-
-    home = make("kandinsky5-video-t2v")
-    home.video("clip.mp4")
-    prepare(home)
-    monkeypatch.setattr(Encoder, "patches", never)
-    with pytest.raises(LatentpressError, match="20 MiB") as caught:
-        home.run(encode_vision.run)
-    assert "vision.size" in caught.value.next_step
 
 
 def test_it_says_that_training_does_not_use_features_unless_it_does(make) -> None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from cache.models.weights import WeightsError, config_errors, fetch_components
 from schemas.config.captioning import Caption
-from schemas.config.pipeline import Config
+from schemas.config.encoding import Model
 from stages.encoding import model_loading
 from stages.encoding.captions.drawing import drawing_processors
 from stages.encoding.captions.inputs import ModelInputs, PreparedItem, ProcessorInputs, QwenInputs
@@ -101,16 +101,15 @@ def forbidden_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [list(row) for row in sorted({tuple(row) for row in ids if row})]
 
 
-def load_describer(config: Config, device: torch.device) -> Describer:
-    """Raises WeightsError for weights that are damaged, missing, or of no model that transformers loads."""
+def load_describer(caption: Caption, own: Model, device: torch.device) -> Describer:
+    """The model of `caption.model`, or the text encoder of `own`, the model that is trained. Raises WeightsError for
+    weights that are damaged, missing, or of no model that transformers loads."""
     model_loading.disable_progress_bars()
-    caption = config.caption
-    assert caption is not None
-    dtype = getattr(torch, caption.precision or config.model.precision)
+    dtype = getattr(torch, caption.precision or own.precision)
     if caption.model is None:
-        parts = encoder_parts(config)
-        folder = fetch_components(config.model.source, config.model.revision, parts)
-        with model_loading.loading_errors(config.model, "text_encoder"):
+        parts = encoder_parts(own)
+        folder = fetch_components(own.source, own.revision, parts)
+        with model_loading.loading_errors(own, "text_encoder"):
             model = _load(
                 transformers.Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", dtype, device, caption
             )

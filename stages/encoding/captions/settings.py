@@ -12,6 +12,7 @@ from cache.models.weights import fingerprint_weights, read_component_config
 from cache.store.store import Store
 from schemas.config.captioning import PIXEL_MULTIPLE, Caption
 from schemas.config.datasets import Dataset
+from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.recipe import caption_settings
 from stages.encoding.stage_options import UsageError
@@ -41,14 +42,12 @@ def single_model(caption: Caption) -> SingleModel:
     return SingleModel(caption.model, caption.revision, "caption.model", ADVICE, MODEL_FILES)
 
 
-def encoder_parts(config: Config) -> tuple[str, ...]:
-    """The sub-folders of the checkpoint's own text encoder. UsageError where that can't describe a picture."""
-    parts = tuple(part for part in config.model.family_spec.text_components if part in TEXT_ENCODER_PARTS)
-    kind = read_component_config(config.model.source, config.model.revision, "text_encoder").get("model_type")
+def encoder_parts(model: Model) -> tuple[str, ...]:
+    """The sub-folders of the model's own text encoder. UsageError if it can't describe a picture."""
+    parts = tuple(part for part in model.family_spec.text_components if part in TEXT_ENCODER_PARTS)
+    kind = read_component_config(model.source, model.revision, "text_encoder").get("model_type")
     if kind != OWN_MODEL_TYPE:
-        raise UsageError(
-            f"the text encoder of {config.model.source} is a {kind}, which does not describe pictures", ADVICE
-        )
+        raise UsageError(f"the text encoder of {model.source} is a {kind}, which does not describe pictures", ADVICE)
     return parts
 
 
@@ -57,7 +56,7 @@ def caption_fingerprint_inputs(config: Config) -> dict[str, Any]:
     if caption.model is not None:
         weights = single_model(caption).fingerprint(memo)
     else:
-        weights = fingerprint_weights(config.model.source, encoder_parts(config), config.model.revision, memo)
+        weights = fingerprint_weights(config.model.source, encoder_parts(config.model), config.model.revision, memo)
     return caption_settings(config) | {"weights": weights}
 
 

@@ -36,7 +36,7 @@ class CaptionWorker(UnitWorker):
         self._questions = caption.questions(has_source_images(self.config))
         self.precision = caption.precision or self.config.model.precision
         pinned = caption.model_copy(update={"revision": self.pinned_revision(caption.revision)})
-        self._describer = load_describer(self.config.model_copy(update={"caption": pinned}), self.device)
+        self._describer = load_describer(pinned, self.config.model, self.device)
 
     def member_bytes(self, unit: Unit) -> int:
         """Return the bytes of the pictures, and of the model's input in float32."""

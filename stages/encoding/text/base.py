@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from cache.models.weights import WeightsError, config_errors, fetch_components, load_pretrained
 from schemas.config.captioning import Caption
-from schemas.config.encoding import Text
-from schemas.config.pipeline import Config
+from schemas.config.encoding import Model, Text
 from schemas.devices import HostCopy
 from schemas.errors import USAGE, LatentpressError
 from schemas.family import Template
@@ -188,10 +187,9 @@ class TextEncoder(ABC, Generic[Reader]):
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
-def load_text_encoder(config: Config, where: torch.device) -> Any:
+def load_text_encoder(model: Model, text: Text, where: torch.device) -> Any:
     """The family's text encoder, from the file under stages/encoding/text/ that the catalog names."""
     model_loading.disable_progress_bars()
-    model, text = config.model, config.text
     module = importlib.import_module(f"stages.encoding.text.{model.family_spec.text_encoder}")
     dtype = getattr(torch, text.precision or model.precision)
     template = text.stored_template(model.template)

@@ -35,7 +35,7 @@ class TextWorker(UnitWorker):
         self.precision = self.config.text.precision or self.config.model.precision
         self.embeds_dtype = self.config.text.embeds_dtype(self.precision)
         self._rounding: dict[str, RoundingError] = {}  # of the rows that are to be written
-        self._encoder = base.load_text_encoder(self.config, self.device)
+        self._encoder = base.load_text_encoder(self.config.model, self.config.text, self.device)
 
     def column_dtypes(self) -> dict[str, str]:
         if self.embeds_dtype not in SCALED_DTYPES:

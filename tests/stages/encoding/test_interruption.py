@@ -19,7 +19,7 @@ import cache.store.files
 import cache.store.store
 from schemas.cli import interruption
 from schemas.errors import INCOMPLETE, INTERRUPTED
-from stages import bucket, discover, encode_latents, run
+from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker
 from tests.background import LIMIT_S, until
@@ -142,20 +142,6 @@ def test_a_signal_between_two_steps_leaves_no_file_either(planned, monkeypatch) 
     assert leftovers(planned.root) == []
 
 
-@pytest.mark.slow
-def test_time_that_is_up_stops_it_with_several_processes_too(planned) -> None:
-    report = planned.run(encode_latents.run, "stages.encode-latents.workers=2", max_time=0.2)
-    assert report.details["stopped"].startswith("by --max-time")
-    assert report.remaining == 8 - len(planned.shards("latents")) > 0
-    assert report.exit_code == INCOMPLETE and leftovers(planned.root) == []
-
-
-def test_the_time_of_a_whole_run_is_limited_too(planned) -> None:
-    report = planned.run(run.run, "stages.order=[discover,bucket]", max_time=0.01)
-    assert report.details["stopped"].startswith("by --max-time") and report.next_steps == ["latentpress run"]
-    assert report.exit_code == INCOMPLETE and report.details["stages"] == []
-
-
 def hold_the_third_unit() -> None:
     encode, begun = LatentsWorker.encode, list[None]()
 
@@ -227,12 +213,6 @@ def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(
     os.killpg(started.pid, signal.SIGINT)
     said, _ = started.communicate()  # also of processes that end after it
     assert started.returncode == code and "Traceback" not in said and "leaked" not in said, said
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_in_time_says_nothing_of_it(planned) -> None:
-    report = planned.run(encode_latents.run, max_time=3600.0)
-    assert report.exit_code == 0 and "stopped" not in report.details
 
 
 def hanging() -> Callable[[object], object]:

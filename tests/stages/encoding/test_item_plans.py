@@ -7,7 +7,7 @@ import pytest
 from cache.sets import plans
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from stages import bucket, discover
+from stages import discover
 from stages.encoding.captions.settings import caption_request
 from stages.encoding.item_plans import UNPUBLISHED, find_item_plan
 from tests.project import Project
@@ -60,21 +60,6 @@ def test_an_item_with_a_caption_of_its_own_leaves_the_plan(home: Project) -> Non
     (home.media / "1.txt").write_text("a dog")
     home.run(discover.run)
     assert sorted(find(home).active.column("path").to_pylist()) == ["0.png", "2.png", "3.png", "4.png"]
-
-
-def test_plans_of_bucket_and_of_items_do_not_see_each_other(home: Project) -> None:
-    find(home)
-    home.settings["datasets"][0]["make_captions"] = "none"
-    home.run(discover.run)
-    home.run(bucket.run)
-    store = Store(home.root)
-    names = plans.list_plans(store)
-    of_items, of_samples = (plans.load_plan(store, name) for name in names)
-    assert len(of_samples.sample_table) == 1 and of_samples.units("items") == []
-    assert len(of_items.sample_table) == 5 and of_items.units("latents") == [] and of_samples.is_complete
-    home.settings["datasets"][0]["make_captions"] = "missing"
-    home.run(discover.run)
-    assert find(home).name == names[0]
 
 
 def test_a_damaged_plan_of_items_is_set_aside_and_made_again(home: Project) -> None:

@@ -1,6 +1,5 @@
 """Every job of a stage reports what it does; status merges the reports, and what a person reads fits the width."""
 
-import json
 import os
 import socket
 import time
@@ -122,15 +121,6 @@ def test_a_job_runs_and_ends_or_is_lost(tmp_path: Path, monkeypatch) -> None:
     assert reports(tmp_path, time.time() + 2 * job_reports.KEPT_S) == []
 
 
-@pytest.mark.parametrize("field", ["began", "seconds"])
-def test_a_report_beyond_any_calendar_is_left_out(tmp_path: Path, field: str) -> None:
-    with reporter(tmp_path):
-        pass
-    (path,) = tmp_path.rglob("*.json")
-    path.write_bytes(format_record(json.loads(path.read_bytes()) | {field: 1e308}))
-    assert reports(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("error", "stopped_by", "state", "reason"),
     [
@@ -199,17 +189,6 @@ def lines_of(**jobs: list[JobReport]) -> list[str]:
     report = Report("status", details=list_jobs({name.replace("_", "-"): found for name, found in jobs.items()}, True))
     assert list(odd_keys(report.to_dict())) == []
     return report.summary().splitlines()[1:]
-
-
-def test_usual_jobs_take_a_line_each() -> None:
-    assert lines_of(
-        encode_text=[job()], encode_latents=[job(process=22065, exit_code=None, items_per_second=None)]
-    ) == [
-        "  jobs:",
-        "    stage           state    where      done    units   per second  took",
-        "    encode-latents  running  vm, 22065  7 of 7  1 of 1              0:00:11",
-        "    encode-text     ended    vm, 21341  7 of 7  1 of 1  53.2        0:00:11",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.encoding.pooling import overlap_weights, pool_space, pool_time
+from stages.encoding.pooling import pool_space, pool_time
 
 SEEDS = st.integers(0, 2**31)
 
@@ -44,20 +44,6 @@ def test_space_is_pooled_by_area(height: int, width: int, data, seed: int) -> No
     assert pooled.shape == (2, *grid, 3)
     for features, found in zip(features_BHWC, pooled, strict=True):
         assert (slow_space(features, grid) - found).abs().max() < 1e-5
-
-
-@given(st.integers(1, 200), st.data())
-@settings(deadline=None)
-def test_shares_of_a_cell_are_whole(fine: int, data) -> None:
-    coarse = data.draw(st.integers(1, fine))
-    shares = overlap_weights(fine, coarse)
-    torch.testing.assert_close(shares.sum(1), torch.ones(coarse))
-    torch.testing.assert_close(shares.sum(0), torch.full((fine,), coarse / fine))
-
-
-def test_the_same_grid_is_left_as_it_is() -> None:
-    features = drawn(1, 2, 5, 4, 3).bfloat16()
-    assert torch.equal(pool_space(features, (5, 4)), features.float())
 
 
 @given(st.integers(1, 4), st.integers(1, 5), SEEDS)

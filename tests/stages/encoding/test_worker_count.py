@@ -5,12 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from schemas.cli.options import Options
 from schemas.config.encoding import Encoding
 from stages import encode_text
-from stages.encoding import model_loading
 from stages.encoding.stage_options import choose_workers
-from tests.devices import set_accelerators
 from tests.stages.encoded_photos import IMAGE, plan_four
 
 
@@ -18,14 +15,10 @@ from tests.stages.encoded_photos import IMAGE, plan_four
     ("cards", "given", "overrides", "workers", "reason"),
     [
         (4, {}, [], 4, "one for each accelerator"),
-        (4, {"device": "cuda"}, [], 4, "one for each accelerator"),
-        (1, {}, [], 1, "one for each accelerator"),
         (0, {}, [], 1, "no accelerator"),
-        (0, {"device": "cuda"}, [], 1, "no accelerator"),  # refused when the worker loads
         (4, {"device": "cpu"}, [], 1, "the device is cpu"),
         (4, {"device": "cuda:2"}, [], 1, "the device is cuda:2"),
         (4, {"workers": 2}, [], 2, "as given"),
-        (4, {"workers": 2, "device": "cpu"}, [], 2, "as given"),
         (4, {}, ["stages.engine=ray"], 1, "--workers says how many"),
         (4, {}, ["cache.rolling={max_gb: 1}"], 1, "training"),
     ],
@@ -38,14 +31,6 @@ def test_one_for_each_card_by_default(
     assert found == workers and reason in why
 
 
-def test_each_worker_has_a_card_of_its_own(project, monkeypatch) -> None:
-    set_accelerators(monkeypatch, 3)
-    config, resources = project(IMAGE).config(), Encoding(threads=torch.get_num_threads())
-    workers, _ = choose_workers(config, resources)
-    cards = {model_loading.select_device(resources, number) for number in range(workers)}
-    assert cards == {torch.device(f"cuda:{card}") for card in range(3)}
-
-
 @pytest.mark.slow
 def test_a_stage_says_how_many_and_why(project) -> None:
     home = project(IMAGE)
@@ -53,9 +38,3 @@ def test_a_stage_says_how_many_and_why(project) -> None:
     report = home.run(encode_text.run, device="cpu")
     assert report.done == 5 and report.details["workers"] == "1, as the device is cpu"
     assert "workers: 1, as the device is cpu" in home.said
-
-
-def test_options_that_are_given_decide(project) -> None:
-    config = project(IMAGE).config("stages.encode-text.workers=3")
-    assert Options().resources(config, "encode-text").workers == 3
-    assert Options(workers=2).resources(config, "encode-text").workers == 2

@@ -59,15 +59,6 @@ def test_a_process_that_dies_takes_its_unit_alone_which_is_tried_again(tmp_path:
     assert len(numbers) == 3 and set(numbers) == {"0", "1"}
 
 
-@pytest.mark.usefixtures("forked")
-def test_a_unit_that_always_kills_its_process_is_reported_and_the_rest_is_done(tmp_path: Path) -> None:
-    names = ("u0", "die-always", "u1", "u2")
-    outcomes = {o.unit_id: o for o in run_units(Echo, job(tmp_path, 2), iter(units(*names)), lambda n: None)}
-    assert outcomes["die-always"].shard_path is None
-    assert "died 2 times" in outcomes["die-always"].error
-    assert all(outcomes[name].shard_path for name in ("u0", "u1", "u2"))
-
-
 class LastWords(Echo):
     """Dies when its first unit is done, whatever else it was given."""
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from schemas.cli.progress import announce_by
-from schemas.config.loading import ConfigError
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents
 from stages.encoding.stage_options import UsageError, choose_engine
-from stages.engines.ray import POLL_S, question_pause, run_units
+from stages.engines.ray import run_units
 from stages.engines.ray_cluster import (
     ClusterError,
     CodeMismatch,
@@ -79,12 +78,6 @@ def test_the_options_choose_engine_and_address(project) -> None:
     assert caught.value.exit_code == USAGE
 
 
-def test_a_stall_is_longer_than_an_item_may_take(project) -> None:
-    home = project(stages={"engine": "ray", "item_timeout_s": 3600.0})
-    with pytest.raises(ConfigError, match=r"stages.ray.stall_timeout_s.*1800 s, and an item may take 3600 s"):
-        home.config()
-
-
 def test_another_checkpoint_on_a_node_is_refused(tmp_path: Path, project) -> None:
     home = project()
     home.image("one.png")
@@ -93,8 +86,3 @@ def test_another_checkpoint_on_a_node_is_refused(tmp_path: Path, project) -> Non
     job = replace(make_job(tmp_path, 1), config=home.config(), fingerprint="0" * 32)
     with pytest.raises(LatentpressError, match=f"in place of latents/{'0' * 32}"):
         encode_latents.STAGE.load_elsewhere(job)
-
-
-@pytest.mark.parametrize(("actors", "pause"), [(1, POLL_S), (50, POLL_S), (1000, 20.0)])
-def test_many_actors_are_asked_less_often(actors: int, pause: float) -> None:
-    assert question_pause(actors) == pause

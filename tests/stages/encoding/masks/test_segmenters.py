@@ -194,14 +194,6 @@ def test_a_crafted_checkpoint_is_refused_before_the_first_picture(checkpoint, tm
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
-def test_settings_that_are_no_object(checkpoint, tmp_path, file) -> None:
-    folder = shutil.copytree(checkpoint("segformer"), tmp_path / "model")
-    (folder / file).write_text("[]")
-    with pytest.raises(WeightsError, match=file):
-        load(folder, classes=["person"])
-
-
 def test_weights_that_are_not_finite(checkpoint, tmp_path) -> None:
     folder = shutil.copytree(checkpoint("segformer"), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
@@ -209,10 +201,3 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightsError, match="NaN or infinite numbers for a picture"):
         load(folder, classes=["person"])
-
-
-def test_labels_of_one_name(checkpoint, tmp_path, pictures) -> None:
-    labels = {0: "wall", 1: "person", 2: "Person", 3: "cat"}
-    both = load(edited(checkpoint, tmp_path, "config.json", id2label=labels), classes=["person"])
-    expected = load(checkpoint("segformer"), classes=[LABELS[1], LABELS[2]])
-    np.testing.assert_equal(found(both, pictures), found(expected, pictures))

@@ -102,16 +102,6 @@ def test_embeddings_equal_the_pipelines_real_rows(encoder, pipe, negative, recor
 
 
 @pytest.mark.slow
-def test_captions_that_merge_with_the_instruction(edited):
-    """One whose first letters are a token with the instruction's last word runs whole, its batch mates do not."""
-    folder = edited("sana", "tokenizer", "<mask>", "Prompt: zebra")
-    encoder = encoder_of(folder)
-    captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
-    assert differences(encoder, pipe_of(folder), captions) <= LIMIT
-    assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("negative", [False, long(True)])
 def test_bfloat16_is_as_near_as_the_pipelines(edited, near, negative):
     """A batch, with a caption that merges with the instruction, against the pipeline's own float32 and bfloat16."""
@@ -172,36 +162,7 @@ def test_overlong_captions_are_counted_and_cut(encoder):
     assert negative.kept == 300 < negative.tokens
 
 
-def test_a_shorter_limit_is_the_pipelines(folder, pipe):
-    encoder = Encoder(str(folder), None, TEMPLATE, 64, torch.float32, torch.device("cpu"))
-    with torch.no_grad():
-        embeds_BLD, mask_BL, *_ = pipe.encode_prompt(
-            CAPTIONS[3],
-            device=torch.device("cpu"),
-            complex_human_instruction=INSTRUCTION,
-            max_sequence_length=64,
-        )
-    result = encoded(encoder, [asked(CAPTIONS[3])])[0]
-    assert result.kept == 64 == mask_BL.sum()
-    assert (result.embeds - embeds_BLD[0]).abs().max() <= LIMIT
-
-
 def test_a_result_does_not_depend_on_what_it_is_batched_with(encoder):
     requests = [asked(caption, negative) for caption in CAPTIONS for negative in (False, True)]
     for together, one in zip(encoded(encoder, requests), requests, strict=True):
         assert (together.embeds - encoded(encoder, [one])[0].embeds).abs().max() <= LIMIT
-
-
-def test_cost_is_what_the_model_computes(encoder):
-    """The instruction but for its last token, which a caption's first can change, is computed once."""
-    for caption in CAPTIONS:
-        prepared = encoder.prepare(asked(caption))
-        assert prepared.cost == encoder.encode([prepared])[0].kept - 1
-        prepared = encoder.prepare(asked(caption, negative=True))
-        assert prepared.cost == encoder.encode([prepared])[0].kept
-
-
-def test_results_have_the_compute_dtype(folder):
-    encoder = Encoder(str(folder), None, TEMPLATE, 300, torch.bfloat16, torch.device("cpu"))
-    result = encoded(encoder, [asked("a cat")])[0]
-    assert result.embeds.dtype == torch.bfloat16 and result.embeds.device.type == "cpu"

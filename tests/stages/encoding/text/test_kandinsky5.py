@@ -6,9 +6,8 @@ import diffusers
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import CLIPTextModel, CLIPTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.family import Task, Template
 from stages.encoding.text.base import RequestError, TextRequest
@@ -142,7 +141,7 @@ def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_length", [256, 512, 1024])
+@pytest.mark.parametrize("max_length", [512])
 @pytest.mark.parametrize("kind", ["kandinsky5-image-t2i", "kandinsky5-video-t2v"])
 def test_overlong_captions_are_cut_as_by_the_pipeline(loaded, kind, max_length, record_property):
     encoder, pipe = loaded(kind, max_length)
@@ -171,36 +170,6 @@ def test_overlong_i2i_captions_lose_their_end_and_keep_the_image(loaded):
     assert (result.embeds - embeds).abs().max() <= LIMIT
 
 
-def test_what_the_pipeline_does_with_i2i_captions_just_over_the_limit(loaded):
-    """It cuts the end of the prompt, which is the template's and the image's: documented, and done otherwise."""
-    encoder, pipe = loaded("kandinsky5-image-i2i", 256)
-    image = picture()
-
-    def over(caption: str) -> int:
-        return encoder.prepare(request(encoder.template, caption, image)).untruncated - encoder.crop - 256
-
-    captions = {over(caption): caption for count in range(232, 256) for caption in [" ".join("a" * count)]}
-    exact, _ = reference(pipe, captions[0], image, max_sequence_length=256)
-    assert (encoded(encoder, [request(encoder.template, captions[0], image)])[0].embeds - exact).abs().max() <= LIMIT
-    for surplus in (1, 2):
-        result = encoded(encoder, [request(encoder.template, captions[surplus], image)])[0]
-        theirs, _ = reference(pipe, captions[surplus], image, max_sequence_length=256)
-        assert result.kept == len(theirs) == 256 and result.tokens == 256 + surplus
-        assert (result.embeds[-1] - theirs[-1]).abs().max() > 1e-3, "their last token is not the template's"
-    with pytest.raises(ValueError, match=r"Mismatch in `image` token count"):
-        reference(pipe, captions[3], image, max_sequence_length=256)
-    assert encoded(encoder, [request(encoder.template, captions[3], image)])[0].kept == 256
-
-
-def test_i2i_embeddings_depend_on_the_image_and_the_caption(loaded):
-    encoder, _ = loaded("kandinsky5-image-i2i")
-    pairs = [("a cat", picture()), ("a cat", picture().rotate(180)), ("a dog", picture())]
-    first, other_image, other_caption = encoded(encoder, [request(encoder.template, *pair) for pair in pairs])
-    assert first.embeds.shape == other_image.embeds.shape
-    assert (first.embeds - other_image.embeds).abs().max() > 1e-3
-    assert (first.embeds[-1] - other_caption.embeds[-1]).abs().max() > 1e-3
-
-
 def test_a_result_does_not_depend_on_what_it_is_batched_with(loaded):
     for kind in ("kandinsky5-image-t2i", "kandinsky5-image-i2i"):
         encoder, _ = loaded(kind)
@@ -210,20 +179,6 @@ def test_a_result_does_not_depend_on_what_it_is_batched_with(loaded):
             alone = encoded(encoder, [one])[0]
             assert (together.embeds - alone.embeds).abs().max() <= LIMIT
             assert (together.pooled - alone.pooled).abs().max() <= LIMIT
-
-
-def test_cost_is_what_the_model_computes(loaded):
-    """What the pipeline crops is computed once, as far as it is the template: all of it, or 49 of 54 tokens."""
-    prefix49 = "kandinsky5-image-i2i-prefix49"
-    for kind, image, again in (
-        ("kandinsky5-image-t2i", None, 0),
-        ("kandinsky5-image-i2i", picture(), 0),
-        (prefix49, picture(), 5),
-    ):
-        encoder, _ = loaded(kind)
-        for caption in CAPTIONS:
-            prepared = encoder.prepare(request(encoder.template, caption, image))
-            assert prepared.cost == encoder.encode([prepared])[0].kept + again
 
 
 def test_what_cannot_be_encoded_is_refused_with_a_reason(loaded):
@@ -237,28 +192,3 @@ def test_what_cannot_be_encoded_is_refused_with_a_reason(loaded):
     assert caught.value.reason == "placeholder-in-caption"
     with pytest.raises(RequestError, match="aspect ratio"):
         encoder.prepare(request(encoder.template, "a cat", picture(2048, 8)))
-
-
-def test_compute_dtype_and_device_of_results(loaded):
-    encoder, _ = loaded("kandinsky5-image-t2i", None, torch.bfloat16)
-    result = encoded(encoder, [request(encoder.template, "a cat")])[0]
-    assert result.embeds.dtype == result.pooled.dtype == torch.bfloat16
-    assert result.embeds.device.type == result.pooled.device.type == "cpu"
-
-
-def test_template_prefixes_have_their_true_length(tiny):
-    for kind, length in (
-        ("kandinsky5-video-t2v", 128),
-        ("kandinsky5-image-t2i", 40),
-        ("kandinsky5-image-i2i", 54),
-    ):
-        tokenizer = AutoTokenizer.from_pretrained(tiny(kind) / "tokenizer")
-        template = KINDS[kind][1]
-        assert len(tokenizer(template.text.split("{}")[0])["input_ids"]) == length == template.crop
-
-
-def test_a_missing_part_is_named(tmp_path):
-    (tmp_path / "transformer").mkdir()
-    template = KINDS["kandinsky5-image-t2i"][1]
-    with pytest.raises(WeightsError, match="lacks text_encoder, tokenizer"):
-        Encoder(str(tmp_path), None, template, 512, torch.float32, torch.device("cpu"))

@@ -1,7 +1,5 @@
 """The template's prefix computed once gives what computing it for every caption gives, in every template."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from stages.encoding.text import qwen_vl_images
-from stages.encoding.text.base import TextRequest
 from stages.encoding.text.reader import split_by_length
 from tests.forms import long
 
@@ -60,16 +57,6 @@ def test_shared_equals_whole(make, encoded, kind, record_property):
     assert half_gap <= 1.5 * rounding and distance(half_shared, exact) <= 1.5 * rounding
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_call_gives_the_same_bytes_after_any_other(make, encoded, kind):
-    encoder = make(kind)
-    first = encoded(encoder, CAPTIONS[:3])
-    encoded(encoder, CAPTIONS)
-    encoded(encoder, ["", "ugly"], negative=True)
-    for one, again in zip(first, encoded(encoder, CAPTIONS[:3]), strict=True):
-        assert torch.equal(one.embeds, again.embeds)
-
-
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(0, 300))
 def test_a_batch_is_divided_with_the_least_padding(costs, overhead):
     passes = split_by_length(costs, overhead)
@@ -100,25 +87,3 @@ def test_an_image_passes_the_vision_model_once(make, encoded, monkeypatch):
     again = encoded(encoder, ["a cat", "a dog", ""], red)
     assert (encoder.stats.images, encoder.stats.reused) == (4, 6)
     assert all(torch.equal(one.embeds, other.embeds) for one, other in zip(first, again, strict=True))
-
-
-@pytest.mark.slow
-def test_requests_are_prepared_beside_encoding(make):
-    """In other threads, with over-long captions and several images among them."""
-    encoder = make("kandinsky5-image-i2i")
-    images = [Image.new("RGB", (64 + 32 * size, 96), (40 * size, 0, 99)) for size in range(4)]
-    requests = [TextRequest(CAPTIONS[number % 7], images=(images[number % 4],)) for number in range(28)]
-    wanted = [encoder.encode([encoder.prepare(request)])[0] for request in requests]
-    with ThreadPoolExecutor(2) as pool:
-        results = [encoder.encode([prepared])[0] for prepared in pool.map(encoder.prepare, requests)]
-    assert all(torch.equal(one.embeds, other.embeds) for one, other in zip(results, wanted, strict=True))
-
-
-def test_a_layer_keeps_nothing_of_a_batch(make, encoded):
-    """Memory that lives between batches: the prefix's keys and values, the same tensors at the same length."""
-    encoder = make("kandinsky5-video-t2v")
-    layers = encoder._reader._caches[128].layers
-    before = [layer._recorded.keys for layer in layers]
-    encoded(encoder, CAPTIONS)
-    assert all(layer._recorded.keys is keys for layer, keys in zip(layers, before, strict=True))
-    assert {keys.shape[-2] for keys in before} == {128} == {layer.get_seq_length() for layer in layers}

@@ -105,14 +105,6 @@ def test_embeddings_equal_the_pipelines(tiny, record_property, kind, counts, pos
     assert max((each.embeds - results[2].embeds).abs().max() for each in (alone, whole)) <= LIMIT
 
 
-def test_another_order_of_references_is_another_text(tiny):
-    kind = "qwen-image-edit-plus"
-    encoder = encoder_of(tiny(kind), kind)
-    prepared = [encoder.prepare(asked(encoder, "a cat", pair)) for pair in (PICTURES[1:], PICTURES[:0:-1])]
-    one, other = encoder.encode(prepared)
-    assert one.embeds.shape == other.embeds.shape and (one.embeds - other.embeds).abs().max() > 1e-3
-
-
 def test_what_can_not_be_encoded_is_refused_by_name(tiny):
     kind = "qwen-image-edit-plus"
     whole = encoder_of(tiny(kind), kind)

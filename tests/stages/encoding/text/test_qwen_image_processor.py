@@ -4,7 +4,6 @@ torchvision need not be installed: the few functions of it that are called stand
 transformers' own code, imported again in a fork, as it looks for torchvision once.
 """
 
-import hashlib
 import importlib
 import json
 import sys
@@ -12,16 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from cache.models.weights import WeightsError
-from schemas.catalog import FAMILIES
-from schemas.config.pipeline import Config
-from schemas.recipe import text_settings
-from stages.encoding.text.kandinsky5 import halve
-from stages.encoding.text.qwen_vl_images import CachedImageProcessor, QwenImageProcessor
+from stages.encoding.text.qwen_vl_images import QwenImageProcessor
 from tests.processes import in_child
 
 pytestmark = pytest.mark.slow
@@ -116,38 +110,9 @@ def test_pixels_are_those_of_the_pipelines_processor(folder, images, tmp_path) -
     assert (apart > 0.5).any(), "they are the same, and this file is not needed"
 
 
-def test_bytes_are_the_same_on_every_processor(folder, images) -> None:
-    """With vector instructions and without: by the hash of what ATEN_CPU_CAPABILITY=default gives."""
-    processor, digest = QwenImageProcessor.from_pretrained(folder), hashlib.sha256()
-    for path in images:
-        digest.update(processor(images=[Image.open(path)], return_tensors="np")["pixel_values"].tobytes())
-    assert digest.hexdigest()[:16] == "6827286deeeffe09"
-
-
-def test_a_picture_is_the_half_of_its_source_in_whole_patches(folder) -> None:
-    source = Image.linear_gradient("L").resize((192, 128)).convert("RGB")
-    picture = CachedImageProcessor(folder).picture(halve(source))
-    assert picture.pixels.dtype == torch.float32
-    half = QwenImageProcessor.from_pretrained(folder)(images=[source.resize((96, 64))], return_tensors="pt")
-    assert torch.equal(picture.pixels, half["pixel_values"])
-    assert picture.grid_3.tolist() == half["image_grid_thw"][0].tolist() == [1, 4, 6]
-
-
 @pytest.mark.parametrize(("key", "value"), [("resample", 2), ("do_normalize", False), ("do_rescale", False)])
 def test_other_arithmetic_is_refused_by_name(folder, tmp_path, key, value) -> None:
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {key: value}))
     with pytest.raises(WeightsError, match=f"{key}: {value}"):
         QwenImageProcessor.from_pretrained(tmp_path)
-
-
-def test_only_texts_with_an_image_are_named_by_the_processor() -> None:
-    for family in FAMILIES.values():
-        for flavour in family.flavours.values():
-            dataset = {"id": "a", "instance_data_dir": "a", "dataset_type": "video" if family.video else "image"}
-            dataset |= {"conditioning_data": "b"} if flavour.task == "i2i" else {}
-            model = {"family": family.name, "flavour": flavour.name}
-            settings = {"root": "r", "model": model, "datasets": [dataset]}
-            settings |= {"train": {"experts": "both"}} if flavour.experts else {}
-            config = Config.model_validate(settings)
-            assert ("image" in text_settings(config)) == config.model.template.with_image, flavour.name

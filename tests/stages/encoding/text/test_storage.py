@@ -12,7 +12,6 @@ from cache.shards.shard_io import open_reader, open_writer
 from cache.shards.tensors import Array
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.config.loading import ConfigError
 from stages import bucket, discover, encode_latents, encode_text, export, index, verify
 from stages.encoding.model_loading import to_array
 from stages.encoding.text.worker import LARGEST, quantize_tokens
@@ -134,8 +133,3 @@ def test_training_reads_what_is_stored_in_8_bits(project, kind, storage, format,
             train(broken)
         assert caught.value.row is not None and caught.value.id
         assert message in str(home.run(verify.run, *options).damage)
-
-
-def test_real_positions_are_for_texts_with_padding_alone(project) -> None:
-    with pytest.raises(ConfigError, match="texts of kandinsky5-image are stored without padding anyway"):
-        project().config("text.positions=real")

@@ -99,15 +99,6 @@ def test_a_result_does_not_depend_on_what_it_is_batched_with(encoder, record_pro
     assert largest <= LIMIT
 
 
-def test_without_the_mask_it_would(encoder, monkeypatch):
-    captions = ["A small cat", "A small grey cat looks at the camera"]  # of one pass
-    wanted = encoded(encoder, captions)
-    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
-    unmasked = encoded(encoder, captions)
-    assert (unmasked[0].embeds - wanted[0].embeds).abs().max() > 1e-3
-    assert (unmasked[1].embeds - wanted[1].embeds).abs().max() <= LIMIT
-
-
 def test_overlong_captions_keep_their_end_token(encoder, folder, pipe):
     [result] = encoded(encoder, CAPTIONS[-1:])
     assert result.kept == 512 < result.tokens

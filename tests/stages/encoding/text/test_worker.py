@@ -1,7 +1,6 @@
 """What encode-text stores, against the encoders (which equal the pipelines): the right text, path and image; and that
 nothing is computed or read twice, or waited for."""
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,11 @@ from PIL import Image
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
-from stages import bucket, discover, encode_latents, encode_text, index
+from stages import bucket, discover, encode_text
 from stages.encoding.text import base, gemma, kandinsky5, qwen_vl_images
 from stages.encoding.text.base import TextRequest
-from stages.encoding.text.worker import CLIP_TRUNCATED_REMARK, TextWorker
+from stages.encoding.text.worker import CLIP_TRUNCATED_REMARK
 from stages.engines.sandbox import SandboxPool
-from tests.background import until
 
 ENCODERS = {"sana": gemma.Encoder, "kandinsky5-image": kandinsky5.Encoder}
 CAPTIONS = ["a grey cat", "two red flowers &amp; a wall"]
@@ -145,34 +143,6 @@ def test_an_image_that_is_gone_costs_its_own_texts_alone(project, read) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_of_short_captions_is_tokenised_while_another_is_encoded(project, monkeypatch) -> None:
-    """When a batch is encoded, all of the next one are tokenized without anything being asked for."""
-    home = project("sana", cache={"unit_mib": 16}, text={"batch_tokens": 1024})
-    words = ("red", "green", "grey", "small", "old", "stone", "near", "cat")
-    home.image("0.png", (64, 64), "\n".join(" ".join(three) for three in product(words, repeat=3)))
-    home.run(discover.run)
-    home.run(bucket.run)
-    prepared, sizes = [0], []
-    prepare, encode = TextWorker.prepare, TextWorker.encode
-
-    def counted(self, *given):
-        found = prepare(self, *given)
-        prepared[0] += 1
-        return found
-
-    def waiting(self, names, batch, limit):
-        sizes.append(len(batch))
-        wanted = min(513, sum(sizes) + len(batch))
-        until(lambda: prepared[0] >= wanted, "the next batch")
-        return encode(self, names, batch, limit)
-
-    monkeypatch.setattr(TextWorker, "prepare", counted)
-    monkeypatch.setattr(TextWorker, "encode", waiting)
-    assert home.run(encode_text.run).done == 513
-    assert max(sizes) > 64 and len(sizes) > 2
-
-
-@pytest.mark.slow
 def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     """The pipeline cuts there as well, and the other encoder reads the whole caption."""
     home = project("kandinsky5-image-t2i")
@@ -192,29 +162,3 @@ def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     for program in (discover.run, bucket.run):
         other.run(program)
     assert "remarks" not in other.run(encode_text.run).details
-
-
-@pytest.mark.slow
-def test_a_text_is_encoded_once_for_all_datasets_and_resolutions_that_share_it(project) -> None:
-    """The same files at two resolutions, and other files with the same captions as regularization data."""
-    home = project("kandinsky5-image-t2i")
-    (photos,) = home.settings["datasets"]
-    home.settings["datasets"] = [
-        photos,
-        photos | {"id": "large", "resolution": 96},
-        photos | {"id": "others", "instance_data_dir": "others", "is_regularization_data": True},
-    ]
-    captions = ["a cat", "a dog", "a cat"]
-    for number, caption in enumerate(captions):
-        home.image(f"{number}.png", (64, 64), caption, number)
-        home.image(f"../others/{number}.png", (64, 64), f"{caption}\na tree", 10 + number)
-    for program in (discover.run, bucket.run, encode_text.run, encode_latents.run):
-        report = home.run(program)
-    assert report.done == 9
-    ids = [row.id for _, row in rows_of(home, "text")]
-    assert len(ids) == len(set(ids)) == 4  # cat, dog, tree, and the null prompt
-    latents = [size for size, _ in rows_of(home, "latents")]
-    assert {size: latents.count(size) for size in latents} == {"64x64@1": 6, "96x96@1": 3}
-
-    joined = home.run(index.run)
-    assert (joined.exit_code, joined.details["samples"], joined.details["texts"]) == (0, 9, 4)

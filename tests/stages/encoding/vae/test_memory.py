@@ -74,18 +74,6 @@ def test_chunked_frames_give_the_plain_result(opened, plain, frames_at_once, rec
         assert found.shape == wanted.shape and gap <= LIMIT
 
 
-@pytest.mark.slow
-def test_chunked_frames_of_a_batch_and_decoded(opened) -> None:
-    plain, encoder = opened("hunyuan_video"), opened("hunyuan_video", chunk_frames=2)
-    pixels = torch.cat([clip(9), clip(9).flip(3)])
-    wanted, kept = plain.encode(pixels, [1, 2], "sample"), pixels.clone()
-    found = encoder.encode(pixels, [1, 2], "sample")
-    assert (found - wanted).abs().max() <= LIMIT
-    assert torch.equal(pixels, kept), "nothing is written over the input"
-    assert torch.equal(found, encoder.encode(pixels, [1, 2], "sample"))
-    assert (encoder.decode(wanted).int() - plain.decode(wanted).int()).abs().max() <= 1
-
-
 @pytest.mark.parametrize("stride", [(1, 1, 1), (1, 2, 2), (2, 2, 2)])
 @pytest.mark.parametrize(("size", "channels"), [(3, (4, 4)), (3, (4, 6)), (1, (4, 6))])
 def test_a_convolution_in_chunks(stride, size, channels) -> None:
@@ -117,44 +105,6 @@ def test_attention_frame_by_frame_is_the_masked_one(opened) -> None:
         assert (found - wanted).abs().max() <= LIMIT
         if frames > 1:
             assert (found - attention(x)).abs().max() > 1e-4, "without the mask it is another function"
-
-
-@pytest.fixture(scope="module")
-def exact(opened):
-    """Moments in float32 of clip(5, 32, 48)."""
-    return opened("hunyuan_video").encode(clip(5, 32, 48), [0], "moments")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_chunked_frames_in_half_precision(tiny, exact, dtype, record_property) -> None:
-    """They are as near to the plain result of the same precision as that is to float32, at every number."""
-
-    def encoded(**memory_options) -> torch.Tensor:
-        encoder = hunyuan_video.Autoencoder(
-            str(tiny(KINDS["hunyuan_video"][0])), None, dtype, CPU, MemoryOptions(**memory_options)
-        )
-        assert {parameter.dtype for parameter in encoder._vae.parameters()} == {dtype}
-        return encoder.encode(clip(5, 32, 48), [0], "moments").float()
-
-    wanted, found = encoded(), encoded(chunk_frames=2)
-    rounding, gap = (wanted - exact).abs().max().item(), (found - wanted).abs().max().item()
-    record_property("largest_difference", gap)
-    assert 0 < rounding < 100 * torch.finfo(dtype).eps and gap <= rounding
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2)])
-def test_a_convolution_in_chunks_in_half_precision(stride, dtype) -> None:
-    """Rounded once, where the sums of two kernels may differ by the last bit."""
-    torch.manual_seed(0)
-    conv = CausalConv(8, 8, 3, stride).eval().to(dtype)
-    x = torch.randn(1, 8, 7, 6, 8, dtype=dtype)
-    with torch.no_grad():
-        wanted = conv(x)
-        for frames in (1, 2, 3):
-            found = hunyuan_video.chunked_conv(conv, x.clone(), frames, over=True)
-            torch.testing.assert_close(found, wanted, rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.slow

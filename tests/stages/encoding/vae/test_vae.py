@@ -18,7 +18,6 @@ from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transf
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
-from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.family import Family
 from stages.media.sample_reader import normalize_pixels
@@ -146,27 +145,6 @@ def test_latents_do_not_depend_on_what_they_are_batched_with(loaded, name, recor
     assert torch.equal(alone, ours.encode(pixels(clips[1]), [12], "sample"))
 
 
-@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
-def test_seeds_and_posterior(loaded, name):
-    ours, vae = loaded[name]
-    clip = frames()
-    first, second = (ours.encode(pixels(clip), [seed], "sample") for seed in (1, 2))
-    assert (first - second).abs().max() > 1e-3
-    mode = ours.encode(pixels(clip), [1], "mode")
-    inputs = pixels(clip) if name == "hunyuan_video" else pixels(clip)[:, :, 0]
-    with torch.no_grad():
-        mean = vae.encode(inputs).latent_dist.mode() * vae.config.scaling_factor
-    assert (mode - mean.reshape(mode.shape)).abs().max() <= LIMIT
-
-
-def test_flux_is_scaled_and_not_shifted(loaded):
-    ours, vae = loaded["flux"]
-    assert vae.config.shift_factor, "without a shift in the checkpoint nothing is shown"
-    z = ours.encode(pixels(frames()), [0], "mode") / vae.config.scaling_factor
-    with torch.no_grad():
-        assert torch.allclose(z[:, :, 0], vae.encode(pixels(frames())[:, :, 0]).latent_dist.mean, atol=1e-5)
-
-
 def prepared(pipe, vae, image: Image.Image, seed: int, **options) -> torch.Tensor:
     """What the pipeline's prepare_latents makes of an image, BTHWC.
 
@@ -279,15 +257,6 @@ def test_decoded_pictures_equal_the_pipelines(loaded, name):
     assert apart.max() <= 1 and apart.mean() < 1e-3  # roundings, as kernels depend on where memory begins
 
 
-def test_settings_name_what_else_determines_the_latents(loaded):
-    assert loaded["flux"][0].settings() == {"tiling": False}
-    assert loaded["dc_ae"][0].settings() == {"tiling": False}
-    windows = {"tiling": False, "framewise": True, "window": 16, "stride": 12}
-    assert loaded["hunyuan_video"][0].settings() == windows
-    for name, (ours, _) in loaded.items():
-        assert ours.settings() == family_of(name).latent_settings
-
-
 @pytest.mark.slow
 def test_more_than_17_frames_are_encoded_in_windows(loaded):
     """The setting that is recorded is not without effect."""
@@ -300,23 +269,6 @@ def test_more_than_17_frames_are_encoded_in_windows(loaded):
     finally:
         vae.use_framewise_encoding = True
     assert (latents - whole).abs().max() > 1e-3
-
-
-@pytest.mark.slow
-def test_bfloat16_stays_bfloat16(tiny):
-    from stages.encoding.vae.flux import Autoencoder
-
-    autoencoder = Autoencoder(str(tiny("kandinsky5-image-i2i")), None, torch.bfloat16, CPU)
-    latents = autoencoder.encode(pixels(frames()), [0], "sample")
-    assert latents.dtype == torch.bfloat16 and autoencoder.decode(latents.float()).dtype == torch.uint8
-
-
-def test_a_missing_vae_is_named(tmp_path):
-    from stages.encoding.vae.dc_ae import Autoencoder
-
-    (tmp_path / "text_encoder").mkdir()
-    with pytest.raises(WeightsError, match=r"lacks vae; it holds text_encoder"):
-        Autoencoder(str(tmp_path), None, torch.float32, CPU)
 
 
 @torch.no_grad()
