@@ -182,7 +182,7 @@ class Plan:
     def _all(self, what: str) -> pa.Table:
         """The table `what` of this and of each earlier generation."""
         # Of plans with references alone, texts have a column of these.
-        tables = [plan.own_table(what) for plan in (*self._earlier, self)]
+        tables = [*_read_tables(self._earlier, what), self.own_table(what)]
         return pa.concat_tables(tables, promote_options="default")
 
     @cached_property
@@ -270,6 +270,19 @@ def _load_plans(store: Store, names: Sequence[str]) -> list[Plan]:
     return plans
 
 
+def _read_tables(plans: Sequence[Plan], what: str) -> list[pa.Table]:
+    """The table `what` of each generation, without generations that `gc` removes meanwhile, as they hold nothing that
+    is active: it removes plan.json before the tables."""
+    tables = []
+    for plan in plans:
+        try:
+            tables.append(plan.own_table(what))
+        except DamageError:
+            if plan.store.exists(f"plans/{plan.name}/plan.json"):
+                raise
+    return tables
+
+
 def newest_plan(store: Store, key: str) -> Plan | None:
     """The newest plan whose settings hash to `key`, or None."""
     plans = (load_plan(store, name) for name in reversed(list_plans(store)))
@@ -279,8 +292,9 @@ def newest_plan(store: Store, key: str) -> Plan | None:
 def planned_ids(store: Store, kind: str) -> pa.Array:
     """Ids of the members of every unit of a kind that was planned."""
     chunks, of = [], next(of for of, kinds in KINDS.items() if kind in kinds)
-    for plan in _load_plans(store, planned_generations(store, list_plans(store))[of]):
-        chunks += pc.list_flatten(_filter_kind(plan.own_table("units"), kind).column("members")).chunks
+    plans = _load_plans(store, planned_generations(store, list_plans(store))[of])
+    for units in _read_tables(plans, "units"):
+        chunks += pc.list_flatten(_filter_kind(units, kind).column("members")).chunks
     return pc.unique(pa.chunked_array(chunks, pa.string()))
 
 

@@ -64,15 +64,6 @@ def test_of_quantized_weights_they_are_what_these_weights_write(
         assert row["path"] not in found or found[row["path"]] == [text]
 
 
-def test_matrices_that_are_not_quantized_are_said(photos: Project, tmp_path: Path) -> None:
-    photos.settings["caption"] |= {"model": str(build_llava(tmp_path / "llava")), "quantization": "nf4-bnb"}
-    report = photos.run(caption.run)
-    assert report.done
-    [said] = report.details["remarks"]
-    assert "nf4-bnb can't pack" in said["remark"] and said["items"] == report.done
-    assert said["remark"].endswith("self_attn.o_proj, self_attn.q_proj, self_attn.v_proj")
-
-
 def test_offload_changes_no_caption_and_does_not_go_with_quantization(photos: Project) -> None:
     photos.settings["caption"]["prompts"] = ["plain", "detailed"]
     photos.run(caption.run)

@@ -194,20 +194,6 @@ def test_a_file_that_cannot_be_read_is_set_aside(make) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_to_come_is_what_is_written(make) -> None:
-    home = make("kandinsky5-video-t2v")
-    home.video("clip.mp4")
-    prepare(home)
-    config = home.config()
-    to_come = [
-        encode_vision.STAGE.estimate_bytes(config, unit)
-        for unit in current_plan(Store(home.root), config).units("latents")
-    ]
-    home.run(encode_vision.run)
-    assert sum(to_come) == sum(row.tensors["vision"].nbytes for row in rows(home)) > 0
-
-
-@pytest.mark.slow
 def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, monkeypatch) -> None:
     """Nine frames, four in a pass: two fit."""
     home, passes, patches = make("kandinsky5-video-t2v"), [], Encoder.patches
@@ -226,12 +212,3 @@ def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, 
     assert home.run(encode_vision.run).done == 1
     assert passes == [4, 2, 2, 2, 2, 1]
     assert rows(home)[0].tensors == expected[0].tensors
-
-
-def test_it_says_that_training_does_not_use_features_unless_it_does(make) -> None:
-    home = make("sana")
-    home.image("a.png")
-    prepare(home)
-    for change, told in (((), True), (("train.methods.crepa={block_index: 1}",), False)):
-        home.run(encode_vision.run, *change, dry_run=True)
-        assert ("not use them without train.methods.crepa" in " ".join(home.said.split())) == told

@@ -302,18 +302,3 @@ def test_targets_of_edits_have_them(project: Any) -> None:
         home.run(program.run)
     targets = {path: row["mask_kind"] for path, row in planned(home).items()}
     assert targets == dict.fromkeys(made(home), "made") and targets
-
-
-def test_a_table_may_name_masks_of_some(project: Any) -> None:
-    home = masking(project, **PERSON)
-    home.settings["datasets"][0] |= {"instance_data_dir": "media/all.csv", "mask_column": "mask"}
-    for number in range(2):
-        home.image(f"{number}.png", (80, 48), "", number)
-    Image.new("L", (80, 48), 255).save(home.media / "drawn.png")
-    (home.media / "all.csv").write_text("file_name,caption,mask\n0.png,one,drawn.png\n1.png,two,\n")
-    none = "datasets.photos.make_masks=none"
-    assert home.rejects(home.run(discover.run, none)) == {"1.png": "no-mask"}
-    assert home.run(discover.run).set_aside == []
-    assert home.run(masks.run).done == 1
-    home.run(bucket.run)
-    assert {path: row["mask_kind"] for path, row in planned(home).items()} == {"0.png": "image", "1.png": "made"}

@@ -9,11 +9,9 @@ import pytest
 import torch
 import transformers
 
-from schemas.config.encoding import Text
 from schemas.errors import USAGE
 from stages import bucket, discover, encode_text
 from stages.encoding.stage_registry import text_fingerprint_inputs as parts
-from stages.encoding.text import base
 from stages.encoding.text.base import OptionError
 
 CAPTIONS = ["", "A small grey cat looks at the camera with green eyes.", "words that go on " * 20]
@@ -71,14 +69,6 @@ def test_nf4_stays_within_its_error_on_cpus_that_pack_and_on_others(
     assert 0.04 < error < 0.4
 
 
-def test_nf4_is_of_the_language_model_alone(tiny):
-    folder, options = tiny("kandinsky5-image-i2i") / "text_encoder", Text(quantization="nf4-bnb")
-    qwen = transformers.Qwen2_5_VLForConditionalGeneration
-    model = base.load_language_model(qwen, folder, torch.float32, torch.device("cpu"), options)
-    found = [name for name, part in model.named_modules() if isinstance(part, bitsandbytes.nn.Linear4bit)]
-    assert len(found) == 14 and all(name.startswith("model.language_model.layers.") for name in found)
-
-
 @pytest.mark.slow
 def test_nf4_of_t5_leaves_what_its_class_keeps_in_float32(make):
     assert make("wan2.1-t2v", quantization="nf4-bnb").unquantized == ["layer.1.DenseReluDense.wo"]
@@ -122,12 +112,6 @@ def test_what_cannot_be_had_is_refused(make, kind, options, message):
     with pytest.raises(OptionError, match=message) as caught:
         make(kind, **options)
     assert caught.value.exit_code == USAGE and caught.value.next_step
-
-
-def test_a_missing_library_names_the_extra(make, monkeypatch):
-    monkeypatch.setattr(base, "is_installed", lambda library: False)
-    with pytest.raises(OptionError, match=r"\[quant\]"):
-        make("kandinsky5-image-t2i", quantization="int8-quanto")
 
 
 @pytest.mark.slow

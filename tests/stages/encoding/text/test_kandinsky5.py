@@ -111,18 +111,6 @@ def test_embeddings_equal_the_pipelines(loaded, kind, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_captions_that_merge_with_the_template(loaded, edited, kind):
-    """A caption whose first letters are one token with the template's last runs whole, its batch mates do not."""
-    folder = edited(kind, "tokenizer", "<|quad_start|>", "userzebra" if "i2i" in kind else "user\\nzebra")
-    encoder, pipe = loaded(kind, folder=folder)
-    captions = ["a cat", "zebra and a small grey cat", "", "zebra in a field of flowers", "a dog"]
-    images = [picture() if encoder.template.with_image else None for _ in captions]
-    assert differences(encoder, pipe, captions, images) <= LIMIT
-    assert (encoder.stats.shared, encoder.stats.whole) == (3, 2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("i2v")])  # t2v's template
 def test_bfloat16_is_as_near_as_the_pipelines(loaded, edited, near, kind):
     """A batch, with a caption that merges with the template, against the pipeline's own float32 and bfloat16."""

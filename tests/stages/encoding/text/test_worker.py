@@ -38,7 +38,7 @@ def same(row: dict[str, np.ndarray], result) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sana", "kandinsky5-image-t2i", "kandinsky5-image-i2i"])
+@pytest.mark.parametrize("kind", ["sana", "kandinsky5-image-i2i"])
 def test_shards_hold_what_the_encoder_gives(project, kind) -> None:
     """Each caption, and the null prompt by the negative path; i2i: each with its source image, cut to its bucket."""
     home = project(kind)
@@ -101,14 +101,11 @@ def read(monkeypatch) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch_tokens", "unit_mib"), [(4096, 64), (1, 64), (100, 0.5)])
-def test_an_image_is_read_and_seen_once_whatever_its_captions(
-    project, monkeypatch, encoders, read, batch_tokens, unit_mib
-) -> None:
-    """More images than features are kept of; texts in one batch, each in its own, or a few, and in several units."""
+def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypatch, encoders, read) -> None:
+    """More images than features are kept of; texts in several batches and units."""
     monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_FEATURES", 1)
     monkeypatch.setattr(qwen_vl_images, "MAX_CACHED_IMAGES", 1)
-    home = project("kandinsky5-image-i2i", cache={"unit_mib": unit_mib}, text={"batch_tokens": batch_tokens})
+    home = project("kandinsky5-image-i2i", cache={"unit_mib": 0.5}, text={"batch_tokens": 100})
     home.settings["datasets"][0]["conditioning_data"] = "source"
     images = 5
     for number in range(images):

@@ -14,14 +14,13 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from schemas.catalog import FAMILIES
 from stages import encode_latents
-from stages.encoding.vae import base, hunyuan_video
+from stages.encoding.vae import base
 from stages.encoding.vae.base import MemoryOptions
 from tests.forms import long
 
 CPU = torch.device("cpu")
 LIMIT = 1e-5
 HunyuanVideo = diffusers_hunyuan.AutoencoderKLHunyuanVideo
-CausalConv = diffusers_hunyuan.HunyuanVideoCausalConv3d
 # autoencoder -> (checkpoint, diffusers' class, family)
 KINDS = {
     "flux2": ("flux2-klein", AutoencoderKLFlux2, FAMILIES["flux2-klein"]),
@@ -72,51 +71,6 @@ def test_chunked_frames_give_the_plain_result(opened, plain, frames_at_once, rec
         gap = (found - wanted).abs().max().item()
         record_property(f"largest_difference_{count}_frames", gap)
         assert found.shape == wanted.shape and gap <= LIMIT
-
-
-@pytest.mark.parametrize("stride", [(1, 1, 1), (1, 2, 2), (2, 2, 2)])
-@pytest.mark.parametrize(("size", "channels"), [(3, (4, 4)), (3, (4, 6)), (1, (4, 6))])
-def test_a_convolution_in_chunks(stride, size, channels) -> None:
-    """Every length against every chunk, over its input where that is allowed."""
-    torch.manual_seed(0)
-    conv = CausalConv(*channels, size, stride).eval()
-    with torch.no_grad():
-        for length in range(1, 10):
-            x = torch.randn(2, channels[0], length, 6, 8)
-            wanted = conv(x)
-            for frames in (1, 2, 3, 4, 12):
-                for over in (False, True):
-                    given = x.clone()
-                    found = hunyuan_video.chunked_conv(conv, given, frames, over)
-                    assert (found - wanted).abs().max() <= LIMIT and found.shape == wanted.shape
-                    assert over or torch.equal(given, x)
-
-
-def test_attention_frame_by_frame_is_the_masked_one(opened) -> None:
-    attention = opened("hunyuan_video")._vae.encoder.mid_block.attentions[0]
-    for frames, each in ((1, 12), (4, 6), (5, 1)):
-        x = torch.randn(2, frames * each, attention.to_q.in_features, generator=torch.Generator().manual_seed(frames))
-        mask = diffusers_hunyuan.prepare_causal_attention_mask(frames, each, x.dtype, x.device, batch_size=2)
-        with torch.no_grad():
-            wanted, found = (
-                attention(x, attention_mask=mask),
-                hunyuan_video.frame_causal_attention(attention, x, frames),
-            )
-        assert (found - wanted).abs().max() <= LIMIT
-        if frames > 1:
-            assert (found - attention(x)).abs().max() > 1e-4, "without the mask it is another function"
-
-
-@pytest.mark.slow
-def test_no_mask_is_built_and_no_convolution_sees_the_whole_clip(opened, monkeypatch) -> None:
-    encoder = opened("hunyuan_video", chunk_frames=2)
-    lengths = []
-    for module in encoder._vae.encoder.modules():
-        if isinstance(module, CausalConv):
-            module.conv.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[2]))
-    monkeypatch.setattr(diffusers_hunyuan, "prepare_causal_attention_mask", lambda *_: pytest.fail("a mask is built"))
-    encoder.encode(clip(17), [0], "mode")
-    assert max(lengths) <= 2 * 2 + 1, "two frames of a strided convolution read five"
 
 
 @pytest.mark.parametrize("name", NAMES)

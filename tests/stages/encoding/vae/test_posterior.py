@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline
@@ -121,20 +120,6 @@ def test_log_variances_are_clamped_as_diffusers_does() -> None:
     assert torch.allclose((logvar / 2).exp(), DiagonalGaussianDistribution(parameters).std[0, :, 0, 0])
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.016), (torch.float16, 0.004)])
-def test_half_precision_moments_keep_the_deviation(dtype, limit) -> None:
-    """At log-variances from -9 to 1, where published autoencoders' lie: rounding changes deviations this little."""
-    logvar = torch.linspace(-9, 1, 4000).reshape(1, 4, 20, 50)
-    parameters = torch.cat([torch.zeros_like(logvar), logvar], dim=1)
-    scaled = base.Normalizer(0.4)
-    exact, stored = (
-        base.posterior_moments(given, scaled)[:, 4:].float() for given in (parameters, parameters.to(dtype))
-    )
-    raw = base.posterior_moments(parameters.to(dtype).float(), scaled)[:, 4:]
-    assert ((stored - raw) / 2).exp().sub(1).abs().max() <= limit, "one rounding on top of the autoencoder's own"
-    assert ((stored - exact) / 2).exp().sub(1).abs().max() <= 2 * limit
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_are_decoded_as_their_mean(encoders, kind) -> None:
     encoder, pixels = encoders[kind]
@@ -159,7 +144,7 @@ def finite(latents: torch.Tensor) -> list[bool]:
     return [model_loading.to_array(sample).is_finite() for sample in latents]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["kandinsky5-video-t2v", "sana"])
 def test_one_sample_that_is_not_finite_spoils_no_other(encoders, kind) -> None:
     encoder, pixels = encoders[kind]
     broken = pixels.clone()
@@ -178,10 +163,3 @@ def test_sana_encodes_in_float32_unless_told_otherwise() -> None:
 
     assert precision("sana") == "float32" and precision("kandinsky5-image") == "bfloat16"
     assert precision("sana", precision="bfloat16") == "bfloat16"
-
-
-def test_the_first_frame_alone_is_not_the_clips_first_latent_frame(encoders) -> None:
-    """Group norms and attention see the whole clip: a condition is encoded by itself, as at inference."""
-    encoder, pixels = encoders["kandinsky5-video-t2v"]
-    alone, clip = (encoder.encode(pixels[:, :, :count], [0, 1], "mode") for count in (1, 5))
-    assert np.isfinite(alone.numpy()).all() and (alone - clip[:, :, :1]).abs().max() > 1e-3

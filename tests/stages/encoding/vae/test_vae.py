@@ -257,20 +257,6 @@ def test_decoded_pictures_equal_the_pipelines(loaded, name):
     assert apart.max() <= 1 and apart.mean() < 1e-3  # roundings, as kernels depend on where memory begins
 
 
-@pytest.mark.slow
-def test_more_than_17_frames_are_encoded_in_windows(loaded):
-    """The setting that is recorded is not without effect."""
-    ours, vae = loaded["hunyuan_video"]
-    latents = ours.encode(pixels(frames(21)), [0], "mode")
-    vae.use_framewise_encoding = False
-    try:
-        with torch.no_grad():
-            whole = vae.encode(pixels(frames(21))).latent_dist.mode() * vae.config.scaling_factor
-    finally:
-        vae.use_framewise_encoding = True
-    assert (latents - whole).abs().max() > 1e-3
-
-
 @torch.no_grad()
 def test_latents_are_shifted_where_the_family_says(tiny):
     """Z-Image's pipeline decodes z / scaling_factor + shift_factor."""
