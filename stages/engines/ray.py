@@ -25,6 +25,7 @@ from schemas.cli.progress import activity, announce
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
 from stages.engines.ray_cluster import (
+    SHARED_ROOT,
     ActorProgress,
     ClusterError,
     DeviceNotChoosable,
@@ -36,7 +37,6 @@ from stages.engines.ray_cluster import (
     describe_death,
     describe_room,
     digest_code,
-    digest_plan,
 )
 
 MAX_UNIT_TRIES = 3  # of a unit whose actors die; a lost node counts, too
@@ -112,7 +112,7 @@ class _ActorPool:
     ) -> None:
         self._load, self._job, self._advance, self._warn = load, job, advance, warn
         self._settings = job.config.stages.ray
-        self._code, self._plan = digest_code(), digest_plan(job)
+        self._code = digest_code()
         self._options = actor_options(job.resources)
         self._units, self._has_more = units, True
         self._waiting = deque[Unit]()  # for an actor; units of actors that died come first
@@ -209,7 +209,7 @@ class _ActorPool:
         elif actor.state == "starting":
             actor.location = answer
             load = actor.handle.load.options(name=f"{self._job.stage} {actor.number}: load")
-            actor.begin("loading", load.remote(self._code, self._plan))
+            actor.begin("loading", load.remote(self._code))
         elif actor.state == "loading":
             if answer is not None:
                 raise self._place_error(answer, actor)
@@ -247,7 +247,7 @@ class _ActorPool:
             if time.monotonic() > end:
                 raise RootMismatch(
                     f"{actor} wrote {result.shard_path} under {self._job.config.root}, and it is not seen here",
-                    "the root must be the same place on all nodes: mount it at the same path, or give a URL",
+                    SHARED_ROOT,
                 )
             time.sleep(0.5)
         self._checked_places.add(actor.location)

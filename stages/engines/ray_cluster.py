@@ -29,11 +29,11 @@ from schemas.cli.progress import announce_by
 from schemas.config.encoding import MOST_READERS, Encoding
 from schemas.config.pipeline import PACKAGES
 from schemas.errors import USAGE, LatentpressError
-from schemas.identity import hash_json
 from schemas.text_format import shorten
 from stages.engines.jobs import Job, Load, UnitResult
 
 CONNECT_TIMEOUT_S = 20.0
+SHARED_ROOT = "the root must be the same place on all nodes: mount it at the same path, or give a URL"
 
 
 class ClusterError(LatentpressError):
@@ -165,20 +165,17 @@ class UnitActor:
     def locate(self) -> str:
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
-    def load(self, code: str, plan: str) -> LatentpressError | None:
-        """Check that this node has the program's code and root, and load the model."""
+    def load(self, code: str) -> LatentpressError | None:
+        """Check that this node has the program's code, and load the model, which reads the plan under the root."""
         try:
             if digest_code() != code:
                 raise CodeMismatch(
                     f"the sources of latentpress there ({SOURCES}) are not those of this program",
                     "install the same version, or check out the same commit, on all nodes, and restart Ray there",
                 )
-            if (own_plan := digest_plan(self._job)) != plan:
-                what = "a different" if own_plan else "no"
-                raise RootMismatch(
-                    f"there is {what} plan {self._job.generation} under {self._job.config.root} there",
-                    "the root must be the same place on all nodes: mount it at the same path, or give a URL",
-                )
+            if not Store(self._job.config.root).exists(f"plans/{self._job.generation}/plan.json"):
+                what = f"there is no plan {self._job.generation} under {self._job.config.root} there"
+                raise RootMismatch(what, SHARED_ROOT)
             self._thread.submit(self._start).result()
         except LatentpressError as error:
             return error
@@ -238,9 +235,3 @@ def digest_code() -> str:
     for path in sorted(path for package in PACKAGES for path in package.rglob("*.py")):
         digest.update(f"{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def digest_plan(job: Job) -> str:
-    """Hash the job's plan as this machine finds it under the root; "" where it finds none."""
-    store, name = Store(job.config.root), f"plans/{job.generation}/plan.json"
-    return hash_json(store.read_json(name)) if store.exists(name) else ""
