@@ -222,7 +222,7 @@ def test_a_unit_for_a_worker_that_has_died_meanwhile(tmp_path, workers, monkeypa
             return wait(pipes, timeout)
         wait_for((tmp_path / "deceased").exists)
         number = int((tmp_path / "deceased").read_text())
-        return wait([pipe for pipe in pipes if pool._processes[pipe].pid != number], timeout)
+        return wait([each.pipe for each in pool._processes if each.process.pid != number], timeout)
 
     monkeypatch.setattr(local, "wait", late)
     held = iter([*units[:2], None, *units[2:]])  # None: no more until a unit is done, so that there is room for more
