@@ -10,7 +10,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -29,7 +29,6 @@ INTERVAL_S = 30.0  # between two writings, of which the first come sooner; on an
 FIRST_INTERVAL_S = 2.0  # doubled each time
 LOST_AFTER_S = 180.0  # without a sign of life; the clocks of machines differ, and a store may be slow
 KEPT_S = 24 * 3600.0  # after the last sign of life, for which `status` shows a report
-RATE_INTERVALS = 10  # that the rate is measured over
 MAX_SHOWN = 30  # jobs, by `status`
 JOB_STATES = get_args(State)  # in the order of interest
 END_TIMEOUT_S = 10.0  # that the program waits for its last report
@@ -66,7 +65,7 @@ class JobReporter:
         self._report, self._end = report, dict[str, object]()
         self._began, self._lock, self._ended = time.monotonic(), threading.Lock(), threading.Event()
         self._counts = Counter[str]()
-        self._moments: deque[tuple[float, int]] = deque(maxlen=RATE_INTERVALS + 1)  # time and members done
+        self._first: tuple[float, int] | None = None  # time and members done when the model was loaded
         self._thread = threading.Thread(target=self._write_on, name="job-report", daemon=True)
 
     def __enter__(self) -> Self:
@@ -76,8 +75,7 @@ class JobReporter:
     def advance(self, members: int) -> None:
         with self._lock:
             self._counts["done"] += members
-            if not self._moments:  # loading the model does not count
-                self._moments.append((time.monotonic(), self._counts["done"]))
+            self._first = self._first or (time.monotonic(), self._counts["done"])
 
     def add(self, result: UnitResult) -> None:
         """A unit has ended."""
@@ -110,11 +108,8 @@ class JobReporter:
     def _measure(self) -> dict[str, object]:
         now = time.monotonic()
         with self._lock:
-            rate = None
-            if self._moments and now > self._moments[0][0]:
-                first, counted = self._moments[0]
-                rate = max(0.0, (self._counts["done"] - counted) / (now - first))
-                self._moments.append((now, self._counts["done"]))
+            began, before = self._first or (now, 0)
+            rate = max(0.0, (self._counts["done"] - before) / (now - began)) if now > began else None
             return {**self._counts, "seconds": now - self._began, "items_per_second": rate}
 
 

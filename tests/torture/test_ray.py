@@ -294,7 +294,7 @@ def test_the_head_is_lost_and_another_cluster_goes_on(home) -> None:
         wait_for_shards(stage, started)
         with stopped_workers(first):
             first.remove_node(first.head_node, allow_graceful=False)
-        assert started.wait(400) != 0
+            assert started.wait(400) != 0
     assert stage.left(expected) > 0
     with ray_cluster(0, 1) as second, program(stage, second) as started:
         assert started.wait(400) == 0
@@ -310,7 +310,7 @@ def test_ray_ends_on_the_machine_of_the_program(home) -> None:
         [raylet] = cluster.head_node.all_processes["raylet"]
         with stopped_workers(cluster):
             raylet.process.kill()
-        _, said = started.communicate(timeout=200)
+            _, said = started.communicate(timeout=200)
         assert started.returncode == INCOMPLETE and "takes this program for dead" in said and "Traceback" not in said
     assert stage.left(expected) > 0
     assert stage.run().remaining == 0 and stage.files() == expected
