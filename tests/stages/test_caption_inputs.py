@@ -1,7 +1,6 @@
 """What each kind of item and of model gets to see, against transformers' own `generate` of one item."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from schemas.clips import clip_times
 from schemas.config.captioning import PRESETS
 from schemas.geometry import Bucket
 from stages import bucket, caption, discover
-from stages.encoding.captions.inputs import QWEN_CHAT, PreparedItem
+from stages.encoding.captions.inputs import QWEN_CHAT
 from stages.encoding.stage_registry import CAPTION
 from stages.media.video import read_frames
 from tests.project import Project
@@ -141,35 +140,6 @@ def test_a_clip_is_a_video_of_frames_spread_over_it(project: Any, tiny: Any) -> 
     planned = plans.load_plan(store, plans.list_plans(store)[-1])
     paths = [path for path in planned.active["path"].to_pylist() if path and path.endswith(".mp4")]
     assert len(paths) == len([name for name in clips if name in found])
-
-
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_what_comes_before_the_question_is_read_once_for_all_prompts(
-    project: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
-    """And the captions of pictures and clips are those of reading it for each."""
-    prompts = ["plain", "motion", "What is it?"]
-    home = describing(project, tiny, "kandinsky5-video-t2v", frames=5, prompts=prompts, temperature=temperature)
-    home.video("a.mp4", 20, (64, 48), caption="")
-    (home.media / "a.txt").unlink()
-    home.image("still.png", (64, 48), None, 3)  # type: ignore[arg-type]
-    forward, lengths = transformers.Qwen2_5_VLTextModel.forward, list[int]()
-
-    def counted(model: Any, **inputs: Any) -> Any:
-        lengths.append(inputs["inputs_embeds"].shape[1])
-        return forward(model, **inputs)
-
-    monkeypatch.setattr(transformers.Qwen2_5_VLTextModel, "forward", counted)
-    made(home)
-    once, read = home.shards("captions"), [length for length in lengths if length > 1]
-    lengths.clear()
-    monkeypatch.setattr(PreparedItem, "shared_tokens", lambda item, picture_ids: 0)
-    shutil.rmtree(home.root / "captions")
-    home.run(caption.run)
-    saved = [length - fewer for length, fewer in zip([length for length in lengths if length > 1], read, strict=True)]
-    assert home.shards("captions") == once and len(once) == 2
-    # Of each item, a picture and a clip, the first prompt whole; of the others not the system's text and the pictures.
-    assert saved[0] == saved[3] == 0 and saved[1] == saved[2] > 18 and saved[4] == saved[5] > 18
 
 
 @pytest.mark.parametrize("name", CAPTIONERS)

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from diffusers import SanaPipeline, SanaTransformer2DModel
+from diffusers import SanaPipeline
 from transformers import AutoTokenizer, Gemma2Model
 
 from schemas.catalog import FAMILIES
@@ -128,38 +128,6 @@ def test_an_instruction_longer_than_the_sliding_window(encoder, edited, record_p
     assert largest <= LIMIT
     full, other = (encoded(one, [asked("a cat")])[0].embeds for one in (encoder, windowed))
     assert (full - other).abs().max() > 1e-2, "the window changes nothing"
-
-
-@pytest.mark.slow
-def test_the_transformer_sees_no_difference(encoder, pipe, folder, record_property):
-    transformer = SanaTransformer2DModel.from_pretrained(folder / "transformer").eval()
-    latents = torch.randn(1, 32, 4, 4, generator=torch.Generator().manual_seed(0))
-    largest, outputs = 0.0, []
-    for caption, negative in [
-        *((caption, False) for caption in CAPTIONS),
-        ("", True),
-        ("ugly, blurry", True),
-    ]:
-        stored = padded(encoded(encoder, [asked(caption, negative)])[0].embeds)
-        with torch.no_grad():
-            ours, theirs = (
-                transformer(latents, embeds, torch.tensor([500.0]), encoder_attention_mask=mask).sample
-                for embeds, mask in (stored, reference(pipe, caption, negative))
-            )
-        largest = max(largest, (ours - theirs).abs().max().item())
-        outputs.append(ours)
-    record_property("largest_difference", largest)
-    print(f"sana, transformer's output: largest difference {largest:.2e} of mean {ours.abs().mean():.2f}")
-    assert largest <= LIMIT
-    assert (outputs[0] - outputs[1]).abs().max() > 1e-3, "the transformer ignores the text"
-
-
-def test_overlong_captions_are_counted_and_cut(encoder):
-    long, short = encoded(encoder, [asked(CAPTIONS[-1]), asked("a cat")])
-    assert long.kept == 300 < long.tokens
-    assert short.kept == short.tokens
-    negative = encoded(encoder, [asked(CAPTIONS[-1], negative=True)])[0]
-    assert negative.kept == 300 < negative.tokens
 
 
 def test_a_result_does_not_depend_on_what_it_is_batched_with(encoder):

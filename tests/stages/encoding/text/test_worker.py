@@ -124,22 +124,6 @@ def test_an_image_is_read_and_seen_once_whatever_its_captions(project, monkeypat
 
 
 @pytest.mark.slow
-def test_an_image_that_is_gone_costs_its_own_texts_alone(project, read) -> None:
-    home = project("kandinsky5-image-i2i", stages={"max_reject_fraction": 1.0})
-    home.settings["datasets"][0]["conditioning_data"] = "source"
-    for number in range(2):
-        home.image(f"{number}.png", (64, 64), "larger\nsmaller", number)
-        home.image(f"../source/{number}.png", (64, 64), "", 50 + number)
-    home.run(discover.run)
-    home.run(bucket.run)
-    (home.folder / "source/1.png").unlink()
-    read.clear()
-    report = home.run(encode_text.run)
-    assert report.done == 3 and len(read) == 2
-    assert [(Path(row["path"]).name, row["reason"]) for row in report.set_aside] == [("1.png", "missing")] * 3
-
-
-@pytest.mark.slow
 def test_captions_that_clip_cuts_are_counted_and_not_listed(project) -> None:
     """The pipeline cuts there as well, and the other encoder reads the whole caption."""
     home = project("kandinsky5-image-t2i")
