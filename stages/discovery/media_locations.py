@@ -9,20 +9,23 @@ discover makes the same check of its listings (`RemovalCheck`): what it does not
 the next plan the training set. That is right for deleted files, and wrong for a disk that is not mounted.
 """
 
+import io
 import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache.sets.item_rows import read_mask
 from cache.sets.plans import Plan
 from cache.sets.row_lookup import RowLookup
+from cache.store.damage import DamageError
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.config.section import listed
@@ -39,10 +42,45 @@ from stages.discovery.sources.base import (
 )
 from stages.discovery.sources.urls import display_location
 from stages.media.files import Blob, MediaError, MediaPath, media_size, require_unchanged
-from stages.media.made_mask import MadeMask
 
 MAX_PROBED_FILES = 16  # of each dataset
 MADE_MASKS = "made masks"  # in place of a dataset's id, which has no space
+
+
+@dataclass(frozen=True, repr=False)
+class MadeMask(Blob):
+    """A mask that `masks` made, as a file that is read like the user's own: a row of its cache under the root. It is a
+    PNG in gray, of a clip with several frames an animated one, whose frame k is shown from k x FRAME_S on.
+
+    root: that of the caches. name: its path there, as of `cache.sets.item_rows.list_masks`. planned: its id."""
+
+    root: str
+    name: str
+    planned: str
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self._content)
+
+    def size(self) -> int:
+        return len(self._content)
+
+    def media_id(self) -> str:
+        """An id made of item, model and settings, of which the mask is a function."""
+        return self.planned
+
+    def refresh(self) -> None:
+        self.__dict__.pop("_content", None)
+
+    @cached_property
+    def _content(self) -> bytes:
+        try:
+            return read_mask(self.root, self.name)
+        except FileNotFoundError as error:
+            step = "run `latentpress masks`, then `latentpress bucket`"
+            raise MediaError("missing", self.name, "is not there", step) from error
+        except DamageError as error:
+            step = "run `latentpress verify --repair`, then the same command again"
+            raise MediaError("missing", self.name, f"is damaged: {error.reason}", step) from error
 
 
 class RequiredFile(NamedTuple):

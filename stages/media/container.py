@@ -11,6 +11,7 @@ from itertools import dropwhile, pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import av
+import numpy as np
 from av.container import InputContainer
 from av.packet import Packet
 from av.video.codeccontext import VideoCodecContext
@@ -232,3 +233,46 @@ def require_size(path: MediaPath, frame: TimedFrame, size: tuple[int, int], plan
         sizes = f"{size[0]}x{size[1]} pixels in frame {frame.number} ({frame.time:.3f} s)"
         problem = f"has {sizes}, and {planned[0]}x{planned[1]} in its header"
         raise MediaError("variable-size", path, problem, "cut it where the size changes, or encode it in one size")
+
+
+# -- orientation -----------------------------------------------------------------------------------------------------
+
+
+class Orientation(NamedTuple):
+    """Operations on a stored frame, in this order: transpose, mirror left to right, flip upside down."""
+
+    transposed: bool = False
+    mirrored: bool = False
+    flipped: bool = False
+
+    @property
+    def rotation(self) -> int:
+        """Degrees counterclockwise, 0, 90, 180 or 270; after mirroring left to right where `is_mirrored`."""
+        return (270 if self.mirrored else 90) if self.transposed else (180 if self.flipped else 0)
+
+    @property
+    def is_mirrored(self) -> bool:
+        return self.transposed ^ self.mirrored ^ self.flipped
+
+    def apply(self, picture_HWC: np.ndarray) -> np.ndarray:
+        """The picture as displayed, contiguous."""
+        turned = picture_HWC.swapaxes(0, 1) if self.transposed else picture_HWC
+        turned = turned[:, ::-1] if self.mirrored else turned
+        return np.ascontiguousarray(turned[::-1] if self.flipped else turned)
+
+
+def orientation_of_frame(frame: VideoFrame, path: MediaPath) -> Orientation:
+    """From the matrix that FFmpeg attaches to a decoded frame: (3, 3) fixed-point numbers [[a, b, u], [c, d, v],
+    [x, y, w]] that map a stored pixel (p, q) to (a p + c q, b p + d q). Raises MediaError ("odd-rotation") for other
+    rotations than quarter turns."""
+    matrix: Any = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return Orientation()
+    (a, b), (c, d) = np.frombuffer(bytes(matrix), "=i4").reshape(3, 3)[:2, :2].astype(np.float64)
+    size = max(map(abs, (a, b, c, d)))
+    if size and max(abs(b), abs(c)) < 0.01 * size and a and d:
+        return Orientation(False, bool(a < 0), bool(d < 0))
+    if size and max(abs(a), abs(d)) < 0.01 * size and b and c:
+        return Orientation(True, bool(c < 0), bool(b < 0))
+    degrees = -np.degrees(np.arctan2(b, a))
+    raise MediaError("odd-rotation", path, f"is displayed rotated by {degrees:.0f} degrees", "convert it to upright")

@@ -11,7 +11,10 @@ from schemas.tables import MADE
 from stages.media import animation, decord_backend, video
 from stages.media.files import MediaError, MediaPath, out_of_memory_error
 from stages.media.image import MAX_PIXELS, load_image
-from stages.media.made_mask import FRAME_S
+
+FRAME_S = (
+    0.02  # between the frames of a made mask: Pillow joins equal frames, of which one may be shown for 65 s at most
+)
 
 
 def resize_and_crop(image: Image.Image, crop: Crop, bucket: Bucket, *, path: MediaPath = "image") -> np.ndarray:

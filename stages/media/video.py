@@ -1,4 +1,4 @@
-"""Videos with PyAV: properties of a file, and the frames at given times.
+"""Videos with PyAV: properties of a file, from its header and its first frame, and the frames at given times.
 
 Times are seconds from the first presented frame, so start offsets and edit lists have no influence. Frames are turned
 and mirrored as they are displayed (FFmpeg stores that without applying it), and have their stored number of pixels: if
@@ -7,27 +7,38 @@ transparency see stages/media/color.py. Of several video tracks the main one is 
 
 Interlaced videos are refused. Which filter restores full frames depends on how the material was made (filmed in fields,
 or film spread over them), which no header tells, and its result at a frame depends on the frames around it.
+
+A header counts the frames in the file. Fewer may be shown: if a file was cut without re-encoding
+(`ffmpeg -ss 1.09 -i IN -c copy OUT`), an edit list hides what precedes the cut, and a cut between two frames adds time
+before the first one. If header and index do not suffice, the packets are read, without decoding.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import chain
+from typing import NamedTuple
 
+import av
 import numpy as np
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 
-from stages.media import color, header, profiles
+from schemas.clips import TIME_TOLERANCE
+from stages.media import color, profiles
 from stages.media.color import ColorTags
 from stages.media.container import (
     REMUX_ADVICE,
     REPLACE_ADVICE,
     OpenVideo,
+    Orientation,
     TimedFrame,
     average_rate,
     decode_packets,
     open_video,
+    orientation_of_frame,
     packets_from_keyframe,
     require_ascending,
     require_size,
@@ -36,7 +47,6 @@ from stages.media.container import (
     video_tracks,
 )
 from stages.media.files import MediaError, MediaPath, media_size
-from stages.media.header import Orientation, no_frames_error, read_timing
 from stages.media.image import MAX_PIXELS
 
 # Decoding the first frames is cheaper than a seek that lands among them.
@@ -50,7 +60,7 @@ _FINAL_REASONS = ("out-of-memory", "hdr", "interlaced", "odd-rotation", "missing
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """Properties of a video from its header, or from its packets if the header lacks them.
+    """Properties of a video from its header and first frame, or from its packets if the header lacks them.
 
     width, height: as displayed, after rotation and with square pixels. rotation: degrees counterclockwise that turn the
     stored frame upright (0, 90, 180, 270). frames: that are shown. rate: average frames per second. duration: seconds
@@ -73,31 +83,31 @@ class VideoInfo:
 
 
 def probe_video(path: MediaPath) -> VideoInfo:
-    """Read the header; if it lacks something, all packets without decoding, or one frame. Raises MediaError."""
+    """Read the header and decode the first frame, which knows the rotation and all colors; if the header does not know
+    how long the video is, read all packets without decoding. Raises MediaError."""
     size = media_size(path)
     with open_video(path) as reader:
         stream, context = reader.stream, reader.stream.codec_context
         if any(entry.pos + entry.size > size for entry in stream.index_entries[-1:]):
             raise MediaError("truncated", path, "is shorter than its own index says", REPLACE_ADVICE)
-        _header_tags(reader)
-        timing = read_timing(reader)
-        turned, (width, height) = _planned_shape(reader)
+        timing = _timing_from_header(reader)
+        turned, (width, height), tags, *_ = _begin(reader)
         width = max(1, round(width * (stream.sample_aspect_ratio or 1)))
         if turned.transposed:
             width, height = height, width
         if width * height > MAX_PIXELS:
             raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
         tracks = video_tracks(reader.container)
-        return VideoInfo(
-            width,
-            height,
-            turned.rotation,
-            *timing,
-            codec=context.name,
-            mirrored=turned.is_mirrored,
-            wide=context.color_primaries in profiles.WIDE_PRIMARIES,
-            track=tracks.index(stream) if len(tracks) > 1 else None,
-        )
+        facts = {
+            "codec": context.name,
+            "mirrored": turned.is_mirrored,
+            "wide": tags.primaries in profiles.WIDE_PRIMARIES,
+            "track": tracks.index(stream) if len(tracks) > 1 else None,
+        }
+    if timing is None:
+        with open_video(path) as reader:
+            timing = _timing_from_packets(reader)
+    return VideoInfo(width, height, turned.rotation, *timing, **facts)
 
 
 def read_frames(
@@ -131,11 +141,11 @@ def read_frames(
 def iter_thumbnails(path: MediaPath, edge: int) -> Iterator[tuple[float, np.ndarray]]:
     """(seconds, uint8 (height, width, 3) RGB) of every frame, at most `edge` pixels wide and high, not rotated."""
     with open_video(path) as reader:
-        to_rgb, (_, planned) = _Converter(reader, "white"), _planned_shape(reader)
-        scale = min(1.0, edge / max(planned))
-        size = max(2, round(planned[0] * scale)), max(2, round(planned[1] * scale))
-        for shown in _iter_timed_frames(reader, None):
-            require_size(path, shown, (shown.frame.width, shown.frame.height), planned)
+        to_rgb, video = _Converter(reader, "white"), _begin(reader)
+        scale = min(1.0, edge / max(video.size))
+        size = max(2, round(video.size[0] * scale)), max(2, round(video.size[1] * scale))
+        for shown in _iter_timed_frames(reader, video, None):
+            require_size(path, shown, (shown.frame.width, shown.frame.height), video.size)
             yield shown.time, to_rgb(shown.frame, size)
 
 
@@ -174,63 +184,67 @@ def _interlaced_error(path: MediaPath) -> MediaError:
     return MediaError("interlaced", path, "is interlaced: each frame holds halves of two moments", advice)
 
 
-def _planned_shape(reader: OpenVideo) -> tuple[Orientation, tuple[int, int]]:
-    """Orientation and size of stored frames, on which a plan relies: by the header, else by the first keyframe."""
-    turned, size = header.orientation_of_header(reader), reader.size
-    if turned is None or not all(size):
-        turned, found = _probe_keyframe(reader.path)
-        size = size if all(size) else found
-    return turned, size
+class _Frames(NamedTuple):
+    """An open video whose first frame was decoded, and checked. turned, size: orientation and size of stored frames, on
+    which a plan relies. tags: the first frame's colors. frames: all, from the first on."""
+
+    turned: Orientation
+    size: tuple[int, int]
+    tags: ColorTags
+    first: VideoFrame
+    frames: Iterator[VideoFrame]
 
 
-def _probe_keyframe(path: MediaPath) -> tuple[Orientation, tuple[int, int]]:
-    """Orientation and size of the first keyframe. Opens the file again, from its beginning."""
-    with open_video(path) as reader:
-        declared, stream = _header_tags(reader), reader.stream
-        for packet in reader.container.demux(stream):
-            if packet.is_keyframe and packet.size:
-                # Draining the decoder after one packet is cheaper than filling its delay. The stream's own decoder,
-                # unlike another, has the matrices of the container.
-                if frames := stream.decode(packet) or stream.decode(None):
-                    _frame_tags(frames[0], declared, path)
-                    return header.orientation_of_frame(frames[0], path), (frames[0].width, frames[0].height)
-                stream.codec_context.flush_buffers()
-    raise no_frames_error(path)
+def _begin(reader: OpenVideo) -> _Frames:
+    declared = _header_tags(reader)  # before decoding, which overwrites them
+    frames = decode_packets(packets_from_keyframe(reader), reader)
+    first = next(frames, None)
+    if first is None:
+        raise _no_frames_error(reader.path)
+    tags = _frame_tags(first, declared, reader.path)
+    size = reader.size if all(reader.size) else (first.width, first.height)
+    if reader.decoder is reader.stream.codec_context:
+        turned = orientation_of_frame(first, reader.path)
+    else:  # only the stream's own decoder has the matrices of the container
+        with open_video(reader.path) as again:
+            own = _begin(again._replace(decoder=again.stream.codec_context))
+        turned = own.turned
+    return _Frames(turned, size, tags, first, chain([first], frames))
+
+
+def _no_frames_error(path: MediaPath) -> MediaError:
+    return MediaError("zero-frames", path, "has a video stream without a frame", "remove it from the dataset")
 
 
 def _decode_at_times(
     path: MediaPath, times: Sequence[float], threads: int, background: str, *, seek: bool
 ) -> Iterator[np.ndarray]:
     with open_video(path, threads) as reader:
-        to_rgb, (planned_turn, planned_size) = _Converter(reader, background), _planned_shape(reader)
-        shown = _iter_timed_frames(reader, times[0] if seek else None)
+        to_rgb, video = _Converter(reader, background), _begin(reader)
+        shown = _iter_timed_frames(reader, video, times[0] if seek else None)
         last: VideoFrame | None = None
         for selected in select_frames(shown, times, time_tolerance(reader.stream), path):
             frame: VideoFrame = selected.frame
             if frame is not last:
-                turned = header.orientation_of_frame(frame, path)
-                if turned != planned_turn:
-                    problem = "has another orientation in its frames than its header"
+                turned = orientation_of_frame(frame, path)
+                if turned != video.turned:
+                    problem = f"has another orientation in frame {selected.number} than in its first"
                     raise MediaError("odd-rotation", path, problem, REPLACE_ADVICE)
-                require_size(path, selected, (frame.width, frame.height), planned_size)
+                require_size(path, selected, (frame.width, frame.height), video.size)
                 last, picture = frame, turned.apply(to_rgb(frame))
             yield picture
 
 
-def _iter_timed_frames(reader: OpenVideo, start: float | None) -> Iterator[TimedFrame]:
+def _iter_timed_frames(reader: OpenVideo, video: _Frames, start: float | None) -> Iterator[TimedFrame]:
     """Frames in order with their times: all, or from the last keyframe at or before `start` seconds."""
     path, rate, tick = reader.path, average_rate(reader.stream), float(reader.stream.time_base or 0)
-    frames = decode_packets(packets_from_keyframe(reader), reader)
-    first = next(frames, None)
-    if first is None:
-        raise MediaError("zero-frames", path, "has no frame that can be decoded", REPLACE_ADVICE)
-    frames = chain([first], frames)
+    frames = video.frames
     if reader.container.format.name == "avi":
         # AVI has no presentation times, and with B-frames its timestamps are out of order; but its rate is constant.
         for index, frame in enumerate(frames):
             yield TimedFrame(index / rate, 1 / rate, index, frame)
         return
-    origin = _require_pts(first, path)
+    origin = _require_pts(video.first, path)
     if start is not None:
         # Half a tick is shorter than any frame, and longer than the rounding errors of these numbers.
         start += tick / 2
@@ -272,3 +286,91 @@ def _require_pts(frame: VideoFrame, path: MediaPath) -> int:
     if frame.pts is None:
         raise MediaError("no-timestamps", path, "doesn't say when its frames are shown", REMUX_ADVICE)
     return frame.pts
+
+
+# -- timing ----------------------------------------------------------------------------------------------------------
+
+
+class _Timing(NamedTuple):
+    """frames: that are shown. rate: their average. duration: seconds from the first frame's start to the last's end."""
+
+    frames: int
+    rate: float
+    duration: float
+    constant_rate: bool
+
+
+def _timing_from_header(reader: OpenVideo) -> _Timing | None:
+    stream = reader.stream
+    if not stream.frames or not stream.duration or not stream.time_base or not stream.average_rate:
+        return None
+    rate, duration = float(stream.average_rate), float(stream.duration * stream.time_base)
+    if reader.container.format.name == "avi":
+        # FFmpeg takes AVI's frame count from the header and its duration from the content; the rate is constant.
+        _require_full_duration(reader.path, duration, stream.frames / rate)
+        return _Timing(min(stream.frames, max(1, round(rate * duration))), rate, duration, constant_rate=True)
+    if abs(stream.frames - rate * duration) > 0.05 or any(entry.is_discard for entry in stream.index_entries):
+        return None
+    constant = _constant_rate((entry.timestamp for entry in stream.index_entries), stream.frames, reader)
+    return _Timing(stream.frames, constant or rate, duration, constant_rate=constant is not None)
+
+
+def _timing_from_packets(reader: OpenVideo) -> _Timing:
+    """From the packets after the first keyframe; frames shown before it depend on others that are not in the file."""
+    stamps, end, stream = list[int](), -math.inf, reader.stream
+    first: int | None = None
+    for packet in packets_from_keyframe(reader):
+        stamp = packet.dts if packet.pts is None else packet.pts
+        if stamp is None:
+            continue
+        first = stamp if first is None else first
+        if packet.is_discard or stamp < first:
+            continue
+        stamps.append(stamp)
+        end = max(end, stamp + (packet.duration or 0))
+    if not stamps:
+        raise _no_frames_error(reader.path)
+    if end <= min(stamps) or not stream.time_base:
+        raise MediaError("no-timestamps", reader.path, "doesn't say when its frames are shown", REMUX_ADVICE)
+    duration = (end - min(stamps)) * float(stream.time_base)
+    _require_full_duration(reader.path, end * float(stream.time_base), _declared_end_s(reader))
+    constant = _constant_rate(stamps, len(stamps), reader)
+    rate, declared = len(stamps) / duration, float(stream.average_rate or 0)
+    # The header's rate, if it agrees, is exact; the counted one is affected by rounded timestamps.
+    rate = constant or (declared if math.isclose(rate, declared, rel_tol=0.01) else rate)
+    return _Timing(len(stamps), rate, duration, constant_rate=constant is not None)
+
+
+def _constant_rate(stamps: Iterable[int], frames: int, reader: OpenVideo) -> float | None:
+    """The rate, if any, at which all timestamps of n frames are within a tick or a millisecond of even spacing: the
+    header's if it fits, else that of the first and last frame."""
+    stream = reader.stream
+    ticks = np.sort(np.fromiter(stamps, np.int64))
+    if len(ticks) != frames or frames < 2 or not stream.time_base or ticks[0] == ticks[-1]:
+        return None
+    tick = float(stream.time_base)
+    seconds = (ticks - ticks[0]) * tick
+    measured = Fraction(frames - 1, int(ticks[-1] - ticks[0])) / stream.time_base
+    for rate in map(float, filter(None, (stream.average_rate, stream.base_rate, measured))):
+        deviation = np.abs(seconds - np.arange(frames) / rate).max()
+        if deviation <= min(max(tick, TIME_TOLERANCE), 0.25 / rate) + 1e-9:
+            return rate
+    return None
+
+
+def _declared_end_s(reader: OpenVideo) -> float:
+    """The end of this stream according to Matroska's header, in seconds from the file's zero; 0 if not declared."""
+    if not reader.container.format.name.startswith("matroska"):
+        return 0.0
+    match = re.fullmatch(r"(\d+):(\d+):(\d+\.\d+)", reader.stream.metadata.get("DURATION", ""))
+    if match is not None:
+        hours, minutes, seconds = map(float, match.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    # With other streams the file may rightly be longer than this one.
+    return (reader.container.duration or 0) / av.time_base if len(reader.container.streams) == 1 else 0.0
+
+
+def _require_full_duration(path: MediaPath, duration: float, declared: float) -> None:
+    if duration < declared - max(0.2, 0.02 * declared):
+        problem = f"holds {duration:.1f} s of the {declared:.1f} s that its header declares"
+        raise MediaError("truncated", path, problem, REPLACE_ADVICE)

@@ -328,7 +328,7 @@ def test_animations_are_their_first_frame_where_asked(videos: Outcome) -> None:
 #: What decord can't do as exactly as PyAV, with the reason; the anamorphic one is so narrow that it garbles it.
 NOT_DECORD = {
     **dict.fromkeys(("uneven.mkv", "uneven.mp4", "h264.avi"), "variable-rate"),
-    **dict.fromkeys(("mirrored.mp4", "anamorphic.mp4", "live.mkv", "av1.mp4", "av1.webm"), "unreadable"),
+    **dict.fromkeys(("mirrored.mp4", "anamorphic.mp4", "clear.mov", "live.mkv", "av1.mp4", "av1.webm"), "unreadable"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The worker of `masks`: pictures and clips -> a mask of each frame, in a PNG (`stages/media/made_mask.py`)."""
+"""The worker of `masks`: pictures and clips -> a mask of each frame, in a PNG (`MadeMask`)."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from stages.encoding.member_reader import MemberPixels
 from stages.encoding.worker import FrameWorker, RefusedMember
 from stages.engines.jobs import Job
 from stages.media.files import MediaError
-from stages.media.made_mask import FRAME_S
+from stages.media.sample_reader import FRAME_S
 
 
 @dataclass(frozen=True)
