@@ -29,11 +29,18 @@ from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensors import Array
 from cache.store.store import Store
 from schemas.tables import MEASURES
-from stages.encoding.features.candidates import LEAST_FEATURES, LEAST_LAYOUT, find_candidates, likeliest
-from stages.encoding.features.clusters import find_clusters, find_outliers
-from stages.encoding.features.compared_items import ComparedItems, read_items
-from stages.encoding.features.layouts import LAYOUT_NUMBERS, PARTS, WAVES, mirror_layouts
-from stages.encoding.features.neighbors import NEIGHBORS, find_neighbors
+from stages.encoding.features.comparison import ComparedItems, read_items
+from stages.encoding.features.measures import LAYOUT_NUMBERS, PARTS, WAVES, mirror_layouts
+from stages.encoding.features.neighbors import (
+    LEAST_FEATURES,
+    LEAST_LAYOUT,
+    NEIGHBORS,
+    find_clusters,
+    find_layout_candidates,
+    find_neighbors,
+    find_outliers,
+    likeliest,
+)
 
 PICTURE_WAVES = 20  # of a drawn picture, across and down
 DECAY = 1.2  # of their heights with the frequency
@@ -176,9 +183,9 @@ def main(argv: list[str] | None = None) -> None:
     assert items.vectors is not None
     neighbors = measured("neighbors by vectors", lambda: find_neighbors(items.vectors))
     measured("outliers", lambda: find_outliers(neighbors, options.items))
-    by_layouts = measured("candidates by layouts", lambda: find_candidates(items.layouts))
+    by_layouts = measured("candidates by layouts", lambda: find_layout_candidates(items.layouts))
     measured("clusters", lambda: find_clusters(items.vectors, None))
-    by_vectors = likeliest(neighbors.above(LEAST_FEATURES))
+    by_vectors = likeliest(neighbors, LEAST_FEATURES)
     print_recall(items, copies, {"layouts": by_layouts.pairs, "vectors": by_vectors.pairs}, options.sample)
 
 

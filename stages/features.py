@@ -19,7 +19,6 @@ from stages.encoding.stage_state import StageState
 
 def run(config: Config, options: Options, console: Console, **more: Any) -> Report:
     """more: the options of every encoding stage."""
-    from stages.encoding.features.clusters import INSTEAD
     from stages.encoding.features.comparison import write_item_table  # which reads media
     from stages.encoding.features.confirmation import require_opencv
     from stages.encoding.features.neighbors import import_faiss
@@ -27,8 +26,8 @@ def run(config: Config, options: Options, console: Console, **more: Any) -> Repo
     features = require_features(config)
     if features.duplicates:
         require_opencv()
-    if features.source is not None and features.clusters != 0:
-        import_faiss("clusters", INSTEAD)
+    if features.duplicates or features.source is not None:
+        import_faiss()
     report, store = STAGE.run(config, options, console, **more), Store(config.root)
     state = STAGE.state(store, config, STAGE.find_plan(store, config))
     if left := len(state.remaining_units()):

@@ -5,12 +5,15 @@ media, so that several who do make the same.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from cache.sets.item_rows import iter_item_rows
 from cache.sets.item_table import item_table_path
 from cache.sets.plans import Plan
 from cache.store.store import Store
@@ -20,11 +23,17 @@ from schemas.errors import LatentpressError
 from schemas.tables import FEATURES_SCHEMA, MEASURES
 from stages.discovery.media_locations import MediaLocations
 from stages.discovery.media_table import read_configured_media
-from stages.encoding.features.candidates import LEAST_FEATURES, Candidates, find_candidates, likeliest
-from stages.encoding.features.clusters import find_clusters, find_outliers
-from stages.encoding.features.compared_items import ComparedItems, read_items
 from stages.encoding.features.confirmation import LocalFeatures, make_reader, show_the_same
-from stages.encoding.features.neighbors import find_neighbors
+from stages.encoding.features.neighbors import (
+    LEAST_FEATURES,
+    Candidates,
+    centered,
+    find_clusters,
+    find_layout_candidates,
+    find_neighbors,
+    find_outliers,
+    likeliest,
+)
 from stages.encoding.member_reader import ReadRequest
 from stages.encoding.stage_state import StageState
 from stages.engines.sandbox import SandboxPool, WorkerFailure
@@ -34,6 +43,59 @@ _PAIRS_AT_ONCE = 500  # of which the local features are in memory: about 300 MiB
 #: Pairs in the order of their likeness, after which the rest is left. Among many items most candidates are alike by
 #: chance, and to confirm one takes tens of milliseconds.
 MOST_IN_VAIN = 5000
+
+
+@dataclass(frozen=True)
+class ComparedItems:
+    """n items, sorted by media id. measures: (n, len(MEASURES)), NaN for none. vectors: (n, width) of the model,
+    without what all have in common; None without a model. layouts: (n, parts, numbers). is_clip: (n,)."""
+
+    sample_ids: Sequence[str]
+    media_ids: Sequence[str]
+    measures: NDArray[np.float64]
+    vectors: NDArray[np.float32] | None
+    layouts: NDArray[np.float16]
+    is_clip: NDArray[np.bool_]
+
+
+def read_items(store: Store, state: StageState) -> ComparedItems:
+    """The items of the plan whose rows are there. Each row is copied into arrays for all: the rows of a million items
+    would take several times the memory. Of an item that was read in two ways the row of the greater id."""
+    wanted = set(state.wanted_ids.to_pylist())
+    done = [state.done[unit.unit_id] for unit in state.units if unit.unit_id in state.done]
+    positions, ids = dict[str, int](), list[str]()
+    measures = np.empty((len(wanted), len(MEASURES)))
+    tensors = dict[str, np.ndarray]()
+    for _, _, row in iter_item_rows(store, f"features/{state.fingerprint}", done):
+        if row.id not in wanted:
+            continue
+        position = positions.setdefault(row.info["media_id"], len(positions))
+        if position == len(ids):
+            ids.append(row.id)
+        elif row.id < ids[position]:
+            continue
+        ids[position] = row.id
+        measures[position] = [np.nan if (value := row.info["measures"][name]) is None else value for name in MEASURES]
+        for name, array in row.tensors.items():
+            values = array.numpy()
+            if name not in tensors:
+                tensors[name] = np.empty((len(wanted), *values.shape), values.dtype)
+            tensors[name][position] = values
+    media_ids = sorted(positions)
+    order = np.array([positions[media_id] for media_id in media_ids], np.int64)
+    clips = state.plan.sample_table.filter(pc.equal(state.plan.sample_table.column("kind"), "video"))
+    is_clip = set(clips.column("sample_id").to_pylist())
+    sample_ids = [ids[position] for position in order]
+    layouts = tensors["layouts"][order] if tensors else np.zeros((0, 1, 1), np.float16)
+    tensors.pop("layouts", None)
+    return ComparedItems(
+        sample_ids,
+        media_ids,
+        measures[order],
+        centered(tensors["features"][order].astype(np.float32)) if "features" in tensors else None,
+        layouts,
+        np.array([name in is_clip for name in sample_ids], bool),
+    )
 
 
 def write_item_table(store: Store, config: Config, state: StageState, name: str, console: Console) -> pa.Table:
@@ -58,9 +120,9 @@ def write_item_table(store: Store, config: Config, state: StageState, name: str,
             for row, outlier in zip(rows, find_outliers(neighbors, len(rows)), strict=True):
                 columns["outlier"][row] = outlier
         if features.duplicates:
-            proposals = [find_candidates(items.layouts[chosen])]
+            proposals = [find_layout_candidates(items.layouts[chosen])]
             if neighbors is not None:
-                proposals.append(likeliest(neighbors.above(LEAST_FEATURES)))
+                proposals.append(likeliest(neighbors, LEAST_FEATURES))
             candidates += [Candidates(rows[proposal.pairs], proposal.likeness) for proposal in proposals]
     if items.vectors is not None and features.clusters != 0:
         columns["cluster"] = [items.media_ids[row] for row in find_clusters(items.vectors, features.clusters)]

@@ -13,8 +13,7 @@ from cache.shards.tensors import Array
 from schemas.devices import HostCopy
 from schemas.geometry import Bucket
 from stages.encoding import model_loading
-from stages.encoding.features.layouts import layouts
-from stages.encoding.features.measures import measure
+from stages.encoding.features.measures import layouts, measure
 from stages.encoding.features.settings import PROCESSOR_FILE, features_model, require_features
 from stages.encoding.features.vision_model import AutoModel, DinoModel, VisionModel, pool_clips
 from stages.encoding.member_reader import MemberPixels
