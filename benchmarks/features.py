@@ -35,7 +35,7 @@ from benchmarks.common import (
     write_config,
 )
 from benchmarks.discover import make_jpeg, unique_jpeg, write_item
-from cache.sets.item_table import read_item_table
+from cache.sets.item_rows import read_item_table
 from cache.store.store import Store
 from schemas.config.loading import load_config
 from stages import discover, features

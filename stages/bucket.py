@@ -15,7 +15,7 @@ from cache.models.compatibility import bucket_side_multiple
 from cache.models.parts import check_parts
 from cache.order.schedule import small_bucket_advice
 from cache.runs.training_checks import check_before_stages
-from cache.sets import plan_damage, plans, rejects
+from cache.sets import plans, rejects
 from cache.sets.caption_edits import apply_edits, read_edits
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
@@ -69,7 +69,7 @@ def _plan(config: Config, options: Options, console: Console, divide_again: bool
     pa.set_memory_pool(pa.system_memory_pool())  # saves a fifth of time and memory with large temporary tables
     store = Store(config.root)
     multiple = bucket_side_multiple(config.model)
-    plan_damage.quarantine_damaged(store, console.warn, options.dry_run)
+    plans.quarantine_damaged(store, console.warn, options.dry_run)
     with activity("planning"):
         edits = read_edits(store)
         media, items = read_media(store, config)

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.sets.item_table import read_item_table
+from cache.sets.item_rows import read_item_table
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app

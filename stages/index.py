@@ -43,7 +43,7 @@ from schemas.text_format import shorten
 from stages.encoding import stage_registry
 from stages.encoding.stage import EncodingStage, refuse_partition
 from stages.encoding.stage_state import RejectLimit, StageState, format_truncated
-from stages.planning.join import EncodedMembers, IdLookup, TrainingSetTables, find_encoded, join_plan
+from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, find_ids, join_plan
 from stages.planning.units import text_tensor_limits
 
 MAX_LISTED_MISSING = 20
@@ -237,10 +237,10 @@ def planned_members(units: Sequence[Unit], folder: str, format: str, wanted: pa.
     """The future places of the wanted members of units. folder: of their shards. format: cache.format."""
     ids = pa.array([name for unit in units for name in unit.members], pa.string())
     ends = np.cumsum([0, *(len(unit.members) for unit in units)])
-    at = IdLookup(ids).find(wanted)
+    at = find_ids(wanted, ids)
     shard = np.searchsorted(ends, at, side="right") - 1
     paths = [f"{folder}/{unit.unit_id}{SUFFIXES[format]}" for unit in units]
-    return EncodedMembers(IdLookup(wanted), paths, shard, at - ends[shard], {}, [], wanted.slice(0, 0))
+    return EncodedMembers(wanted, paths, shard, at - ends[shard], {}, [], wanted.slice(0, 0))
 
 
 def describe_limits(

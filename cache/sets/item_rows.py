@@ -1,6 +1,8 @@
 """Rows that an item stage made of items, in a cache such as captions/<fingerprint>/, by the ids of its item plan.
 
-A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans.
+A row's info says which item it is of (`item_info`): its media id and, of a clip, the seconds that it spans. And the
+table that `features` makes of a configuration's items: items/<name>.arrow, of schemas.tables.FEATURES_SCHEMA, one row
+of each media id; the name is a hash of what the rows were made of, among it the items.
 """
 
 import errno
@@ -10,13 +12,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from cache.sets.table_checks import check_items
 from cache.shards.shard import SUFFIXES, ShardRow, find_done_units
 from cache.shards.shard_io import open_reader
 from cache.store.damage import DamageError
 from cache.store.json_checks import check_list, check_text
 from cache.store.store import Store
-from schemas.tables import MEASURES
+from schemas.tables import EXTRA_PREFIX, FEATURE_COLUMNS, GROUP, MEASURES
 
 PNG = "png"  # the tensor of a made mask: the bytes of a PNG in gray, of a clip's masks animated, a frame for each
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -116,3 +120,28 @@ def check_caption_row(row: ShardRow) -> None:
     for caption in captions:
         if not check_text(caption, "a caption").strip():
             raise ValueError("a caption is empty")
+
+
+def item_table_path(name: str) -> str:
+    return f"items/{name}.arrow"
+
+
+def read_item_table(store: Store, name: str) -> pa.Table | None:
+    """None where it was not made. DamageError where it is not as it was written."""
+    try:
+        return store.read_table(item_table_path(name), check_items)
+    except FileNotFoundError:
+        return None
+
+
+def join_item_table(media: pa.Table, items: pa.Table) -> pa.Table:
+    """A media table with the columns of `items`, as those of a manifest, of which one of the same name stays; and with
+    GROUP, by which near-duplicates stay together."""
+    row = pc.index_in(media["media_id"], value_set=items["media_id"].combine_chunks())
+    for name in FEATURE_COLUMNS:
+        values = items[name].take(row)
+        if EXTRA_PREFIX + name not in media.column_names:
+            media = media.append_column(EXTRA_PREFIX + name, values)
+        if name == GROUP:
+            media = media.append_column(GROUP, values)
+    return media

@@ -8,7 +8,7 @@ Everything stays in tables: a plan of a million samples is read and compared wit
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.sets.row_lookup import RowLookup
 from cache.sets.table_checks import check_active, check_samples, check_texts, check_units
 from cache.store import arrow_ipc
 from cache.store.arrow_ipc import hash_table
@@ -36,14 +35,45 @@ from cache.store.json_checks import (
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import USAGE, LatentpressError
-from schemas.identity import hash_bytes, hash_json
+from schemas.identity import hash_bytes, hash_json, id_prefixes
 from schemas.json_records import format_record
-from schemas.tables import TABLES_VERSION, plan_schema
+from schemas.tables import TABLES_VERSION, UNITS_SCHEMA, plan_schema
 
 _CHECKS = {"samples": check_samples, "texts": check_texts, "units": check_units, "active": check_active}
 PLAN_TABLES = tuple(_CHECKS)
 KINDS = {"items": ("items",), "samples": ("latents", "text")}  # of plans -> of their units
 MOST_EARLIER = 8  # generations that a plan is read with
+
+
+class RowLookup(Mapping[str, dict[str, Any]]):
+    """Rows of `table` by the 32 hex digits in its column `key`; of rows with equal ids the first. Rows are read one at
+    a time: 16 bytes of memory a row and no Python objects."""
+
+    def __init__(self, table: pa.Table, key: str) -> None:
+        self._table, self._key = table, key
+        prefixes = id_prefixes(table.column(key))
+        self._order = np.argsort(prefixes, kind="stable")
+        self._prefixes = prefixes[self._order]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        try:
+            prefix = np.uint64(int(name[:16], 16))
+        except ValueError as error:  # not an id
+            raise KeyError(name) from error
+        first, end = (np.searchsorted(self._prefixes, prefix, side) for side in ("left", "right"))
+        for number in self._order[first:end].tolist():
+            row = self._table.slice(number, 1)
+            if row.column(self._key)[0].as_py() == name:
+                return row.to_pylist()[0]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Every id in the table's order, repeated ids included."""
+        for chunk in self._table.column(self._key).chunks:
+            yield from chunk.to_pylist()
+
+    def __len__(self) -> int:
+        return self._table.num_rows
 
 
 class PlanOutdated(LatentpressError):
@@ -371,3 +401,46 @@ def _publish_as(
         if not removed:
             raise PlanOutdated(f"plan {other} was published at the same time")
     return won
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def find_damage(store: Store, name: str) -> DamageError | None:
+    """The first damage found in generation `name`."""
+    try:
+        load_plan(store, name)
+        for what in PLAN_TABLES:
+            read_plan_table(store, name, what)
+    except DamageError as damage:
+        return damage
+    return None
+
+
+def quarantine(store: Store, name: str) -> str:
+    """Move a generation to damaged/plans/, its plan.json first; returns its new folder."""
+    taken, number = {kept.partition("/")[0] for kept in store.list_names("damaged/plans")}, 1
+    while f"{name}.{number}" in taken:
+        number += 1
+    kept = f"damaged/plans/{name}.{number}"
+    for file in ("plan.json", *(f"{what}.arrow" for what in PLAN_TABLES)):
+        with suppress(FileNotFoundError):
+            store.move(f"plans/{name}/{file}", f"{kept}/{file}")
+    store.remove_empty_folders(f"plans/{name}")
+    return kept
+
+
+def quarantine_damaged(store: Store, warn: Callable[[str], object], dry_run: bool = False) -> None:
+    """Move damaged plans away, so that what they held is planned again; a dry run raises the damage. Unit ids are made
+    of their members' ids, so the shards of units that are planned again stay in use."""
+    for name in list_plans(store):
+        if damage := find_damage(store, name):
+            if dry_run:
+                raise damage
+            warn(f"{damage.message}; this plan is kept as {quarantine(store, name)} and planned again")
+
+
+def all_units(store: Store) -> pa.Table:
+    """Table of schemas.tables.UNITS_SCHEMA: the units of all undamaged generations, of any settings."""
+    names = [name for name in list_plans(store) if find_damage(store, name) is None]
+    return pa.concat_tables([UNITS_SCHEMA.empty_table(), *(read_plan_table(store, name, "units") for name in names)])

@@ -23,8 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets.item_rows import read_mask
-from cache.sets.plans import Plan
-from cache.sets.row_lookup import RowLookup
+from cache.sets.plans import Plan, RowLookup
 from cache.store.damage import DamageError
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import VALIDATION, Config

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.models.weights import WeightsError
-from cache.sets.item_table import join_item_table, read_item_table
+from cache.sets.item_rows import join_item_table, read_item_table
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Features

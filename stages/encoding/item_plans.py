@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache.sets import plan_damage, plans
+from cache.sets import plans
 from cache.sets.plans import Plan, PlanOutdated
 from cache.store.store import Store
 from schemas.cli.progress import activity
@@ -56,7 +56,7 @@ def find_item_plan(
 
 def _find(store: Store, config: Config, request: ItemRequest, publish: bool, warn: Callable[[str], object]) -> Plan:
     if publish:
-        plan_damage.quarantine_damaged(store, warn)
+        plans.quarantine_damaged(store, warn)
     with activity(f"planning {request.stage}"):
         if request.whole:  # of which the columns are made that others read
             used = [dataset for dataset in config.datasets if not dataset.disabled]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache.sets import plan_damage, plans, table_checks
+from cache.sets import plans, table_checks
 from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.item_rows import check_caption_row, check_features_row, check_mask_row
 from cache.sets.plans import Unit
@@ -83,7 +83,7 @@ class ExpectedShards:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._units = plan_damage.all_units(store)
+        self._units = plans.all_units(store)
         self._rows = {name: row for row, name in enumerate(self._units.column("unit_id").to_pylist())}
         self._specs: dict[str, CacheSpec] = {}
 

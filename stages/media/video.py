@@ -98,16 +98,19 @@ def probe_video(path: MediaPath) -> VideoInfo:
         if width * height > MAX_PIXELS:
             raise MediaError("too-large", path, f"has frames of {width}x{height} pixels", "scale it down or remove it")
         tracks = video_tracks(reader.container)
-        facts = {
-            "codec": context.name,
-            "mirrored": turned.is_mirrored,
-            "wide": tags.primaries in profiles.WIDE_PRIMARIES,
-            "track": tracks.index(stream) if len(tracks) > 1 else None,
-        }
-    if timing is None:
-        with open_video(path) as reader:
-            timing = _timing_from_packets(reader)
-    return VideoInfo(width, height, turned.rotation, *timing, **facts)
+        if timing is None:
+            with open_video(path) as again:
+                timing = _timing_from_packets(again)
+        return VideoInfo(
+            width,
+            height,
+            turned.rotation,
+            *timing,
+            codec=context.name,
+            mirrored=turned.is_mirrored,
+            wide=tags.primaries in profiles.WIDE_PRIMARIES,
+            track=tracks.index(stream) if len(tracks) > 1 else None,
+        )
 
 
 def read_frames(

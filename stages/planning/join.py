@@ -22,53 +22,15 @@ from schemas.tables import SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TRAINED_ROLES, i
 
 INDEXED_ROLES = TRAINED_ROLES  # in the order of the index
 GROUP_COLUMNS = ("bucket", "dataset", "repeats", "weight")  # the index is sorted by role, these, and sample id
-HASH_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], "u8")
 
 TableRow = dict[str, Any]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
-class IdLookup:
-    """Finds ids of 32 hex digits in an array of them, by 64-bit hashes that both sides are sorted by.
-
-    Arrow's `index_in` builds a hash table of the strings at every call, and takes three times as long for two million.
-    Memory: 48 bytes for each id.
-    """
-
-    def __init__(self, ids: pa.Array) -> None:
-        self.ids = ids
-        self._words = _id_words(ids)
-        hashes = self._words @ HASH_MULTIPLIERS
-        self._order = np.argsort(hashes, kind="stable")
-        self._hashes = hashes[self._order]
-
-    def find(self, names: pa.Array | pa.ChunkedArray) -> IntArray:
-        """(m,) the index of each name, the first of equal ids; -1 for an unknown name and for null."""
-        if not len(self.ids) or not len(names):
-            return np.full(len(names), -1)
-        words = _id_words(names)
-        hashes = words @ HASH_MULTIPLIERS
-        order = np.argsort(hashes)
-        at = np.empty(len(names), np.int64)
-        at[order] = np.searchsorted(self._hashes, hashes[order])
-        at = np.minimum(at, len(self.ids) - 1)
-        index, same = self._order[at], np.asarray(pc.is_valid(names)).copy()
-        collision = same & (self._hashes[at] == hashes)
-        for word in range(4):
-            same &= self._words[index, word] == words[:, word]
-        collision &= ~same  # another id has the same hash; the one that is looked for may follow it
-        index[~same] = -1
-        if collision.any():
-            index[collision] = _to_int64(pc.index_in(names.filter(pa.array(collision)), value_set=self.ids))
-        return index
-
-
-def _id_words(ids: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
-    """(n, 4): the 32 characters of each id; arbitrary for null and for strings of another length."""
-    ids = ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
-    ids = pc.if_else(pc.equal(pc.binary_length(ids), 32), ids, None).cast(pa.binary(32))
-    return np.frombuffer(ids.buffers()[1], "<u8").reshape(-1, 4)[ids.offset :][: len(ids)]
+def find_ids(names: pa.Array | pa.ChunkedArray, ids: pa.Array) -> IntArray:
+    """(m,) the index of each name in `ids`, the first of equal ids; -1 for an unknown name and for null."""
+    return _to_int64(pc.index_in(names, value_set=ids, skip_nulls=True))
 
 
 def _to_int64(values: pa.Array | pa.ChunkedArray) -> IntArray:
@@ -83,7 +45,7 @@ class EncodedMembers:
     was set aside or is missing.
     """
 
-    wanted_ids: IdLookup
+    wanted_ids: pa.Array
     paths: list[str]
     shard: IntArray
     row: IntArray
@@ -93,7 +55,7 @@ class EncodedMembers:
 
     def find(self, names: pa.Array | pa.ChunkedArray) -> IntArray:
         """(m,) indices of `names` in the wanted ids, which contain all of them; -1 for null."""
-        indices = self.wanted_ids.find(names)
+        indices = find_ids(names, self.wanted_ids)
         assert np.count_nonzero(indices < 0) == names.null_count, "the plan refers to ids that it does not contain"
         return indices
 
@@ -111,17 +73,17 @@ def find_encoded(readers: ReaderPool, paths: Sequence[str], wanted: pa.Array) ->
         aside.update((member.id, member) for member in meta.set_aside)
         truncated.update((row.id, row) for row in meta.truncated)
     ends = np.cumsum([len(ids) for ids in names])  # the first is that of no shard
-    at = IdLookup(pa.concat_arrays(names)).find(wanted)
+    at = find_ids(wanted, pa.concat_arrays(names))
     shard = np.where(at >= 0, np.searchsorted(ends, at, side="right") - 1, -1)
-    lookup, missing = IdLookup(wanted), shard < 0
-    index = lookup.find(pa.array(list(aside), pa.string()))
+    missing = shard < 0
+    index = find_ids(pa.array(list(aside), pa.string()), wanted)
     aside = {
         name: member for (name, member), i in zip(aside.items(), index.tolist(), strict=True) if i >= 0 and missing[i]
     }
     missing[index[index >= 0]] = False
-    known = lookup.find(pa.array(list(truncated), pa.string())) >= 0
+    known = find_ids(pa.array(list(truncated), pa.string()), wanted) >= 0
     cut = [row for row, is_known in zip(truncated.values(), known.tolist(), strict=True) if is_known]
-    return EncodedMembers(lookup, list(paths), shard, at - ends[shard], aside, cut, wanted.filter(pa.array(missing)))
+    return EncodedMembers(wanted, list(paths), shard, at - ends[shard], aside, cut, wanted.filter(pa.array(missing)))
 
 
 @dataclass(frozen=True)
@@ -182,7 +144,7 @@ def join_plan(plan: Plan, texts: EncodedMembers, samples: Mapping[str, EncodedMe
     prompt_shards = [first["latents"] + latents.shard[at] for at in listed]
     used = [image_shards, text_shards, *further, *reference_shards, *prompt_shards]
     shards = _Renumbering(len(files), [sample_shards["latents"], *used])
-    text_ids = texts.wanted_ids.ids.take(pa.array(text_numbers.used))
+    text_ids = texts.wanted_ids.take(pa.array(text_numbers.used))
     text_columns = [text_ids, shards.of(text_shards), texts.row[text_numbers.used]]
     locations = {kind: (shards.of(sample_shards[kind]), samples[kind].row[at]) for kind, at in members.items()}
     tables = {
@@ -277,7 +239,7 @@ def _add_references(
     """The index with the columns of its samples' references. references: part -> (n,) indices in the wanted ids."""
     for part, at in references.items():
         absent = at < 0
-        ids = latents.wanted_ids.ids.take(pa.array(at, mask=absent))
+        ids = latents.wanted_ids.take(pa.array(at, mask=absent))
         index = index.append_column(f"{part}_id", pa.chunked_array([ids]))
         shard = np.where(absent, -1, shards.of(latents.shard[at]))
         for name, numbers in (("shard", shard), ("row", latents.row[at])):

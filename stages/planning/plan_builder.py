@@ -21,9 +21,16 @@ from schemas.tables import REJECTS_SCHEMA, TRAINED_ROLES, active_schema, texts_s
 from stages.planning import clip_selection, crop_selection, samples, texts
 from stages.planning.candidates import CandidateItems, drop_duplicate_ids, first_rows, message_column
 from stages.planning.items import passes_filter
-from stages.planning.made_captions import NO_CAPTION, MadeCaptions, list_lengths, record_clips_without, renumber
-from stages.planning.made_masks import NO_MASK, MadeMasks
-from stages.planning.references import (
+from stages.planning.made import (
+    NO_CAPTION,
+    NO_MASK,
+    MadeCaptions,
+    MadeMasks,
+    list_lengths,
+    record_clips_without,
+    renumber,
+)
+from stages.planning.samples import (
     PlannedReferences,
     drop_refused,
     list_ids,

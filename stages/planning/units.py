@@ -25,7 +25,7 @@ from schemas.randomness import mix_bits
 from schemas.references import SOURCE_ROLES
 from schemas.tables import SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA, texts_schema
 from stages.planning.candidates import drop_duplicate_ids
-from stages.planning.references import list_ids
+from stages.planning.samples import list_ids
 
 TEXT_GROUP = 4  # units among which texts are sorted by length; docs/encoding-reference.md has what padding costs
 MOST_MEMBERS = 256  # of a unit of items, however small its pictures are: what a kill costs at most

@@ -23,9 +23,9 @@ from schemas.geometry import Bucket, cover_crop
 from schemas.identity import derive_seeds
 from schemas.references import SOURCE_ROLES
 from schemas.tables import ACTIVE_SCHEMA, SAMPLES_SCHEMA, TRAINED_ROLES
-from stages.planning import references
 from stages.planning.candidates import drop_duplicate_ids
 from stages.planning.plan_builder import DraftPlan, plan_text, prompt_image_columns
+from stages.planning.samples import active_rows, prompt_reference_columns, reference_rows
 
 TableRow = dict[str, Any]
 
@@ -96,9 +96,9 @@ def plan_references(
         "dataset": [VALIDATION] * len(images),
         "path": [f"{prompt.name}/{number}" for number in range(1, len(images) + 1)],
     }
-    rows = references.reference_rows(condition, pa.table(columns))
+    rows = reference_rows(condition, pa.table(columns))
     plan.samples = drop_duplicate_ids(pa.concat_tables([plan.samples, rows]), "sample_id")
-    plan.active = pa.concat_tables([plan.active, references.active_rows(rows)])
+    plan.active = pa.concat_tables([plan.active, active_rows(rows)])
     return rows.column("sample_id").to_pylist()
 
 
@@ -135,7 +135,7 @@ def add_validation_prompts(
                 references_of["references"] = plan_references(plan, config, prompt, probe)
             if template.with_image:
                 shown = references_of.get("image", [{"dataset": VALIDATION}])
-                image = references.prompt_reference_columns(
+                image = prompt_reference_columns(
                     pa.array([shown[0]["dataset"]]), pa.array([references_of["references"]], pa.list_(pa.string()))
                 )
         elif config.model.condition is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.sets.item_table import read_item_table
+from cache.sets.item_rows import read_item_table
 from cache.store.store import Store
 from examples import demo, demo_data
 from schemas.config.loading import load_config

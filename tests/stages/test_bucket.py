@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from cache.sets import plan_damage, plans
+from cache.sets import plans
 from cache.sets.plans import RowLookup
 from cache.sets.set_lookup import current_plan
 from cache.store.store import Store
@@ -303,7 +303,7 @@ def test_of_two_at_once_one_plans_again(photos, monkeypatch, s3, remote, other_s
     monkeypatch.setattr(plans, "publish_plan", publish_plan)
     first = photos.run(bucket.run, *root)
     store = Store(photos.config(*root).root)
-    members = [id for unit in plan_damage.all_units(store).to_pylist() for id in unit["members"]]
+    members = [id for unit in plans.all_units(store).to_pylist() for id in unit["members"]]
     assert second[0].done and not first.done and "planning again" in photos.said
     assert len(set(members)) == len(members), "each is in one unit"
 

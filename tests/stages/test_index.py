@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stages.planning.join
 from cache.models.compatibility import bucket_side_multiple
 from cache.order.schedule import Span
 from cache.sets import plans
@@ -28,7 +27,7 @@ from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA, INDEX_SCHEMA, SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA
 from stages import encode_latents, encode_text, index
 from stages.index import MAX_LISTED_MISSING, hash_table, report_missing
-from stages.planning.join import EncodedMembers, IdLookup, TrainingSetTables, find_encoded, join_plan
+from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, find_ids, join_plan
 
 NULL = "null"
 
@@ -230,18 +229,12 @@ def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
     assert "s03.png" not in paths
 
 
-@pytest.mark.parametrize("multipliers", [stages.planning.join.HASH_MULTIPLIERS, [1 << 63, 0, 0, 0], [0, 0, 0, 0]])
-def test_indices_of_ids_are_exact_whatever_their_hashes(monkeypatch, multipliers) -> None:
-    """Of equal ids the first; -1 for unknown ids and for null; also if different ids have the same hash."""
-    monkeypatch.setattr(stages.planning.join, "HASH_MULTIPLIERS", np.array(multipliers, np.uint64))
-    there = [id_of(name) for name in "abcdbxa"]
+def test_indices_of_ids_are_exact() -> None:
+    """Of equal ids the first; -1 for unknown ids and for null."""
+    there = pa.array([id_of(name) for name in "abcdbxa"])
     asked = [id_of("b"), None, id_of("z"), id_of("a"), id_of("x"), id_of("b"), None]
-    places = IdLookup(pa.array(there)).find(pa.chunked_array([asked[:3], asked[3:]], pa.string()))
-    assert places.tolist() == [1, -1, -1, 0, 5, 1, -1]
-    sliced = IdLookup(pa.array(there).slice(2, 3))
-    assert sliced.find(pa.array(["no", *there], pa.string()).slice(1)).tolist() == [-1, 2, 0, 1, 2, -1, -1]
-    assert IdLookup(pa.array([], pa.string())).find(pa.array(asked, pa.string())).tolist() == [-1] * 7
-    assert sliced.find(pa.array([], pa.string())).tolist() == []
+    assert find_ids(pa.chunked_array([asked[:3], asked[3:]], pa.string()), there).tolist() == [1, -1, -1, 0, 5, 1, -1]
+    assert find_ids(pa.array(asked, pa.string()), pa.array([], pa.string())).tolist() == [-1] * 7
 
 
 names = st.sampled_from("abcdefgh")

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from cache.sets import plans
-from cache.sets.item_table import read_item_table
+from cache.sets.item_rows import read_item_table
 from cache.store.damage import DamageError
 from cache.store.store import Store
 from schemas.errors import LatentpressError

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from cache.sets.item_rows import iter_item_rows
-from cache.sets.item_table import item_table_path
+from cache.sets.item_rows import item_table_path, iter_item_rows
 from cache.sets.plans import Plan
 from cache.store.store import Store
 from schemas.cli.console import Console

@@ -80,9 +80,9 @@ def find_layout_candidates(layouts: NDArray[np.float16]) -> Candidates:
 
 def likeliest(neighbors: Neighbors, least: float) -> Candidates:
     """Pairs of neighbors that are at least so much alike."""
-    kept = neighbors.likeness >= least
-    items, near, likeness = (values[kept] for values in neighbors)
-    pairs = np.sort(np.stack([items, near], axis=1), axis=1)
+    alike = neighbors.likeness >= least
+    pairs = np.sort(np.stack([neighbors.items[alike], neighbors.near[alike]], axis=1), axis=1)
+    likeness = neighbors.likeness[alike]
     order = np.lexsort((pairs[:, 1], pairs[:, 0], -likeness))
     _, first = np.unique(pairs[order], axis=0, return_index=True)
     kept = order[np.sort(first)]
