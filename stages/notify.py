@@ -4,7 +4,6 @@ It only reads the run's folder, so a webhook that is down or slow neither stops 
 sent are recorded in <output>/<run>/notifications.json, so that a restart does not send them again.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from cache.store.files import replacing
 from cache.store.locks import FileLock
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
+from schemas.cli.interruption import pause
 from schemas.cli.progress import activity
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
@@ -130,7 +130,7 @@ def _watch(config: Config, outbox: Outbox) -> None:
         outbox.send(events, TOLD_S / max(1, len(events)) if watch.told else LIMIT_S)
     with activity("waiting for pictures and scores of the last validation, which decode and score make"):
         while pending and not watch.told:
-            time.sleep(WATCH_S)
+            pause(WATCH_S)
             events, pending = find_events(config, outbox.events, watching=True)
             outbox.send(events)
 

@@ -26,6 +26,7 @@ from cache.store.files import Entry
 from cache.store.store import Store
 from cache.supply.encoded_folder import FOLDER, EncodedFolder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.cli.interruption import pause
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, read_record
 from schemas.config.pipeline import Config
@@ -313,7 +314,7 @@ def refresh_until_done(build_report: Callable[[], Report], console: Console, eve
                 if not report.remaining and not running and all(row["state"] == "finished" for row in training):
                     return report
                 took = time.monotonic() - started
-                time.sleep(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))
+                pause(max(every - took, took * (MIN_PAUSE_FACTOR - 1)))
     except KeyboardInterrupt:
         report.details["stopped"] = f"watching, with {report.remaining} items remaining"
         report.remaining = 0

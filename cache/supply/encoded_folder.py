@@ -28,6 +28,7 @@ from cache.store.files import StoreError, explained, make_folders, replace, temp
 from cache.store.store import Store
 from cache.supply.limited_folder import POSITION, LimitedFolder, Member
 from cache.supply.step_needs import StepNeeds, needed_shards, window_bytes
+from schemas.cli.interruption import pause
 from schemas.cli.progress import activity
 from schemas.config.training import Train
 from schemas.json_records import format_record
@@ -123,7 +124,7 @@ class EncodedFolder(LimitedFolder):
                     "One process a stage hands out its units; for several workers: --workers N. One whose `run` "
                     "was killed ends by itself, training after its step: then run the same command again.",
                 )
-            time.sleep(LOOK_S)
+            pause(LOOK_S)
         try:
             yield member
         finally:

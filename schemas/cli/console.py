@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, TextIO, cast, get_args
 
 import typer
 
-from schemas.cli.interruption import end_with_parent, interrupted_by_sigterm
+from schemas.cli.interruption import Speaker, StopHandler, end_with_parent, speak_by
 from schemas.cli.kept_log import KeptLog, LastingStream
 from schemas.cli.limits import limits_explained
 from schemas.cli.options import (
@@ -42,7 +43,7 @@ from schemas.cli.options import (
     SetOption,
     WorkersOption,
 )
-from schemas.cli.process_record import NoteWriter, noted
+from schemas.cli.process_record import NoteWriter, end_records, noted
 from schemas.cli.progress import (
     PROGRESS_INTERVAL_S,
     STILL_S,
@@ -230,6 +231,11 @@ class Console:
             print(json.dumps(to_json_values(document), indent=2, ensure_ascii=False), file=self.stdout, flush=True)
         return error.exit_code
 
+    def show_cursor(self) -> None:
+        """Undo what a display of progress does to a terminal, before the process ends in the middle of it."""
+        if self._on_terminal:
+            self._rich.show_cursor()
+
 
 RunFunction = Callable[..., Report]
 
@@ -266,7 +272,7 @@ def make_app(
     ) -> None:
         options = Options(config, tuple(overrides or ()), dry_run, json, shard, device, workers)
         extra = EXTRAS.get(name, "")
-        with interrupted_by_sigterm():
+        with StopHandler().stop_on_signals():
             raise typer.Exit(run_program(name, run, options, own_options, extra=extra, needs_config=needs_config))
 
     common = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -303,6 +309,7 @@ def run_program(
             code = _run_program(name, run, options, own_options or {}, extra, note, needs_config)
         finally:
             show_activities(None)
+            speak_by(None)
         if note is not None:
             note.update(tasks=(), exit_code=code)
     return code
@@ -321,6 +328,7 @@ def _run_program(
 
     console = Console(json=options.json, complete=options.add_given_options, note=note, kept=KeptLog(name))
     show_activities(console)
+    speak_by(Speaker(console.log, partial(_end_at_once, name, console)))
     if options.partition.source:
         console.log(f"--shard {options.partition}, by {options.partition.source}")
     try:
@@ -347,3 +355,10 @@ def _run_program(
         return console.print_error(name, LatentpressError(f"{name} needs the library {missing!r}: not found", step))
     except KeyboardInterrupt:
         return console.print_error(name, Interrupted(f"{name} was interrupted", RERUN_HINT))
+
+
+def _end_at_once(name: str, console: Console, error: LatentpressError) -> None:
+    """Report the error with which the process is about to end."""
+    console.show_cursor()
+    console.print_error(name, error)
+    end_records(error.exit_code)

@@ -1,17 +1,40 @@
-"""Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again."""
+"""Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again.
 
-import _thread
+A signal only sets a flag. A thread reads the signals, so no exception is raised between two instructions of a library.
+Loops call `check_stop`, as activities do when they begin and advance (schemas/cli/progress.py); waits are `pause` and
+`wait_for`, which look every WAIT_S. Ctrl-C again, REPEATED_S later or more, ends the process and its children at once.
+SIGTERM again does not, since schedulers, launchers and `run` may each send one.
+"""
+
+import multiprocessing
 import os
 import re
+import select
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NamedTuple, TypeVar
 
 import typer
+
+from schemas.errors import INTERRUPTED, RERUN_HINT, Interrupted, LatentpressError
+
+T = TypeVar("T")
+
+WAIT_S = 0.1  # between two looks at the flag
+REPEATED_S = 1.0  # launchers may forward a Ctrl-C to a process that the terminal has sent it to
+NOTICE_S = 1.0  # after which a program that is still stopping says so
+END_S = 2.0  # for the last message, and for child programs to end, before they are killed
+MAX_ANSWER_BYTES = 65_536
+PARENT_VARIABLE = "LATENTPRESS_PARENT"
+PARENT_POLL_S = 1.0  # between two checks that the parent is alive
 
 _TIME_PATTERN = re.compile(r"(?:(\d{1,6})h)?(?:(\d{1,7})m)?(?:(\d{1,8})s?)?|(\d{1,6}):([0-5]\d):([0-5]\d)", re.ASCII)
 
@@ -23,7 +46,7 @@ def parse_duration(text: str) -> float:
     hours, minutes, seconds = (int(groups[unit] or groups[unit + 3] or 0) for unit in range(3))
     total = 3600 * hours + 60 * minutes + seconds
     if not total:
-        raise typer.BadParameter(f"{text!r} is no time; valid are 3h, 90m, 1h30m, 02:30:00 and 45 (seconds)")
+        raise typer.BadParameter(f"{text!r} is not a time; valid are 3h, 90m, 1h30m, 02:30:00 and 45 (seconds)")
     return float(total)
 
 
@@ -38,13 +61,212 @@ MaxTimeOption = Annotated[
 ]
 
 
-PARENT_VARIABLE = "LATENTPRESS_PARENT"
-PARENT_POLL_S = 1.0  # between two checks that the parent is alive
-RETRY_S = 0.05  # until an interrupt that was put off is tried again
+class Stopped(KeyboardInterrupt):
+    """Raised by `check_stop` in a program that was asked to stop. Not an Exception, so that nothing takes it for a
+    failure of an item."""
+
+
+class Speaker(NamedTuple):
+    """Output of the program. say: prints a line. end: prints the error with which the process is about to end."""
+
+    say: Callable[[str], object]
+    end: Callable[[LatentpressError], object]
+
+
+class StopHandler:
+    """A request to stop: by the first SIGINT or SIGTERM in the body of `stop_on_signals`, or `max_time` seconds from
+    now.
+
+    stop: called once, by another thread; the program then ends in its own way. Without it `check_stop` raises Stopped,
+    which ends the body. error: describes what a second Ctrl-C ends. reason: "SIGINT", "SIGTERM" or "--max-time"; "" if
+    nothing asked. raises: whether `check_stop` raises.
+    """
+
+    def __init__(
+        self,
+        max_time: float | None = None,
+        stop: Callable[[], object] | None = None,
+        error: Callable[[], LatentpressError] | None = None,
+    ) -> None:
+        self.reason, self.raises, self.error = "", stop is None, error
+        self._stop, self._told = stop, False
+        self._end = None if max_time is None else time.monotonic() + max_time
+
+    def check(self) -> None:
+        """Raise Stopped if a stop was asked for and the program does not end in its own way; not in the clean-up after
+        another one."""
+        if self.reason and self.raises and not isinstance(sys.exc_info()[1], Stopped):
+            raise Stopped
+
+    def tell(self) -> None:
+        """Call `stop`, once."""
+        if not self._told:
+            self._told = True
+            if self._stop is not None:
+                self._stop()
+
+    @contextmanager
+    def stop_on_signals(self) -> Iterator[None]:
+        """Receive signals in the body, instead of the handler around this one."""
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            yield
+            return
+        if _signals.process != os.getpid():  # a fork has none of the threads
+            _signals.__init__()  # type: ignore[misc]
+        with _signals.listening() if not _signals.handlers else nullcontext():
+            outer = _signals.handlers[-1] if _signals.handlers else None
+            _signals.handlers.append(self)
+            if outer is not None and outer.reason and outer.raises:  # asked before this body began
+                self.reason, outer.reason, _signals.asked = outer.reason, "", self
+                self.tell()
+            timer = threading.Timer(max(0.0, (self._end or 0.0) - time.monotonic()), self._on_timeout)
+            timer.daemon = True
+            try:
+                if self._end is not None:
+                    timer.start()
+                yield
+            except Stopped:
+                if not self.reason:
+                    raise
+            finally:
+                timer.cancel()
+                _signals.handlers.remove(self)
+
+    def _on_timeout(self) -> None:
+        _signals.ask(self, "--max-time")
+        self.tell()
+
+
+class _Signals:
+    """The signals of this process. handlers: the innermost is the last. asked: the handler that was asked to stop, at
+    the time `asked_at`."""
+
+    def __init__(self) -> None:
+        self.process, self.handlers = os.getpid(), list[StopHandler]()
+        self.asked: StopHandler | None = None
+        self.asked_at = 0.0
+        self.speaker: Speaker | None = None
+        self.children: weakref.WeakSet[subprocess.Popen] = weakref.WeakSet()
+
+    def ask(self, handler: StopHandler, reason: str) -> None:
+        if self.asked is None:
+            self.asked, self.asked_at = handler, time.monotonic()
+            handler.reason = handler.reason or reason
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, once it is at an instruction of Python's."""
+        with suppress(IndexError):  # the last handler has just gone
+            self.ask(self.handlers[-1], signal.Signals(number).name)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """In the body a thread acts on signals. It reads them from a pipe, which is written to whatever the main thread
+        is doing."""
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
+        wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        thread.start()
+        before = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)  # None: not set by Python
+            signal.set_wakeup_fd(wakeup)
+            os.write(writing, b"\0")
+            thread.join()
+            os.close(writing)
+            os.close(reading)
+            self.asked = None
+
+    def _listen(self, reading: int) -> None:
+        noticed = False
+        while True:
+            asked = self.asked
+            waits = asked is not None and asked.raises and not noticed and self.speaker is not None
+            if not select.select([reading], [], [], NOTICE_S if waits else None)[0]:
+                noticed = True
+                if asked is not None and asked.raises and self.speaker is not None:
+                    self.speaker.say(f"{asked.reason}: stopping; Ctrl-C again ends it at once")
+                continue
+            if not (number := os.read(reading, 1)[0]):
+                return
+            if number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            self.on_signal(number, None)
+            if number == signal.SIGINT and time.monotonic() - self.asked_at >= REPEATED_S:
+                self._end_at_once()
+            if self.asked is not None:
+                self.asked.tell()
+
+    def _end_at_once(self) -> None:
+        ending = threading.Thread(target=self._say_end, daemon=True)  # it may wait for a lock of the main thread's
+        ending.start()
+        for process in multiprocessing.active_children():
+            process.kill()
+        children = [child for child in self.children if child.poll() is None]
+        for child in children:
+            child.send_signal(signal.SIGINT)  # a second one of its own, too
+        until = time.monotonic() + END_S
+        ending.join(END_S)
+        while any(child.poll() is None for child in children) and time.monotonic() < until:
+            time.sleep(0.01)
+        for child in children:
+            child.kill()
+        os._exit(INTERRUPTED)
+
+    def _say_end(self) -> None:
+        if self.speaker is not None:
+            errors = [handler.error for handler in reversed(self.handlers) if handler.error is not None]
+            self.speaker.end(errors[0]() if errors else Interrupted("interrupted by a second Ctrl-C", RERUN_HINT))
+
+
+_signals = _Signals()
+
+
+def speak_by(speaker: Speaker | None) -> None:
+    """From now on the thread that acts on signals prints by `speaker`."""
+    _signals.speaker = speaker
+
+
+def check_stop() -> None:
+    """Raise Stopped if the program was asked to stop: for a place in a loop at which the work may be left."""
+    if _signals.handlers:
+        _signals.handlers[-1].check()
+
+
+def pause(seconds: float) -> None:
+    """Sleep, unless the program is asked to stop meanwhile: see `check_stop`."""
+    end = time.monotonic() + seconds
+    check_stop()
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, WAIT_S))
+        check_stop()
+
+
+def wait_for(future: "Future[T]") -> T:
+    """The result of a future, unless the program is asked to stop meanwhile: see `check_stop`."""
+    while not future.done():
+        wait([future], WAIT_S)
+        check_stop()
+    return future.result()
+
+
+def read_answer() -> str:
+    """A line that somebody types in the terminal; "" at its end. Stopped if the program is asked to stop meanwhile."""
+    while not select.select([sys.stdin], [], [], WAIT_S)[0]:
+        check_stop()
+    return os.read(sys.stdin.fileno(), MAX_ANSWER_BYTES).decode(errors="replace")
+
+
+def end_with_this(child: subprocess.Popen) -> None:
+    """From now on a second Ctrl-C ends this child, too."""
+    _signals.children.add(child)
 
 
 def child_environment() -> dict[str, str]:
-    """For a program that is not to outlive this one: see `end_with_parent`."""
+    """The environment of a program that is to end with this one: see `end_with_parent`."""
     return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
 
 
@@ -72,192 +294,17 @@ def hangup_ignored() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-class _Interrupter:
-    """Raises KeyboardInterrupt in the main thread where that leaves no lock taken.
-
-    An exception between the lines of `threading.Condition`, which futures and queues are made of, leaves its lock taken
-    for ever, and the clean-up waits for it: 12 of 3,000 interrupts of a thread that waits for futures did. Inside
-    `threading` it is therefore raised only where the thread stays at one instruction, as in a wait. Likewise where a
-    `with` begins or ends, and in `__del__`, of which Python drops exceptions.
-
-    asked: whether it is still to be raised.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._instruction: tuple[int, int] | None = None  # of the main thread: frame and instruction
-        self._since = 0.0  # when it was first seen there
-
-    def interrupt(self, frame: FrameType | None) -> None:
-        """For a signal handler: raise KeyboardInterrupt in `frame` or soon after."""
-        self.asked, self._instruction = True, None
-        self._try(frame)
-
-    def end_program(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: from now on SIGTERM, as schedulers repeat it, does not disturb the clean-up."""
-        signal.signal(signal.SIGTERM, _ignore)
-        self.interrupt(frame)
-
-    def _try(self, frame: FrameType | None) -> None:
-        if not self.asked:
-            return
-        name = frame.f_code.co_name if frame else ""
-        if frame and (frame.f_globals.get("__name__") == "threading" or name in ("__enter__", "__exit__", "__del__")):
-            now, instruction = time.monotonic(), (id(frame), frame.f_lasti)
-            if instruction != self._instruction:
-                self._instruction, self._since = instruction, now
-            if now - self._since < RETRY_S:
-                _thread.start_new_thread(_wake_main_thread, (RETRY_S,))  # Thread.start takes locks
-                return
-        self.asked = False
-        raise KeyboardInterrupt
-
-    @contextmanager
-    def waking(self) -> Iterator[None]:
-        """In the body, each signal ends what the main thread waits for, so that its handler is called at once.
-
-        The kernel gives a signal to any thread where the main one has another pending, as when SIGTERM from `run` meets
-        Ctrl-C from the terminal. Python calls handlers in the main thread, which would go on waiting: SIGURG, ignored
-        by default, is sent to it after each other signal.
-        """
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-
-        def wake() -> None:
-            with os.fdopen(reading, "rb", buffering=0) as pipe:
-                while (number := pipe.read(1)[0]) != 0:
-                    if number != signal.SIGURG:
-                        _wake_main_thread()
-
-        def on_wake(number: int, frame: FrameType | None) -> None:
-            self._try(frame)
-            if callable(before):  # that of a body around this one
-                before(number, frame)
-
-        before = signal.getsignal(signal.SIGURG)
-        signal.signal(signal.SIGURG, on_wake)
-        wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        threading.Thread(target=wake, daemon=True).start()
-        try:
-            yield
-        finally:
-            self.asked = False
-            signal.set_wakeup_fd(wakeup_before)
-            os.write(writing, b"\0")
-            os.close(writing)
-            signal.signal(signal.SIGURG, before)
-
-
-def _wake_main_thread(after_s: float = 0.0) -> None:
-    time.sleep(after_s)
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    signal.pthread_kill(main_thread, signal.SIGURG)
-
-
-@contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """In the body SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that what is open is closed. A process that
-    SIGTERM kills leaves semaphores behind."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if threading.current_thread() is not threading.main_thread() or before[signal.SIGTERM] is not signal.SIG_DFL:
-        yield
-        return
-    interrupter = _Interrupter()
-    with interrupter.waking():
-        try:
-            for number, handler in before.items():
-                if handler is not signal.SIG_IGN:
-                    signal.signal(number, interrupter.end_program)
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """In place of SIG_IGN, of which Python prints an error where a signal has just come."""
-
-
 def end_with_parent() -> None:
-    """End a program that another one, such as `run`, started with `child_environment`: once that is gone, as after
-    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would go on alone, in the way of the next `run`. A signal
-    may come while the main thread is about to wait, and go unnoticed: it is repeated while a handler takes it."""
+    """End a program that another one, such as `run`, started with `child_environment`: if that is gone, as after
+    SIGKILL, this one ends as it does by SIGTERM. Otherwise it would continue alone, in the way of the next `run`."""
     parent = int(os.environ.pop(PARENT_VARIABLE, 0))
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
-        while callable(signal.getsignal(signal.SIGTERM)):
-            time.sleep(PARENT_POLL_S)
-            os.kill(os.getpid(), signal.SIGTERM)
 
     if parent:
         # Blocked while this program's modules were imported; the parent, which Ctrl-C reaches, too, sends SIGTERM.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         threading.Thread(target=watch, daemon=True, name="watch-parent").start()
-
-
-class StopHandler:
-    """Calls `stop` at the first SIGINT or SIGTERM, or `max_time` seconds from now. Without `stop` it raises
-    KeyboardInterrupt: the body of `stop_on_signals` ends after its context managers have cleaned up, and a second
-    Ctrl-C ends the program. Python drops an exception that is raised while an object is deleted, and some libraries
-    drop one in a callback: a long body calls `check` in its loop.
-
-    reason: what stopped the work; "" where nothing did.
-    """
-
-    def __init__(self, max_time: float | None = None, stop: Callable[[], object] | None = None) -> None:
-        self.reason = ""
-        self._stop, self._is_stopping = stop, False
-        self._interrupter = _Interrupter()
-        self._end = None if max_time is None else time.monotonic() + max_time
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt where a stop was asked for."""
-        if self.reason:
-            self._interrupter.asked = False
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def stop_on_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-            yield
-            return
-        timer = threading.Timer(max(0.0, (self._end or 0.0) - time.monotonic()), self._on_timeout)
-        timer.daemon = True
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        begun = False
-        try:
-            if self._end is not None:
-                timer.start()
-            with self._interrupter.waking():
-                begun = True
-                yield
-        except KeyboardInterrupt:
-            if not self.reason or not begun:  # before the body: no work began that could be ended in order
-                raise
-        finally:
-            timer.cancel()
-            for number, handler in before.items():  # of several SIGTERM a later one must not disturb the report
-                is_late = self.reason and number == signal.SIGTERM and callable(handler)
-                signal.signal(number, _ignore if is_late else handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reason = self.reason or signal.Signals(number).name
-        # A second SIGTERM, as schedulers send to each process of a group, must not disturb the clean-up.
-        if not self._is_stopping or number == signal.SIGINT:
-            self._is_stopping = True
-            try:
-                if self._stop is not None:
-                    self._stop()
-                    return
-            except KeyboardInterrupt:
-                pass
-            self._interrupter.interrupt(frame)
-
-    def _on_timeout(self) -> None:
-        if not self.reason:
-            self.reason = "--max-time"
-            os.kill(os.getpid(), signal.SIGTERM)

@@ -87,6 +87,7 @@ class ProcessRecord(BaseModel):
         return self.exit_code is None and self.host != socket.gethostname()
 
 
+_noted: list["NoteWriter"] = []  # the records that are written at the moment
 Kind = TypeVar("Kind", bound=ProcessRecord)
 
 
@@ -191,12 +192,19 @@ def noted(program: str, folder: Path | str | None = None) -> Iterator[NoteWriter
         return
     writer = NoteWriter(Path(folder), program)
     writer.update()
+    _noted.append(writer)
     try:
         yield writer
-    except BaseException:
-        writer.update(tasks=(), exit_code=1)
-        raise
-    writer.update(tasks=(), exit_code=OK)
+        writer.update(tasks=(), exit_code=OK)
+    finally:
+        writer.update(tasks=(), exit_code=1)  # no effect on one that has ended
+        _noted.remove(writer)
+
+
+def end_records(exit_code: int) -> None:
+    """Write in the records of all `noted` programs that they have ended: the process is about to end."""
+    for writer in _noted:
+        writer.update(tasks=(), exit_code=exit_code)
 
 
 def is_process(process: int, start: str, host: str) -> bool:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+from schemas.cli.interruption import check_stop
 from schemas.text_format import escape_unprintable, format_bytes
 
 if TYPE_CHECKING:
@@ -53,10 +54,13 @@ class Progress:
         self.done, self._text, self._said = done, text, self._clock()
 
     def advance(self, n: float = 1) -> None:
+        """In the main thread Stopped is raised if the program was asked to stop."""
         with self._lock:
             self.done += n
             self._first = self._first or (self._clock(), self.done)
             self.moved()
+        if threading.current_thread() is threading.main_thread():
+            check_stop()
 
     @property
     def seconds(self) -> float:
@@ -297,8 +301,12 @@ def activity(
 ) -> Iterator[Progress]:
     """Show what is being done while the body lasts. total: of the units that the body advances by; unit: "bytes" are
     shown as sizes, and "" has no count. keep: the end is shown, too, with the time that it took. at_once: from the
-    first moment on, as of an import, which lets no other thread run while it reads a library from a cold disk."""
-    if _shower is None or threading.current_thread() is not threading.main_thread():
+    first moment on, as of an import, which lets no other thread run while it reads a library from a cold disk. Raises
+    Stopped if the program was asked to stop before."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        check_stop()
+    if _shower is None or not is_main:
         yield Progress(total, description, unit)
         return
     with _shower.activity(description, total=total, unit=unit, keep=keep, at_once=at_once) as task:

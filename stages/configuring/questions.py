@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from schemas.cli.console import Console
+from schemas.cli.interruption import read_answer
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
@@ -80,9 +81,8 @@ class Terminal:
         if given is not None:
             return Defaults().ask(question, flag, given, default, parse)
         while True:
-            prompt = f"{escape(question)} [bold cyan]({escape(default)})[/]: "
-            # Not input(), in which a second signal, as the first one's handler sends it, is an error of Python's.
-            text = self._console.input(prompt, stream=sys.stdin)
+            self._console.print(f"{escape(question)} [bold cyan]({escape(default)})[/]: ", end="")
+            text = read_answer()
             if not text:
                 raise Interrupted("configure: the answers ended", "Nothing was written; start again.")
             text = text.strip() or default

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cache.sets.plans import Unit
+from schemas.cli.interruption import wait_for
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop
 from schemas.references import ReferenceSize
@@ -194,6 +195,6 @@ def _wait_for(processes: SandboxPool[ReadRequest, MemberPixels], request: ReadRe
 
 def _result_or_error(item: Future) -> Any | MediaError:
     try:
-        return item.result()
+        return wait_for(item)
     except MediaError as error:
         return error

@@ -19,6 +19,7 @@ from cache.sets.rejects import make_reject, read_undamaged, write_rejects
 from cache.shards.shard import BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
+from schemas.cli.interruption import wait_for
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
 from stages.discovery import media_locations
@@ -155,7 +156,7 @@ class UnitWorker(ABC):
                     shard = self._encode(unit, prefetcher, advance)
             try:
                 if written is not None:
-                    yield written.result()
+                    yield wait_for(written)
             except BaseException:
                 if shard is not None:
                     shard.drop()

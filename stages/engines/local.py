@@ -9,7 +9,6 @@ it keeps dying, the stage ends.
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -23,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 from cache.sets.plans import Unit
-from schemas.cli.interruption import signals_blocked
+from schemas.cli.interruption import WAIT_S, StopHandler, Stopped, check_stop, pause, signals_blocked
 from schemas.cli.progress import activity, announce, announce_by
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
@@ -60,7 +59,7 @@ def _take(units: Iterator[Unit | None], wait: bool) -> Unit | None:
             return None
         if unit is not None or not wait:
             return unit
-        time.sleep(PAUSE_S)
+        pause(PAUSE_S)
 
 
 @dataclass(eq=False)
@@ -96,9 +95,9 @@ class _WorkerPool:
                 yield from self._hand_out(units)
                 if not self._has_more and not any(process.units for process in self._processes):
                     return
-                pause = PAUSE_S if self._has_more and self._next is None else None
+                check_stop()
                 by_pipe = {process.pipe: process for process in self._processes}  # idle ones too: they may die
-                for pipe in wait(list(by_pipe), pause):
+                for pipe in wait(list(by_pipe), WAIT_S):
                     yield from self._receive(by_pipe[cast(Connection, pipe)])
         finally:
             loading.close()
@@ -218,7 +217,11 @@ class _WorkerPool:
 
 def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
     """In a worker process: load the model, then run units until the pipe closes. Unfinished units are dropped."""
-    signal.signal(signal.SIGTERM, _exit_once)
+    with StopHandler().stop_on_signals():  # schedulers send SIGTERM to each process
+        _run_worker(load, job, pipe)
+
+
+def _run_worker(load: Load, job: Job, pipe: Connection) -> None:
     units: SimpleQueue[Unit] = SimpleQueue()
     sending = threading.Lock()  # announcements come from other threads, too
 
@@ -233,17 +236,21 @@ def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # it hangs, and the program, which would kill it, may have ended
 
     def take(wait: bool) -> Unit | None:
-        try:
-            return units.get(block=wait)
-        except Empty:
-            return None
+        while True:
+            check_stop()
+            try:
+                return units.get(block=wait, timeout=WAIT_S)
+            except Empty:
+                if not wait:
+                    return None
 
     def send(message: Any) -> None:
+        check_stop()
         try:
             with sending:
                 pipe.send(message)
-        except (BrokenPipeError, ConnectionResetError):  # the program has ended
-            _exit_once()
+        except (BrokenPipeError, ConnectionResetError) as error:  # the program has ended
+            raise Stopped from error
 
     announce_by(send)
     threading.Thread(target=receive, daemon=True).start()
@@ -256,9 +263,3 @@ def _worker_main(load: Load, job: Job, pipe: Connection) -> None:
                 send(result)
     except LatentpressError as error:
         send(error)
-
-
-def _exit_once(*_: object) -> None:
-    """Schedulers send SIGTERM to each process, and a second one must not disturb the clean-up."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit()

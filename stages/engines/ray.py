@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from cache.sets.plans import Unit
 from cache.store.store import Store
+from schemas.cli.interruption import check_stop, pause
 from schemas.cli.progress import activity, announce
 from schemas.errors import LatentpressError
 from stages.engines.jobs import Job, Load, UnitResult
@@ -138,6 +139,7 @@ class _ActorPool:
                 if not self._actors:
                     return
                 calls = self._open_calls()
+                check_stop()
                 finished, _ = ray.wait([*calls], timeout=POLL_S)
                 for call in finished:  # at most one
                     yield from self._receive(calls[call], call)
@@ -249,7 +251,7 @@ class _ActorPool:
                     f"{actor} wrote {result.shard_path} under {self._job.config.root}, and it is not seen here",
                     SHARED_ROOT,
                 )
-            time.sleep(0.5)
+            pause(0.5)
         self._checked_places.add(actor.location)
 
     def _lose(self, actor: _Actor, reason: str) -> Iterator[UnitResult]:

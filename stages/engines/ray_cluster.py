@@ -25,6 +25,7 @@ import schemas
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.cli.import_path import remove_working_directory
+from schemas.cli.interruption import Stopped
 from schemas.cli.progress import announce_by
 from schemas.config.encoding import MOST_READERS, Encoding
 from schemas.config.pipeline import PACKAGES
@@ -70,10 +71,10 @@ def connect(job: Job) -> None:
             "start one (`ray start --head` on one machine, `ray start --address HOST:PORT` on the others), "
             "or give its HOST:PORT with --address",
         ) from error
-    except SystemExit:  # by that handler
+    except SystemExit as error:  # by that handler
         signal.signal(signal.SIGTERM, on_sigterm)
         os.kill(os.getpid(), signal.SIGTERM)
-        raise
+        raise Stopped from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
@@ -141,7 +142,7 @@ class ActorProgress(NamedTuple):
     announced: list[str]
 
 
-class Stopped(Exception):
+class ActorStopped(Exception):
     """Ends the worker from within `advance`."""
 
 
@@ -189,7 +190,7 @@ class UnitActor:
             result: Any = self._thread.submit(next, self._results, None).result()
         except LatentpressError as error:
             result = error
-        except Stopped:
+        except ActorStopped:
             result = None
         return self._progress(shown), result
 
@@ -225,7 +226,7 @@ class UnitActor:
 
     def _advance(self, n: int) -> None:
         if self._stopped.is_set():
-            raise Stopped
+            raise ActorStopped
         self._counted += n
 
 

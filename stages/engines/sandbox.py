@@ -38,7 +38,7 @@ from typing import Any, Generic, TypeVar
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager, Task
 
-from schemas.cli.interruption import signals_blocked
+from schemas.cli.interruption import signals_blocked, wait_for
 from schemas.cli.process_record import find_process_start
 from schemas.config.encoding import Stages
 from stages.media.files import MediaError
@@ -193,7 +193,7 @@ class SandboxPool(Generic[T, R]):
 
     def _results(self, items: Sequence[T], task: Future) -> Iterator[tuple[T, R | WorkerFailure | MediaError]]:
         try:
-            pickled, seconds = task.result()
+            pickled, seconds = wait_for(task)
         except (TimeoutError, ProcessExpired) as error:
             if len(items) == 1:
                 yield items[0], self._failure(error)

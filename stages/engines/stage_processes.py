@@ -17,7 +17,7 @@ from cache.runs.training_run import CHECKPOINTS, is_running
 from cache.runs.validations import BEST_KEYS
 from cache.store.files import TEMP_SUFFIX, is_temporary
 from schemas.cli.console import Options
-from schemas.cli.interruption import child_environment, signals_blocked
+from schemas.cli.interruption import child_environment, end_with_this, signals_blocked
 from schemas.cli.kept_log import LOGS
 from schemas.cli.starting import hide_line, show_ending, show_starting, start_program
 from schemas.errors import INCOMPLETE, INTERRUPTED, RERUN_HINT, LatentpressError
@@ -57,6 +57,7 @@ class StageProcesses:
             process = start_program(
                 stage, words, stdout=subprocess.PIPE, text=True, env=child_environment(), pass_fds=self._files
             )
+        end_with_this(process)
         with process as self._process:
             if alone:
                 show_starting(stage)

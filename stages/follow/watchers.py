@@ -21,7 +21,7 @@ from types import TracebackType
 from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, may_be_running, read_last_metrics, read_progress
 from schemas.cli.console import Console, Options
-from schemas.cli.interruption import StopHandler, signals_blocked
+from schemas.cli.interruption import WAIT_S, StopHandler, end_with_this, signals_blocked
 from schemas.cli.kept_log import LOG_VARIABLE, LOGS
 from schemas.cli.progress import Progress, activity
 from schemas.cli.starting import install_command, start_program
@@ -125,6 +125,7 @@ class Watchers:
             process = start_program(
                 watcher.program, words, stdout=file, stderr=file, env=environment, start_new_session=True
             )
+        end_with_this(process)
         with suppress(OSError):  # it has ended
             niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # the system ends at 19
             os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
@@ -213,7 +214,7 @@ class Watch:
                 self._show_wait()
                 next_poll = time.monotonic() + self._pause_s
                 while not self.told and time.monotonic() < next_poll:
-                    time.sleep(min(0.1, self._pause_s))
+                    time.sleep(min(WAIT_S, self._pause_s))
             self.hide_wait()
             yield last
 
@@ -230,8 +231,6 @@ class Watch:
         self._wait[what].say(0, state)
 
     def _tell(self) -> None:
-        if self.told:  # Ctrl-C a second time
-            raise KeyboardInterrupt
         self.told = True
         self._on_told()
 

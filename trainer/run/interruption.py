@@ -4,16 +4,13 @@ All ranks stop after the same step: before each they add up what they have recei
 them late and some twice.
 """
 
-import _thread
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from cache.runs.training_run import METRICS_FILE, read_metrics
+from cache.runs.training_run import METRICS_FILE, clear_failure, read_metrics
 from schemas.cli.console import Console
-from schemas.cli.interruption import StopHandler
+from schemas.cli.interruption import StopHandler, speak_by
 from schemas.config.pipeline import Config
 from schemas.errors import INTERRUPTED, LatentpressError
 from trainer.run.resume import newest_checkpoint
@@ -21,8 +18,6 @@ from trainer.run.resume import newest_checkpoint
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-REPEATED_S = 1.0  # a launcher may forward a Ctrl-C to a process that the terminal has sent it to already
 
 
 class TrainingInterrupted(LatentpressError):
@@ -53,11 +48,9 @@ class StopRequest:
     """
 
     def __init__(self, max_time: float | None = None, console: Console | None = None, ranks: int = 1) -> None:
-        self._handler, self._console = StopHandler(max_time, self._receive), console
-        self._received_at: float | None = None
-        self._ended_at_once = False
-        # One process that is still loading ends at once, as nothing is lost. Of several, none leaves others waiting.
-        self._finishes_step = ranks > 1
+        self._handler, self._console = StopHandler(max_time, self._say), console
+        # One process that is still loading ends early, as nothing is lost. Of several, none leaves others waiting.
+        self._handler.raises = ranks == 1
         self._accelerator: Accelerator | None = None
         self._moved: Callable[[], None] = lambda: None
 
@@ -68,17 +61,19 @@ class StopRequest:
 
     @contextmanager
     def on_signals(self, config: Config, main: bool) -> Iterator[None]:
-        """Receive signals in the body, which ends early, without an error, where nothing has been trained yet.
-        TrainingInterrupted at a second Ctrl-C; main: whether this process reports it, others exit."""
+        """Receive signals in the body, which ends early, without an error, if nothing has been trained yet. main:
+        whether this process reports what a second Ctrl-C ends."""
+
+        def end_at_once() -> TrainingInterrupted:
+            clear_failure(config.run_folder)
+            return TrainingInterrupted(config)
+
+        if main:
+            self._handler.error = end_at_once
+        else:
+            speak_by(None)
         with self._handler.stop_on_signals():
-            try:
-                yield
-            except KeyboardInterrupt as error:
-                if not self._ended_at_once:
-                    raise
-                if not main:
-                    sys.exit(INTERRUPTED)
-                raise TrainingInterrupted(config) from error
+            yield
 
     def finish_steps(
         self, accelerator: "Accelerator", model: "torch.nn.Module", moved: Callable[[], None] = lambda: None
@@ -86,41 +81,32 @@ class StopRequest:
         """From now on a signal does not interrupt: `check` raises StopTraining, and a forward pass of the model in eval
         mode StopValidation, as a validation of videos takes longer than the time that schedulers give after SIGTERM.
         moved: called at each check."""
-        self._finishes_step, self._accelerator, self._moved = True, accelerator, moved
+        self._handler.raises, self._accelerator, self._moved = False, accelerator, moved
         self.stop_validation(model)
 
     def stop_validation(self, model: "torch.nn.Module") -> None:
         """Have a forward pass of the model in eval mode raise StopValidation where training was asked to stop."""
         model.register_forward_pre_hook(lambda model, _: None if model.training else self.check(StopValidation))
 
-    def _receive(self) -> None:
-        """The first signal, and every SIGINT after it."""
-        now = time.monotonic()
-        if self._received_at is None:
-            self._received_at = now
-            if not self._finishes_step:
-                raise KeyboardInterrupt
-            if self._console is not None:
-                text = f"{self.reason}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once"
-                # By a thread, as the signal may have interrupted printing; `Thread.start` might wait for a lock, too.
-                _thread.start_new_thread(self._console.log, (text,))
-        elif now - self._received_at > REPEATED_S:
-            self._ended_at_once = True
-            raise KeyboardInterrupt
+    def _say(self) -> None:
+        if self._console is not None and not self._handler.raises:
+            self._console.log(
+                f"{self.reason}: finishing the step and saving a checkpoint; Ctrl-C now ends training at once"
+            )
 
     def check_waiting(self, reason: str = "") -> None:
         """Raise StopTraining while data are waited for: where there is a `reason` to, or where this process is alone
         and was asked to stop. One of several goes on waiting, as all of them have to stop after the same step."""
         if reason:
             self._handler.reason = self._handler.reason or reason
-        elif self._received_at is None or self._accelerator is None or self._accelerator.num_processes > 1:
+        elif not self._handler.reason or self._accelerator is None or self._accelerator.num_processes > 1:
             return
         raise StopTraining
 
     def check(self, stopped: type[StopTraining] = StopTraining) -> None:
         """Raise `stopped` on all ranks if any of them was asked to stop. Every rank calls it equally often."""
         self._moved()
-        asked, accelerator = self._received_at is not None, self._accelerator
+        asked, accelerator = bool(self._handler.reason), self._accelerator
         if accelerator is not None and accelerator.num_processes > 1:
             import torch
 

@@ -17,7 +17,7 @@ import cache.shards.arrow
 import cache.shards.wds
 import cache.store.files
 import cache.store.store
-from schemas.cli import interruption
+from schemas.cli.interruption import pause
 from schemas.errors import INCOMPLETE, INTERRUPTED
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader, worker
@@ -74,27 +74,6 @@ def test_a_signal_drops_the_unit_and_the_next_run_makes_the_same_shards(planned,
     assert planned.shards("latents") == whole
 
 
-class Dropping:
-    """Nothing is raised while an object is deleted, as Python would drop it."""
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_an_interrupt_that_was_put_off_is_heard_at_the_next_batch(planned, monkeypatch) -> None:
-    encode = LatentsWorker.encode
-
-    def interrupted(self, names, batch, limit):
-        Dropping()
-        return encode(self, names, batch, limit)
-
-    monkeypatch.setattr(interruption, "RETRY_S", 60.0)  # by then it is over
-    monkeypatch.setattr(LatentsWorker, "encode", interrupted)
-    report = planned.run(encode_latents.run)
-    assert report.details["stopped"].startswith("by SIGTERM") and report.remaining == 8
-    assert leftovers(planned.root) == []
-
-
 @pytest.mark.parametrize("format", ["arrow", "webdataset"])
 def test_a_unit_that_waits_to_be_written_leaves_nothing(planned, monkeypatch, format) -> None:
     """The disk is slower than the encoder: told to stop while one shard is written, it has another one encoded."""
@@ -148,7 +127,7 @@ def hold_the_third_unit() -> None:
     def held(self, names, batch, limit):
         begun.append(None)
         if len(begun) == 3:
-            time.sleep(LIMIT_S)
+            pause(LIMIT_S)
         yield from encode(self, names, batch, limit)
 
     LatentsWorker.encode = held  # type: ignore[method-assign]

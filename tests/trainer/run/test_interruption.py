@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache.runs.training_run import read_failure
 from schemas.cli.console import INCOMPLETE, OK
+from schemas.cli.interruption import REPEATED_S, pause
 from schemas.errors import INTERRUPTED
 from tests.background import LIMIT_S, until
 from tests.forms import long
 from tests.processes import ForkedProgram
 from tests.trainer.runs import lines, on_two_ranks, result, write
 from trainer import train as loop
-from trainer.run import interruption
 
 pytestmark = pytest.mark.slow
 ENDLESS = {"steps": 100_000, "checkpoint_every": 100_000}
@@ -95,23 +96,44 @@ def test_a_signal_finishes_the_step_and_the_run_goes_on_as_if_there_had_been_non
     assert steps == {"step-000000", "step-000003", "step-000005"}
 
 
-def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(ready, program, monkeypatch) -> None:
-    monkeypatch.setattr(interruption, "REPEATED_S", 0.0)
-    config = ready("t2i", steps=9, checkpoint_every=3)
-    for step, expected in (
+def interrupt_at_step(step: int, interrupted: Path) -> None:
+    """Let this program get a Ctrl-C, then SIGTERM, and wait for another Ctrl-C."""
+
+    def act() -> None:
+        tell(signal.SIGINT, signal.SIGTERM)
+        interrupted.touch()
+        time.sleep(LIMIT_S)
+
+    at_step(pytest.MonkeyPatch(), step, act)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
         (3, "there is no checkpoint yet: steps 1 to 2 are lost, and started again the run begins at step 1"),
-        (6, "the last checkpoint is at step 3: steps 4 to 5 are lost, and started again the run goes on with step 4"),
-        (4, "nothing is lost: the checkpoint at step 3 has all of it, and the run goes on with step 4"),
-    ):
-        path = config.run_folder / "metrics.jsonl"
-        before = path.read_bytes() if path.exists() else b""
-        with monkeypatch.context() as during:
-            at_step(during, step, lambda: tell(signal.SIGINT, signal.SIGTERM, signal.SIGINT))
-            code, report, _ = program(config)
-        assert code == INTERRUPTED and report["error"]["message"] == f"train was ended by Ctrl-C at once: {expected}"
-        assert "every 3 steps (train.checkpoint_every)" in report["error"]["next_step"]
-        assert checkpoints(config) == ([] if step == 3 else [3]) and path.read_bytes().startswith(before)
-    assert program(config)[1]["done"] == 6
+        long(
+            6, "the last checkpoint is at step 3: steps 4 to 5 are lost, and started again the run goes on with step 4"
+        ),
+        long(4, "nothing is lost: the checkpoint at step 3 has all of it, and the run goes on with step 4"),
+    ],
+)
+def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(
+    ready, tmp_path, forked_programs, program, monkeypatch, step, expected
+) -> None:
+    interrupted = tmp_path / "interrupted"
+    config = ready("t2i", steps=9, checkpoint_every=3)
+    with monkeypatch.context() as during:
+        during.setattr(ForkedProgram, "prepare", partial(interrupt_at_step, step, interrupted))
+        command = [sys.executable, "-m", "trainer", "--config", str(write(config, tmp_path)), "--json"]
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    until(interrupted.exists, "the first Ctrl-C")
+    time.sleep(REPEATED_S)
+    started.send_signal(signal.SIGINT)
+    error = json.loads(started.communicate()[0])["error"]
+    assert started.returncode == INTERRUPTED and error["message"] == f"train was ended by Ctrl-C at once: {expected}"
+    assert "every 3 steps (train.checkpoint_every)" in error["next_step"]
+    assert checkpoints(config) == ([] if step == 3 else [3]) and read_failure(config.run_folder) is None
+    assert program(config)[1]["done"] == (9 if step == 3 else 6)
     assert list(lines(config)) == list(range(1, 10)), "each step of the run as it stands, once"
 
 
@@ -120,7 +142,7 @@ def test_while_the_model_is_loaded_it_ends_at_once(ready, program, monkeypatch) 
 
     def interrupted(*_: object) -> None:
         tell(signal.SIGTERM)
-        time.sleep(60)
+        pause(60)
 
     for done, expected in ((0, "no step was done"), (1, "nothing is lost: the checkpoint at step 1 has all of it")):
         with monkeypatch.context() as during:
@@ -204,19 +226,6 @@ def start_run(path: Path) -> subprocess.Popen:
     return subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def interrupt_at_step_3(interrupted: Path) -> None:
-    """Let this program and `run`, which started it, get one Ctrl-C; then wait for a second."""
-    interruption.REPEATED_S = 0.0
-
-    def act() -> None:
-        tell(signal.SIGINT)
-        os.kill(os.getppid(), signal.SIGINT)
-        interrupted.touch()
-        time.sleep(LIMIT_S)
-
-    at_step(pytest.MonkeyPatch(), 3, act)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("whom", ["the program", long("its group")])
 def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forked_programs, whom) -> None:
@@ -248,19 +257,20 @@ def test_under_run_the_whole_chain_ends_with_a_checkpoint(ready, tmp_path, forke
 
 
 @pytest.mark.long
-def test_under_run_a_second_ctrl_c_is_told_truly(ready, tmp_path, forked_programs, monkeypatch) -> None:
-    """What train says is lost stands in the report of `run`, which promises nothing else."""
+def test_under_run_a_second_ctrl_c_ends_the_whole_chain(ready, tmp_path, forked_programs, monkeypatch) -> None:
+    """SIGINT to `run` alone: training, told by SIGTERM to finish its step, ends with it; that is not a failure."""
     interrupted = tmp_path / "interrupted"
-    monkeypatch.setattr(ForkedProgram, "prepare", partial(interrupt_at_step_3, interrupted))
+    monkeypatch.setattr(ForkedProgram, "prepare", partial(interrupt_at_step, 3, interrupted))
     config = ready("t2i", **ENDLESS)
     started = start_run(write(config, tmp_path))
-    try:
-        until(interrupted.exists, "the first Ctrl-C")
-        os.killpg(started.pid, signal.SIGINT)
-        report = json.loads(started.communicate()[0])
-    finally:
-        started.kill()
-    assert started.returncode == INCOMPLETE and report["details"]["stopped"] == (
-        "by SIGINT; train: train was ended by Ctrl-C at once: there is no checkpoint yet: steps 1 to 2 are lost, and "
-        "started again the run begins at step 1"
-    )
+    until(interrupted.exists, "step 3")
+    for _ in range(2):
+        started.send_signal(signal.SIGINT)
+        time.sleep(1.1 * REPEATED_S)
+    report = json.loads(started.communicate()[0])
+    assert started.returncode == INTERRUPTED and report["error"]["type"] == "Interrupted"
+    assert read_failure(config.run_folder) is None and checkpoints(config) == []
+    with pytest.raises(ProcessLookupError):
+        while True:
+            os.killpg(started.pid, 0)
+            time.sleep(0.01)
