@@ -1,39 +1,45 @@
-"""configure: writes a short pipeline.yaml from a few answers, and says what it takes.
+"""configure: writes a short pipeline.yaml from a few answers.
 
-Questions are asked in a terminal, answered by options, or with --yes by their defaults. The media are looked at by
-discover and bucket, and the memory is predicted by `train --dry-run`, as processes in a root of their own. A file that
-is there is changed only in what the answers change; the difference is shown first.
+Questions are asked in a terminal, answered by options, or with --yes by their defaults. A table names the recipe for a
+task and a card, and facts about the media fit it. A file that exists is changed only in what the answers change; the
+difference is shown first.
 """
 
+import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from cache.store.files import explained, make_folders, replacing
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.report import WIDTH, report_width
 from schemas.config.loading import parse_config, read_text
-from schemas.text_format import escape_lines
-from stages.configuring.answers import TASKS
-from stages.configuring.look import Looker
-from stages.configuring.proposal import Proposal
-from stages.configuring.questions import Given, Questions, detected_card, make_asker
+from schemas.config.pipeline import Config
+from schemas.errors import LatentpressError
+from schemas.libraries import missing_libraries
+from schemas.text_format import escape_lines, format_duration
+from stages.configuring import text
+from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge
+from stages.configuring.headers import read_media
+from stages.configuring.media import Media
+from stages.configuring.questions import QUESTIONS, Asker, Interview, detected_card
 
-TASK_HELP = f"What to train: {', '.join(TASKS)}."
+
+def option(name: str) -> Any:
+    """The option that answers a question."""
+    return typer.Option(metavar=QUESTIONS[name].metavar, help=f"{QUESTIONS[name].text}. {QUESTIONS[name].about}")
 
 
 @dataclass
 class ProposalReport(Report):
-    """details: "file" has "path", "text" and "changes", the difference to the file that was there."""
+    """details: "file" has "path", "text" and "changes", the difference to the file that exists."""
 
     def summary(self, complete: Callable[[str], str] = str, width: int = WIDTH) -> str:
-        """Begins with the changes of a file that was there, or with the text of a new one; with nothing where all is
-        as it was."""
+        """Begins with the changes of a file that exists, or with the text of a new one; with nothing if all is as it
+        was."""
         file = dict(self.details["file"])
         lines = file.get("changes") or ("" if self.skipped else file.get("text", ""))
         shown = Report(**{**vars(self), "details": {**self.details, "file": file["path"]}})
@@ -45,16 +51,12 @@ def run(
     options: Options,
     console: Console,
     *,
-    media: Annotated[str | None, typer.Option(metavar="FOLDER", help="Pictures or clips, with their captions.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help=TASK_HELP)] = None,
-    sources: Annotated[str | None, typer.Option(metavar="FOLDER", help="Editing: pictures before the edit.")] = None,
-    caption: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of every item, where there are no caption files.")
-    ] = None,
-    card: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Memory in GiB, or name: 16, 24 GB, RTX 4090.")
-    ] = None,
-    time: Annotated[str | None, typer.Option(metavar="TIME", help="At hand: 8h, 90m, or none: no limit.")] = None,
+    media: Annotated[str | None, option("media")] = None,
+    task: Annotated[str | None, option("task")] = None,
+    sources: Annotated[str | None, option("sources")] = None,
+    caption: Annotated[str | None, option("caption")] = None,
+    card: Annotated[str | None, option("card")] = None,
+    time: Annotated[str | None, option("time")] = None,
     family: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of models; by default the first that fits.")
     ] = None,
@@ -64,30 +66,29 @@ def run(
     yes: Annotated[bool, typer.Option("--yes", help="Take the default of every question; ask nothing.")] = False,
 ) -> Report:
     file = options.config
-    asker = make_asker(yes, str(file))
-    before = read_text(file) if file.exists() else ""
-    there = parse_config(before, file) if before.strip() else None
-    given = Given(media, task, sources, caption, card, time, family, recipe)
+    given = {"media": media, "task": task, "sources": sources, "caption": caption, "card": card, "time": time}
+    asker = Asker(given, yes, str(file))
+    before = read_text(file) if file.exists() else None
+    current = parse_config(before, file) if before is not None and before.strip() else None
     with detected_card(card is None, not yes) as detected:
-        answers = Questions(asker, console, file, there).ask(given, detected)
-    with tempfile.TemporaryDirectory(prefix="latentpress-configure-") as scratch:
-        proposal = Proposal(answers, file, before, options.overrides, Looker(Path(scratch), file), console)
-        changed = proposal.text != before
-        report = ProposalReport("configure", dry_run=options.dry_run, details=proposal.describe())
-        report.next_steps = proposal.commands()
-        if options.dry_run or not changed:
-            report.remaining, report.skipped = int(changed), int(not changed)
-            return report
-        shown = not yes and not options.json
-        if shown:
-            print(escape_lines(report.summary(width=report_width(sys.stderr)).partition("\nNext:")[0]), file=sys.stderr)
-        written = asker.confirm(f"Write {file}?")
-        if written:
-            with explained(str(file)):
-                make_folders(file.parent)
-                with replacing(file) as temporary:
-                    temporary.write_text(proposal.text, encoding="utf-8")
-            proposal.keep_media_table()
+        answers, listing = Interview(asker, console, file, current, family, recipe, detected).ask()
+    source_folder = None if answers.sources is None else file.absolute().parent / answers.sources
+    found = read_media(listing, answers.kind, source_folder)
+    if not len(found.width):
+        raise LatentpressError(f"none of the media in {answers.folder} can be read: {'; '.join(found.problems[:5])}")
+    proposed = _propose(answers, found, file, before or "", options, console)
+    report = ProposalReport("configure", dry_run=options.dry_run)
+    report.details = _describe(answers, found, file, before or "", proposed, console)
+    report.next_steps = _commands(answers, file)
+    if options.dry_run or proposed == before:
+        report.remaining, report.skipped = int(proposed != before), int(proposed == before)
+        return report
+    shown = not yes and not options.json
+    if shown:
+        print(escape_lines(report.summary(width=report_width(sys.stderr)).partition("\nNext:")[0]), file=sys.stderr)
+    written = asker.confirm(f"Write {file}?")
+    if written:
+        text.write_file(file, before, proposed)
     report = replace(report, done=int(written), skipped=int(not written))
     if not written:
         console.log("nothing was written")
@@ -95,10 +96,67 @@ def run(
     return replace(report, details={"file": {"path": str(file)}}) if shown else report
 
 
+def _propose(answers: Answers, found: Media, file: Path, before: str, options: Options, console: Console) -> str:
+    candidate = choose_candidate(answers)
+    settings = choose_settings(answers, candidate, found)
+    if before.strip():
+        dataset = text.find_dataset(before, file, file.absolute().parent / answers.folder)
+        proposed, by_hand = text.change_text(before, settings, dataset, options.overrides)
+        for line in by_hand:
+            console.warn(f"to be changed by hand: {line}")
+        return proposed
+    new = text.write_text(settings, f"{answers.task}: {candidate.describe()}")
+    return text.add_overrides(new, options.overrides)
+
+
+def _describe(
+    answers: Answers, found: Media, file: Path, before: str, proposed: str, console: Console
+) -> dict[str, Any]:
+    """Details of the report; warns about what the media lack."""
+    chosen: Config = parse_config(proposed, file)
+    family = chosen.model.family_spec
+    if answers.needs_captions:
+        console.warn(
+            "items without a caption are not trained on: `latentpress caption` describes them by the model of the "
+            "section `caption`, or name one caption for all with --caption"
+        )
+    if answers.caption is not None:
+        console.warn(f"every item gets the caption {answers.caption!r}: a model learns more from a caption for each")
+    edge = max(resolution for dataset in chosen.datasets for resolution in dataset.resolutions(family.resolution))
+    if edge < least_edge(chosen.model):
+        console.warn(
+            f"most items are small for {family.name}, so resolution is {edge:g}, at which it learns less detail"
+        )
+    about: dict[str, Any] = {"media": answers.folder, "task": answers.task, "card_gib": answers.card_gib}
+    about["time"] = "no limit" if answers.seconds is None else format_duration(answers.seconds)
+    about |= {"sources": answers.sources} if answers.sources else {}
+    changes = text.compare_texts(before, proposed, file.name) if before.strip() else ""
+    details: dict[str, Any] = {
+        "file": {"path": str(file), "text": proposed, "changes": changes},
+        "answers": about,
+        "media": found.describe(),
+        "model": f"{chosen.model.family} {chosen.model.flavour_spec.name}",
+    }
+    missing = [
+        {"missing": library.distribution, "for": used, "install": library.command}
+        for library, used in missing_libraries(chosen).items()
+    ]
+    return details | ({"missing": missing} if missing else {})
+
+
+def _commands(answers: Answers, file: Path) -> list[str]:
+    config = f"--config {shlex.quote(str(file))}"
+    hours, minutes = divmod(round((answers.seconds or 0) / 60), 60)
+    words = f"{hours}h" * bool(hours) + f"{minutes}m" * bool(minutes)
+    commands = [f"latentpress train {config} --dry-run --card {answers.card_gib:g}"]
+    commands += [f"latentpress caption {config}"] if answers.needs_captions else []
+    return [*commands, f"latentpress run {config}" + (f" --max-time {words}" if words else "")]
+
+
 app = make_app(
     "configure",
     "Write a short configuration from a few answers: what is in a folder of media, what to train, on which card, in "
-    "which time. Asks in a terminal; a file that is there is changed after its difference was shown.",
+    "which time. Asks in a terminal; a file that exists is changed after its difference was shown.",
     run,
     examples=["--media photos --task style --card 16 --yes", "--yes --dry-run"],
     unused=NOT_DIVIDED,

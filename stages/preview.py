@@ -1,4 +1,4 @@
-"""preview: an HTML page and PNG contact sheets of encoded samples beside their originals.
+"""preview: an HTML page of encoded samples beside their originals.
 
 Shows some samples of each bucket: the original as it was read for encoding, the decoded latents, their PSNR, and the
 captions with their tokens. With --plan it shows the current plan instead, before anything is encoded: for each bucket
@@ -126,7 +126,7 @@ def _show_latents(
         )
     _require_media(table, chosen)
     with activity("loading torch and the autoencoder's code", at_once=True):
-        from stages.pages import result_comparison, result_page, sheets
+        from stages.pages import result_comparison, result_page
 
     with console.progress(total, "preview", "samples") as progress:
         resources = options.resources(table.config, "decode")
@@ -134,15 +134,6 @@ def _show_latents(
     result_comparison.add_to_report(results, report, with_samples=options.json)
     report.details["buckets"] = rows = result_page.bucket_rows(encoded, results, buckets)
     size = _write_atomically(page, result_page.render_result_page(encoded, results, rows))
-    paths = []
-    for number, sheet in enumerate(sheets.draw_sheets(results, rows), 1):
-        paths.append(page.with_name(f"{page.stem}-{number}.png"))
-        size += _write_atomically(paths[-1], [sheet])
-    number = len(paths) + 1
-    while (stale := page.with_name(f"{page.stem}-{number}.png")).exists():  # of an earlier run with more sheets
-        stale.unlink()
-        number += 1
-    report.details["contact_sheets"] = list(map(str, paths))
     report.details["written_mib"] = round(size / 2**20, 2)
     return report
 

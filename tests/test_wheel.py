@@ -97,7 +97,7 @@ def test_programs_workers_and_launchers_start(run: Callable[..., str], tmp_path:
 
 
 def test_configure_finds_the_recipes(run: Callable[..., str]) -> None:
-    code = "import latentpress; latentpress.add_packages(); from stages.configuring.recipes import families as names"
+    code = "import latentpress; latentpress.add_packages(); from stages.configuring.choice import families as names"
     assert "sana" in run("python", "-c", f"{code}; print(names('style'))")
 
 

@@ -64,7 +64,7 @@ def parse_yaml(text: str) -> Document:
     if directive := re.match(r"%YAML[ \t]+(?!1\.2\b)\S+", text):
         raise YamlError([(1, f"{directive[0]}: this is read as YAML 1.2; remove the directive")])
     try:
-        root = _compose_again(text) if len(text) <= KEPT_CHARACTERS else _compose(text)
+        root = compose_yaml(text)
     except MaxDepthExceededError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise YamlError([(line, _TOO_DEEP)]) from error
@@ -92,6 +92,11 @@ def _compose(text: str) -> Node | None:
 
 
 _compose_again = lru_cache(maxsize=16)(_compose)  # its nodes are only read
+
+
+def compose_yaml(text: str) -> Node | None:
+    """The nodes of a document, which are only read."""
+    return _compose_again(text) if len(text) <= KEPT_CHARACTERS else _compose(text)
 
 
 def _build(node: Node, path: KeyPath, document: Document, above: tuple[int, ...]) -> Any:

@@ -1,119 +1,172 @@
-"""The questions of `configure`: asked in a terminal, answered by options, or by their defaults.
-
-rich, which every program has, suffices for six questions; a library for menus would be one more to keep up, and a
-screen reader or a plain terminal reads these as well.
-"""
+"""The questions of `configure`: asked in a terminal, answered by options or by their defaults, and the form of the page
+`New project`. What an answer may be, and what it means."""
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+import typer
 
 from schemas.cli.console import Console
-from schemas.cli.interruption import read_answer
+from schemas.cli.interruption import parse_duration, read_answer
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
-from schemas.config.section import listed
+from schemas.config.section import NAME_PATTERN, listed
 from schemas.errors import USAGE, Interrupted, LatentpressError
 from schemas.libraries import is_installed
 from schemas.text_format import shown_path
-from stages.configuring import recipes
-from stages.configuring.answers import TASKS, Answers, make_name, parse_card, parse_task, parse_time
-from stages.configuring.folder import Listing, find_media, find_sources, list_folder
+from stages.configuring import choice
+from stages.configuring.choice import Answers
+from stages.configuring.media import Listing, find_media, find_sources, list_folder
 from stages.maintenance.probes import run_probe
 
 Value = TypeVar("Value")
-Detected = Callable[[], dict[str, Any] | None]
+#: GiB of cards that people name by their model, as their makers publish it.
+CARDS = {
+    "3060": 12, "3080": 10, "3090": 24, "4060": 8, "4070": 12, "4080": 16, "4090": 24, "5070": 12, "5080": 16,
+    "5090": 32, "t4": 16, "l4": 24, "a10": 24, "a40": 48, "l40s": 48, "a6000": 48, "a100": 80, "h100": 80,
+    "h200": 141,
+}  # fmt: skip
+MOST_GIB = 10_000
 ASSUMED_GIB, ASSUMED_TIME = "16", "8h"
-#: A caption for all items, where they have none: it can be trained on, though nothing tells them apart.
-CAPTIONS = {
-    "style": "a picture in the style of {}",
-    "character": "a picture of {}",
-    "concept": "a picture of {}",
-    "editing": "{}",
-    "motion": "a clip of {}",
-}
+
+
+@dataclass(frozen=True)
+class Question:
+    """text: as it is asked. about: what an answer may be, for `--help` and the form. default: in words. choices:
+    answers and what they mean."""
+
+    name: str
+    text: str
+    metavar: str
+    about: str
+    default: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+    is_folder: bool = False
+
+
+QUESTIONS = {
+    question.name: question
+    for question in (
+        Question("media", "Folder of media", "FOLDER", "Pictures or clips, with their captions.",
+                 "a folder named media, photos, clips or the like, else the only one that has media", is_folder=True),
+        Question("task", "What to train", "TASK", f"One of {', '.join(choice.TASKS)}.", "by what is in the folder",
+                 choice.TASKS),
+        Question("sources", "For editing: folder of the pictures before the edit", "FOLDER",
+                 "Pictures with the same names.", "a folder before or source, if there is one", is_folder=True),
+        Question("caption", "One caption for every item, if there are no caption files", "TEXT",
+                 "Without it `latentpress caption` describes what has no caption.", "none"),
+        Question("card", "Memory of the card in GiB, or its name", "CARD", "Such as 16, 24 GB or RTX 4090.",
+                 "the card of this machine, else 16"),
+        Question("time", "Time at hand", "TIME", "Such as 8h or 90m; none: no limit.", ASSUMED_TIME),
+    )
+}  # fmt: skip
+
+
+def make_name(folder: str) -> str:
+    """A name that paths and options can have, made of a folder's; "media" if nothing of it can be kept."""
+    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:60]
+    return kept if re.match(NAME_PATTERN, kept) and kept != "validation" else "media"
+
+
+def parse_task(text: str) -> str:
+    """ValueError if it is not the beginning of exactly one of TASKS."""
+    matches = [task for task in choice.TASKS if text and task.startswith(text.strip().lower())]
+    if len(matches) != 1:
+        raise ValueError(f"{text!r} is not a task; valid: {', '.join(choice.TASKS)}")
+    return matches[0]
+
+
+def parse_card(text: str) -> float:
+    """GiB of "24", "24 GB" or "RTX 4090". ValueError of anything else."""
+    words = text.strip().lower()
+    if match := re.fullmatch(r"(\d{1,5}(?:\.\d{1,3})?) ?(?:gi?b?)?", words):
+        size = float(match[1])
+        if f"{size:g}" not in CARDS and 1 <= size <= MOST_GIB:
+            return size
+    named = [gib for name, gib in CARDS.items() if re.search(rf"(?<![a-z0-9]){name}(?![a-z0-9])", words)]
+    if len(named) != 1:
+        raise ValueError(f"{text!r} is not a memory in GiB, such as 16, and none of {', '.join(CARDS)}")
+    return float(named[0])
+
+
+def parse_time(text: str) -> float | None:
+    """Seconds of "8h" or "90m"; None of "none". ValueError of anything else."""
+    if text.strip().lower() in ("none", "no limit", "any"):
+        return None
+    try:
+        return parse_duration(text.strip())
+    except typer.BadParameter as error:
+        raise ValueError(f"{error.message}; or none") from error
 
 
 class NoAnswer(LatentpressError):
-    """A question that nobody answers, or an answer that can't be."""
+    """A question that nobody answers, or an answer that is not valid."""
 
     exit_code = USAGE
 
 
-class Asker(Protocol):
-    def ask(self, question: str, flag: str, given: str | None, default: str, parse: Callable[[str], Value]) -> Value:
-        """The answer: of the option `flag` where it is given, else of the person, or the default. parse: raises
-        ValueError for what is none. NoAnswer where nobody can be asked again."""
-        ...
+class Asker:
+    """Takes an option's answer, else with `yes` the default, else what a person types on the terminal. Questions are
+    on standard error, so that standard output has the report alone."""
 
-    def confirm(self, question: str) -> bool: ...
-
-
-class Defaults:
-    """Takes every default."""
-
-    def ask(self, question: str, flag: str, given: str | None, default: str, parse: Callable[[str], Value]) -> Value:
-        try:
-            return parse(default if given is None else given)
-        except ValueError as error:
-            raise NoAnswer(f"{question}: {error}", f"Answer it with {flag}.") from error
-
-    def confirm(self, question: str) -> bool:
-        return True
-
-
-class Terminal:
-    """Asks on standard error, so that standard output has the report alone."""
-
-    def __init__(self) -> None:
+    def __init__(self, given: Mapping[str, str | None], yes: bool, file: str) -> None:
         from rich.console import Console as RichConsole
 
+        if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise NoAnswer(
+                f"configure asks what {file} is to be for, and there is no terminal to ask in",
+                "Add --yes: it takes the default of each question that no option answers.",
+            )
+        self._given, self.yes = given, yes
         self._console = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
-    def ask(self, question: str, flag: str, given: str | None, default: str, parse: Callable[[str], Value]) -> Value:
+    def ask(self, name: str, default: str, parse: Callable[[str], Value]) -> Value:
+        """parse: raises ValueError for an answer that is not valid. NoAnswer if nobody can be asked again."""
+        question, given = QUESTIONS[name], self._given[name]
+        if given is not None or self.yes:
+            try:
+                return parse(default if given is None else given)
+            except ValueError as error:
+                raise NoAnswer(f"{question.text}: {error}", f"Answer it with --{name}.") from error
+        for answer, meaning in question.choices.items():
+            self._console.print(f"  {answer:<10} {meaning}", markup=False)
+        return self._type(question.text, default, parse)
+
+    def is_given(self, name: str) -> bool:
+        return self._given[name] is not None
+
+    def confirm(self, text: str) -> bool:
+        def parse(answer: str) -> bool:
+            if answer.strip().lower() not in ("y", "yes", "n", "no"):
+                raise ValueError("answer y or n")
+            return answer.strip().lower().startswith("y")
+
+        return self.yes or self._type(f"{text} y/n", "y", parse)
+
+    def _type(self, text: str, default: str, parse: Callable[[str], Value]) -> Value:
         from rich.markup import escape
 
-        if given is not None:
-            return Defaults().ask(question, flag, given, default, parse)
         while True:
-            self._console.print(f"{escape(question)} [bold cyan]({escape(default)})[/]: ", end="")
-            text = read_answer()
-            if not text:
+            self._console.print(f"{escape(text)} [bold cyan]({escape(default)})[/]: ", end="")
+            answer = read_answer()
+            if not answer:
                 raise Interrupted("configure: the answers ended", "Nothing was written; start again.")
-            text = text.strip() or default
             try:
-                return parse(text)
+                return parse(answer.strip() or default)
             except ValueError as error:
                 self._console.print(f"  {error}", style="red", markup=False)
 
-    def confirm(self, question: str) -> bool:
-        def parse(text: str) -> bool:
-            if text.strip().lower() not in ("y", "yes", "n", "no"):
-                raise ValueError("answer y or n")
-            return text.strip().lower().startswith("y")
-
-        return self.ask(f"{question} y/n", "--yes", None, "y", parse)
-
-
-def make_asker(yes: bool, file: str) -> Asker:
-    """NoAnswer without a terminal and without --yes."""
-    if yes:
-        return Defaults()
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise NoAnswer(
-            f"configure asks what {file} is to be for, and there is no terminal to ask in",
-            "Add --yes: it takes the default of each question that no option answers.",
-        )
-    return Terminal()
-
 
 @contextmanager
-def detected_card(wanted: bool, early: bool) -> Iterator[Detected]:
+def detected_card(wanted: bool, early: bool) -> Iterator[Callable[[], dict[str, Any] | None]]:
     """Give a function that returns the row of doctor's probe for the card with the most memory, or None. early: the
     probe, which imports torch, runs while the first questions are answered."""
     with ThreadPoolExecutor(1) as pool:
@@ -132,153 +185,131 @@ def detected_card(wanted: bool, early: bool) -> Iterator[Detected]:
         yield find
 
 
-@dataclass(frozen=True)
-class Given:
-    """Answers by options, as they were typed."""
-
-    media: str | None = None
-    task: str | None = None
-    sources: str | None = None
-    caption: str | None = None
-    card: str | None = None
-    time: str | None = None
-    family: str | None = None
-    recipe: str | None = None
-
-
 @dataclass
-class Questions:
-    """file: the configuration to write; there: it as it is, whose own settings are the defaults."""
+class Interview:
+    """file: the configuration to write; current: it as it is, whose settings are the defaults. family, recipe: of the
+    options. detected: of `detected_card`."""
 
     asker: Asker
     console: Console
     file: Path
-    there: Config | None
+    current: Config | None
+    family: str | None
+    recipe: str | None
+    detected: Callable[[], dict[str, Any] | None]
 
-    def ask(self, given: Given, detected: Detected) -> Answers:
-        _check_recipe(given)
-        media, listing = self._ask_media(given.media)
-        task = self._ask_task(given, media, listing)
-        family = self._choose_family(given.family, task)
-        sources = self._ask_sources(given.sources, media, listing) if task == "editing" else None
-        caption = self._ask_caption(given.caption, task, media, listing)
-        gib = self._ask_card(given, detected)
-        seconds = self.asker.ask(
-            "Time at hand, such as 8h, or none for no limit", "--time", given.time, ASSUMED_TIME, parse_time
-        )
-        return Answers(
-            folder=self._written(media),
-            name=make_name(media.resolve().name),
+    def ask(self) -> tuple[Answers, Listing]:
+        self._check_choices()
+        listing = self.asker.ask("media", shown_path(self._find_media()), _parse_media)
+        counts = f"{len(listing.images)} pictures, {len(listing.videos)} clips, {len(listing.captions)} with a caption"
+        self.console.log(f"{shown_path(listing.folder)}: {counts} file")
+        task = self._ask_task(listing)
+        known = choice.families(task)
+        if self.family is not None and self.family not in known:
+            raise NoAnswer(f"--family: {self.family!r} is not for {task}; valid: {', '.join(known)}")
+        now = None if self.current is None else self.current.model.family
+        sources = self._ask_sources(listing) if task == "editing" else None
+        caption = self._ask_caption(listing)
+        gib = self._ask_card()
+        seconds = self.asker.ask("time", ASSUMED_TIME, parse_time)
+        answers = Answers(
+            folder=self._written(listing.folder),
+            name=make_name(listing.folder.resolve().name),
             task=task,
             card_gib=gib,
             seconds=seconds,
             sources=None if sources is None else self._written(sources),
             caption=caption,
-            family=family,
-            recipe=given.recipe,
-            around=self._folder.is_relative_to(media.resolve()),
+            family=self.family or (now if now in known else None),
+            recipe=self.recipe,
+            inside_media=self._home.is_relative_to(listing.folder.resolve()),
+            needs_captions=caption is None and not self._has_captions and len(listing.captions) < listing.count,
         )
+        return answers, listing
 
-    @property
-    def _folder(self) -> Path:
+    @cached_property
+    def _home(self) -> Path:
         return self.file.absolute().parent.resolve()
 
+    @property
+    def _has_captions(self) -> bool:
+        """Whether the configuration says where captions are."""
+        current = self.current
+        return current is not None and (
+            current.caption is not None or any(dataset.caption_strategy for dataset in current.datasets)
+        )
+
     def _written(self, path: Path) -> str:
-        """A path as it stands in the file: relative to its folder where it is in that."""
+        """A path as the file has it: relative to its folder if it is in it."""
         whole = path.resolve()
-        if not whole.is_relative_to(self._folder):
+        if not whole.is_relative_to(self._home):
             return os.fspath(whole)
-        inside = whole.relative_to(self._folder).as_posix()
+        inside = whole.relative_to(self._home).as_posix()
         return "." if inside == "." else f"./{inside}"
 
-    def _ask_media(self, given: str | None) -> tuple[Path, Listing]:
-        default = find_media(self._folder) if given is None and self._folder.is_dir() else Path()
-        if self.there is not None and self.there.datasets:
-            default = Path(self.there.datasets[0].root)
+    def _check_choices(self) -> None:
+        known = choice.list_recipes()
+        if self.recipe is not None and self.recipe not in known:
+            raise NoAnswer(f"--recipe: there is no {self.recipe!r}; valid: {', '.join(known)}")
+        if self.recipe is not None and self.family is not None:
+            raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
 
-        def parse(text: str) -> tuple[Path, Listing]:
-            folder = Path(os.path.expanduser(text.strip()))
-            if "://" in text or not folder.is_dir():
-                raise ValueError(f"{text} is no folder of this machine (docs/datasets.md has stores and tables)")
-            listing = list_folder(folder)
-            if not listing.items:
-                raise ValueError(f"{text} has no pictures and no clips")
-            return folder, listing
+    def _find_media(self) -> Path:
+        if self.current is not None and self.current.datasets:
+            return Path(self.current.datasets[0].root)
+        return find_media(self._home) if self._home.is_dir() else Path()
 
-        media, listing = self.asker.ask("Folder of media", "--media", given, shown_path(default), parse)
-        counts = f"{listing.images} pictures, {listing.videos} clips, {listing.captioned} with a caption file"
-        self.console.log(f"{shown_path(media)}: {counts}")
-        return media, listing
-
-    def _ask_task(self, given: Given, media: Path, listing: Listing) -> str:
-        default = "motion" if listing.videos > listing.images else "style"
-        if default == "style" and find_sources(media, listing) is not None:
+    def _ask_task(self, listing: Listing) -> str:
+        default = "motion" if len(listing.videos) > len(listing.images) else "style"
+        if default == "style" and find_sources(listing) is not None:
             default = "editing"
-        if self.there is not None and self.there.datasets:
-            condition = self.there.model.condition
-            if self.there.datasets[0].dataset_type == "video":
+        if self.current is not None and self.current.datasets:
+            condition = self.current.model.condition
+            if self.current.datasets[0].dataset_type == "video":
                 default = "motion"
             elif condition is not None and condition.kind != "first-frame":
                 default = "editing"
-        valid = list(TASKS) if given.recipe is None else recipes.list_tasks(given.recipe)
+        valid = list(choice.TASKS) if self.recipe is None else choice.list_tasks(self.recipe)
         default = default if default in valid else valid[0]
 
         def parse(text: str) -> str:
             task = parse_task(text)
             if task not in valid:
-                raise ValueError(f"{given.recipe} is a recipe for {' or '.join(valid)}, not for {task}")
+                raise ValueError(f"{self.recipe} is a recipe for {' or '.join(valid)}, not for {task}")
             if not (listing.videos if task == "motion" else listing.images):
                 kinds = ("clips", "pictures") if task == "motion" else ("pictures", "clips")
-                raise ValueError(f"{task} is trained on {kinds[0]}, and {shown_path(media)} has {kinds[1]} alone")
+                raise ValueError(
+                    f"{task} is trained on {kinds[0]}, and {shown_path(listing.folder)} has only {kinds[1]}"
+                )
             return task
 
-        meanings = "\n".join(f"  {task:<10} {meaning}" for task, meaning in TASKS.items())
-        question = f"What to train\n{meanings}\nWhat to train" if given.task is None and self._asks else "What to train"
-        return self.asker.ask(question, "--task", given.task, default, parse)
+        return self.asker.ask("task", default, parse)
 
-    @property
-    def _asks(self) -> bool:
-        return isinstance(self.asker, Terminal)
-
-    def _ask_sources(self, given: str | None, media: Path, listing: Listing) -> Path:
-        default = find_sources(media, listing)
-        if self.there is not None and self.there.datasets and self.there.datasets[0].conditioning_data:
-            default = Path(listed(self.there.datasets[0].conditioning_data)[0])
+    def _ask_sources(self, listing: Listing) -> Path:
+        default = find_sources(listing)
+        if self.current is not None and self.current.datasets and self.current.datasets[0].conditioning_data:
+            default = Path(listed(self.current.datasets[0].conditioning_data)[0])
 
         def parse(text: str) -> Path:
-            folder = Path(os.path.expanduser(text.strip()))
-            if not text.strip() or not folder.is_dir():
-                raise ValueError(f"{text or 'nothing'} is no folder of this machine; each picture needs its source")
-            if not list_folder(folder).stems & listing.stems:
-                raise ValueError(f"{text} has no picture of the same name as one in {shown_path(media)}")
+            folder = Path(os.path.expanduser(text))
+            if not text or not folder.is_dir():
+                raise ValueError(f"{text or 'nothing'} is not a folder of this machine; each picture needs its source")
+            if not list_folder(folder).images.keys() & listing.images.keys():
+                raise ValueError(f"{text} has no picture of the same name as one in {shown_path(listing.folder)}")
             return folder
 
-        text = "" if default is None else shown_path(default)
-        return self.asker.ask("Folder of the pictures before the edit", "--sources", given, text, parse)
+        return self.asker.ask("sources", "" if default is None else shown_path(default), parse)
 
-    def _ask_caption(self, given: str | None, task: str, media: Path, listing: Listing) -> str | None:
-        """None where there are caption files, or the configuration has captions of its own."""
-        has_captions = self.there is not None and any(dataset.caption_strategy for dataset in self.there.datasets)
-        if given is None and (listing.captioned or has_captions):
-            return None
-        words = make_name(media.resolve().name).replace("-", " ").replace("_", " ")
+    def _ask_caption(self, listing: Listing) -> str | None:
+        """None if there are caption files, if the configuration has captions, or if items are to be described."""
+        if self.asker.is_given("caption") or not (listing.captions or self._has_captions):
+            return self.asker.ask("caption", "none", lambda text: None if text == "none" else " ".join(text.split()))
+        return None
 
-        def parse(text: str) -> str:
-            if not text.strip():
-                raise ValueError("an empty caption")
-            return " ".join(text.split())
-
-        default = CAPTIONS[task].format(words)
-        caption = self.asker.ask("No caption files: one caption for all", "--caption", given, default, parse)
-        self.console.warn(f"every item gets the caption {caption!r}: a model learns more from a caption file for each")
-        return caption
-
-    def _ask_card(self, given: Given, detected: Detected) -> float:
-        default = ASSUMED_GIB
-        if given.recipe is not None:  # its name ends with the card's memory
-            default = f"{recipes.Candidate(given.recipe, 0.0).made_for:g}"
-        if given.card is None:
-            card = detected()
+    def _ask_card(self) -> float:
+        default = ASSUMED_GIB if self.recipe is None else f"{choice.made_for(self.recipe):g}"
+        if not self.asker.is_given("card"):
+            card = self.detected()
             if card is None:
                 self.console.log(f"no card was found here: {default} GiB are the default")
             else:
@@ -288,20 +319,14 @@ class Questions:
                     self.console.warn(
                         f"{card['name']} does not compute in bfloat16: set model.precision (docs/devices.md)"
                     )
-        return self.asker.ask("Memory of the card in GiB, or its name", "--card", given.card, default, parse_card)
-
-    def _choose_family(self, given: str | None, task: str) -> str | None:
-        """The family of the option, else the file's, if that is for this task; a recipe has its own."""
-        known = recipes.families(task)
-        if given is not None and given not in known:
-            raise NoAnswer(f"--family: {given!r} is none for {task}; valid: {', '.join(known)}")
-        now = None if self.there is None else self.there.model.family
-        return given or (now if now in known else None)
+        return self.asker.ask("card", default, parse_card)
 
 
-def _check_recipe(given: Given) -> None:
-    known = recipes.list_recipes()
-    if given.recipe is not None and given.recipe not in known:
-        raise NoAnswer(f"--recipe: there is no {given.recipe!r}; valid: {', '.join(known)}")
-    if given.recipe is not None and given.family is not None:
-        raise NoAnswer("--recipe and --family: a recipe has its family", "Leave one of them out.")
+def _parse_media(text: str) -> Listing:
+    folder = Path(os.path.expanduser(text))
+    if "://" in text or not folder.is_dir():
+        raise ValueError(f"{text} is not a folder of this machine (docs/datasets.md has stores and tables)")
+    listing = list_folder(folder)
+    if not listing.count:
+        raise ValueError(f"{text} has no pictures and no clips")
+    return listing

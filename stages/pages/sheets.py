@@ -1,13 +1,8 @@
-"""PNG contact sheets, to view without a browser: of encoded samples beside their originals, and of validation samples.
+"""The PNG contact sheet of validation samples that `decode` writes, to view without a browser."""
 
-Those of encoded samples are drawn from the page's small pictures, on sheets of at most WIDTH x HEIGHT pixels: a sheet
-of noise takes 5 MB, one of photographs a third of that.
-"""
-
-import io
 import unicodedata
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,68 +18,32 @@ from schemas.config.pipeline import Config
 from schemas.text_format import escape_unprintable
 from stages.media.image import png_info
 from stages.media.video import probe_video, read_frames
-from stages.pages.pictures import Picture
-from stages.pages.result_page import SampleResult, format_psnr
-from stages.pages.sample_preview import MAX_SHOWN_FRAMES
 
-TableRow = dict[str, Any]
-WIDTH, HEIGHT, MARGIN, GAP = 1200, 1300, 16, 8  # pixels
-CELL_WIDTH = (WIDTH - 2 * MARGIN - 2 * 2 * GAP) // 3  # original and reconstruction of an image
-PICTURE_SIDE = (CELL_WIDTH - GAP) // 2  # of an image, at most
-FRAME_SIDE = (WIDTH - 2 * MARGIN - (MAX_SHOWN_FRAMES - 1) * GAP) // MAX_SHOWN_FRAMES  # of a frame, at most
 LINE_HEIGHT, FONT_SIZE = 18, 13  # pixels
-MAX_CAPTIONS = 2  # of a sample
 MAX_ROWS, MAX_STEPS = 64, 16  # of validation samples: a sheet has some 80 million pixels then
 SAMPLE_SIDE, MIN_CELL, MIN_HEIGHT, PADDING = 256, 160, 32, 4  # pixels
 CLIP_FRAMES, FRAME_GAP = 4, 4  # of a clip, in two rows
 PROMPT_LINES = 3
 FONTS = ("DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf")
 ELLIPSIS = "…"
-TEXT_COLOR, MUTED_COLOR, PROBLEM_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#b42318", "#ffffff"
+TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#ffffff"
 
 
 @dataclass
 class SheetBlock:
-    """Something to draw, with coordinates from its top left corner. pictures: (x, y, image). lines: (x, y, text,
-    color). keep: pixels below it that must be on the same sheet."""
+    """A row of the sheet, with coordinates from its top left corner. pictures: (x, y, image). lines: (x, y, text,
+    color)."""
 
     width: int
     height: int = 0
     pictures: list[tuple[int, int, Image.Image]] = field(default_factory=list)
     lines: list[tuple[int, int, str, str]] = field(default_factory=list)
-    keep: int = 0
 
     def write(self, text: str, color: str = TEXT_COLOR, most: int = 1) -> None:
         """Add at most `most` lines below."""
         for line in wrap(text, self.width, most):
             self.lines.append((0, self.height, line, color))
             self.height += LINE_HEIGHT
-
-    def show(self, pictures: Sequence[Picture | None], side: int) -> None:
-        """Add a row of pictures below, each at most `side` pixels wide and high; None leaves a gap."""
-        bottom = self.height
-        for i, picture in enumerate(pictures):
-            if picture:
-                image = _fit(Image.open(io.BytesIO(picture.data)), side)
-                self.pictures.append((i * (side + GAP), self.height, image))
-                bottom = max(bottom, self.height + image.height)
-        self.height = bottom + GAP // 2
-
-
-def draw_sheets(results: Sequence[SampleResult], rows: Sequence[TableRow]) -> Iterator[bytes]:
-    """PNG files, as many as needed. rows: of `result_page.bucket_rows`."""
-    blocks = []
-    for row in rows:
-        in_bucket = [result for result in results if result.bucket == row["bucket"]]
-        if in_bucket:
-            heading = SheetBlock(WIDTH - 2 * MARGIN, keep=PICTURE_SIDE + 4 * LINE_HEIGHT)
-            shown = f"{row['shown']} of {row['encoded']} encoded samples, mean PSNR {row['mean_psnr_db']:.2f} dB"
-            heading.write(f"{row['bucket']}: {shown}; original, then reconstruction")
-            blocks += [heading, *map(_result_block, in_bucket)]
-    for placed, height in _layout_blocks(blocks):
-        buffer = io.BytesIO()
-        _draw(placed, WIDTH, height).save(buffer, "PNG")
-        yield buffer.getvalue()
 
 
 def _draw(placed: Sequence[tuple[int, int, SheetBlock]], width: int, height: int) -> Image.Image:
@@ -97,43 +56,6 @@ def _draw(placed: Sequence[tuple[int, int, SheetBlock]], width: int, height: int
         for left, top, text, color in block.lines:
             pen.text((x + left, y + top), text, fill=color, font=font_for(text))
     return sheet
-
-
-def _layout_blocks(blocks: Sequence[SheetBlock]) -> Iterator[tuple[list[tuple[int, int, SheetBlock]], int]]:
-    """Place blocks left to right, then down; yields each sheet (blocks with their positions, height)."""
-    placed: list[tuple[int, int, SheetBlock]] = []
-    x, y, bottom = MARGIN, MARGIN, MARGIN
-    for block in blocks:
-        if x + block.width > WIDTH - MARGIN:
-            x, y = MARGIN, bottom + 2 * GAP
-        if placed and y + block.height + block.keep > HEIGHT - MARGIN:
-            yield placed, bottom + MARGIN
-            placed, x, y, bottom = [], MARGIN, MARGIN, MARGIN
-        placed.append((x, y, block))
-        x, bottom = x + block.width + 2 * GAP, max(bottom, y + block.height)
-    if placed:
-        yield placed, bottom + MARGIN
-
-
-def _result_block(result: SampleResult) -> SheetBlock:
-    """Original and reconstruction of an image side by side; the frames of a clip in two rows, the original above."""
-    frames = result.comparison.frames if result.comparison else ()
-    is_clip = bool(frames) and frames[0].time is not None
-    block = SheetBlock(WIDTH - 2 * MARGIN if is_clip else CELL_WIDTH)
-    if is_clip:
-        block.show([frame.original for frame in frames], FRAME_SIDE)
-        block.show([frame.reconstruction for frame in frames], FRAME_SIDE)
-    else:
-        for frame in (*frames, *(result.comparison.conditions if result.comparison else ())):
-            block.show([frame.original, frame.reconstruction], PICTURE_SIDE)
-    block.write(f"{result.item.name}   {format_psnr(result.mse)}".rstrip())
-    if result.unreadable:
-        block.write(f"no original to compare with: {result.unreadable.reason}", PROBLEM_COLOR)
-    if result.damage:
-        block.write(f"can't be decoded: {result.damage.message}", PROBLEM_COLOR)
-    for caption in result.captions[:MAX_CAPTIONS]:
-        block.write(f"({caption.token_summary}) {caption.text}", MUTED_COLOR if caption.complete else PROBLEM_COLOR)
-    return block
 
 
 def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path | None]], path: Path, mark: Mark) -> None:

@@ -1,6 +1,5 @@
 """Encoded samples as a page: the encoder's own pixels, the autoencoder's own reconstruction, honest numbers."""
 
-import io
 import json
 import math
 from functools import partial
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from cache.shards import shard_io
 from cache.store.store import Store
@@ -22,7 +20,7 @@ from stages.encoding.vae import base
 from stages.media import sample_reader
 from stages.media.files import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
-from stages.pages import pictures, result_page, sample_preview, sheets
+from stages.pages import pictures, result_page, sample_preview
 from stages.pages.html import Section, render_template
 from stages.pages.plan_table import EncodedCaption
 from stages.pages.result_page import SampleResult, result_card
@@ -105,22 +103,13 @@ def test_a_page_needs_nothing_else_and_every_link_leads_somewhere(project) -> No
     home = project(**settings())
     home.image("one.png", (64, 64))
     encoded(home)
-    report, page = show(home)
+    _, page = show(home)
     links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
     assert links and all(str(link).startswith(("data:", "#")) for link in links)
     there = {f"#{tag['id']}" for _, tag in page.tags if "id" in tag}
     assert {link["href"] for link in page.of("a")} <= there
     assert all(image["alt"] for image in page.of("img")) and not page.of("script")
-    [sheet] = report.details["contact_sheets"]
-    with Image.open(sheet) as drawn:
-        assert drawn.format == "PNG" and drawn.width == sheets.WIDTH and drawn.height <= sheets.HEIGHT
-        top = sheets.MARGIN + sheets.LINE_HEIGHT + 2 * sheets.GAP
-        cut = np.asarray(drawn.convert("RGB"))[top : top + 64, sheets.MARGIN : sheets.MARGIN + 64]
-    assert alike(cut, page.pictures("original: one.png")[0])
-    later = home.folder / "page-2.png"
-    later.write_bytes(b"of an earlier run")
-    show(home)
-    assert sorted(path.name for path in home.folder.glob("*page*")) == ["page-1.png", "page.html"]
+    assert not list(home.folder.glob("*page*.png"))
 
 
 @pytest.mark.long
@@ -314,28 +303,3 @@ def test_pictures_keep_to_their_bytes_and_small_ones_are_not_enlarged() -> None:
     assert (large.width, large.height) == (384, 256)
     assert len(small.data) <= 6000 < len(large.data)
     assert pictures.encode_picture(noise[:20, :30], pictures.IMAGE_BOX, 1 << 20).width == 30
-
-
-def test_contact_sheets_are_as_many_as_it_takes() -> None:
-    flat = pictures.encode_picture(np.full((300, 300, 3), 90, np.uint8), pictures.IMAGE_BOX, 1 << 20)
-    found = [_result(flat, number) for number in range(16)]
-    line = {"bucket": "64x64@1", "samples": 16, "encoded": 16, "shown": 16, "mean_psnr_db": 20.0}
-    drawn = list(sheets.draw_sheets(found, [line]))
-    assert len(drawn) > 1
-    for data in drawn:
-        with Image.open(io.BytesIO(data)) as sheet:
-            assert sheet.width == sheets.WIDTH and sheet.height <= sheets.HEIGHT
-
-
-def test_letters_beyond_ascii_are_told_apart_on_a_contact_sheet() -> None:
-    flat = pictures.encode_picture(np.full((30, 30, 3), 90, np.uint8), pictures.IMAGE_BOX, 1 << 20)
-    line = {"bucket": "64x64@1", "samples": 1, "encoded": 1, "shown": 1, "mean_psnr_db": 20.0}
-    drawn = {b"".join(sheets.draw_sheets([_result(flat, 0, f"h{vowel}t")], [line])) for vowel in "äéöø"}
-    assert len(drawn) >= 3  # ø has no accent that could be left out where no font has it
-
-
-def _result(shown: pictures.Picture, number: int, caption: str = "words " * 40) -> SampleResult:
-    frame = result_page.ComparedFrame(shown, shown, shown, 650.0, None)
-    place = {"dataset": "photos", "path": f"{number}.png", "bucket": "64x64@1", "sample_id": f"{number:032x}"}
-    item = PageItem(place, {}, None, 0.0, 0.0)
-    return SampleResult(item, (EncodedCaption(caption, 12, 12),), result_page.Comparison((frame,), 650.0))

@@ -10,7 +10,7 @@ from typing import Any
 
 from schemas.catalog import FAMILIES
 from schemas.config.generated import json_schema
-from schemas.config.yaml_editor import CannotEdit, add_item, read_values, remove_item, set_value, value_at
+from schemas.config.yaml_editor import CannotEdit, YamlEditor, read_values, value_at
 from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml
 
 Schema = Mapping[str, Any]
@@ -38,7 +38,7 @@ NEW_ITEMS = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Field:
     """path: dotted, such as "datasets.0.repeats". value: as the text has it, "" where it does not. choices: all valid
     ones, of a choice; of the flavour, those of the family that the text has, or of all. is_text: its value is a text,
@@ -115,20 +115,29 @@ def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, l
     why some can't be written."""
     problems: list[str] = []
     try:
-        fields = list(build_form(base).all_fields())
+        fields = [field_ for field_ in build_form(base).all_fields() if not field_.by_hand]
     except YamlError:
         return text, []  # there was no form
-    for field_ in fields:
-        value = given.get(field_.path, field_.value)
-        if value == field_.value or field_.by_hand:
-            continue
-        try:
-            text = set_value(text, split_path(field_.path), value if value.strip() else None, field_.is_text)
-        except YamlError:
-            problems.append(f"{field_.path}: {value!r} is no YAML, or the text is none")
-        except CannotEdit as error:
-            problems.append(f"{field_.path}: {error}")
-    return text, problems
+    changed = {field_: value for field_ in fields if (value := given.get(field_.path, field_.value)) != field_.value}
+    if not changed:
+        return text, []
+    try:
+        editor = YamlEditor(text)
+        for field_, value in changed.items():
+            try:
+                if value.strip():
+                    editor.set(split_path(field_.path), value, field_.is_text)
+                else:
+                    editor.remove(split_path(field_.path))
+            except YamlError:
+                problems.append(f"{field_.path}: {value!r} is not valid YAML")
+            except CannotEdit as error:
+                problems.append(f"{field_.path}: {error}")
+        return editor.text(), problems
+    except YamlError:
+        return text, ["the fields were not written: the text is not valid YAML"]
+    except CannotEdit as error:
+        return text, [f"the fields were not written: {error}"]
 
 
 def split_path(path: str) -> KeyPath:
@@ -216,7 +225,9 @@ def with_item(text: str, path: str, given: str) -> str:
         re.sub(r"[^a-z0-9]+", "-", given.rstrip("/").rpartition("/")[2].casefold())[:MAX_NAME].strip("-") or new.named
     )
     number = next(n for n in range(1, len(taken) + 2) if (f"{name}-{n}" if n > 1 else name) not in taken)
-    return add_item(text, keys, {new.named: f"{name}-{number}" if number > 1 else name, new.given: given})
+    editor = YamlEditor(text)
+    editor.add_item(keys, {new.named: f"{name}-{number}" if number > 1 else name, new.given: given})
+    return editor.text()
 
 
 def without_item(text: str, typed: str, base: str, path: str) -> str:
@@ -228,4 +239,6 @@ def without_item(text: str, typed: str, base: str, path: str) -> str:
         raise CannotEdit("this is no item that the form removes")
     if value_at(parse_yaml(typed).value, keys[:-1]) != value_at(parse_yaml(base).value, keys[:-1]):
         raise CannotEdit("the list was changed meanwhile; press Check, then remove it")
-    return remove_item(text, keys)
+    editor = YamlEditor(text)
+    editor.remove(keys)
+    return editor.text()

@@ -10,9 +10,8 @@ from starlette.responses import Response
 
 from schemas.config.section import NAME_PATTERN
 from schemas.errors import LatentpressError
-from stages.configuring.answers import TASKS, make_name
-from stages.configuring.questions import ASSUMED_TIME
-from stages.configuring.recipes import list_recipes
+from stages.configuring.choice import list_recipes
+from stages.configuring.questions import QUESTIONS, make_name
 from stages.pages.ui.app import Form, Moved, Page, action, get, render
 from stages.pages.ui.child_programs import Refused
 from stages.pages.ui.projects import proposal_page
@@ -23,8 +22,8 @@ from stages.pages.ui.projects.proposals import Proposals
 
 PATH = "/new"
 FILE = "pipeline.yaml"
-FOLDERS = ("media", "sources")  # answers that are folders
-ANSWERS = (*FOLDERS, "task", "recipe", "card", "time", "caption")  # options of configure
+ANSWERS = (*QUESTIONS, "recipe")  # options of configure
+FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
 MOST_CHARACTERS = 2000  # of an answer
 
 
@@ -59,9 +58,8 @@ def make_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
                     "projects/new_project.html",
                     title="New project",
                     given=given,
-                    tasks=TASKS,
+                    questions=[question for question in QUESTIONS.values() if question.name != "media"],
                     recipes=list_recipes(),
-                    time=ASSUMED_TIME,
                     home=projects.home,
                 )
             except LatentpressError as error:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from schemas.errors import LatentpressError
-from stages.configuring.answers import make_name
+from stages.configuring.questions import make_name
 from stages.pages.ui.app import Page, Site, build_app, version_of
 
 BASE = "/p"  # before the names of projects

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.errors import LatentpressError
-from stages.configuring.folder import KINDS
+from stages.configuring.media import KINDS
 
 MOST_LISTED = 500  # folders, and configurations
 MOST_COUNTED = 20_000  # entries of the folders in one, so that an answer takes no longer

@@ -16,7 +16,7 @@ from stages.pages.ui.records import read_piece
 
 PATH = "/proposals"
 #: Details of the report of configure that are shown, with their headings.
-TABLES = {"memory": "Memory", "disk": "Disk", "time": "Time", "missing": "Not installed", "excluded": "Excluded"}
+TABLES = {"missing": "Not installed"}
 FACTS = ("answers", "media")
 WARNING = "warning: "
 
@@ -73,7 +73,7 @@ def make_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]:
 def _describe(details: dict[str, Any]) -> dict[str, Any]:
     """facts by name; tables by heading, each a list of rows or why there is none."""
     facts = {key: value for name in FACTS for key, value in details.get(name, {}).items()}
-    facts |= {name: details[name] for name in ("model", "free", "trainer") if name in details}
+    facts |= {name: details[name] for name in ("model", "trainer") if name in details}
     tables = {heading: details[name] for name, heading in TABLES.items() if details.get(name)}
     keys = {heading: details.get(name, []) for name, heading in
             (("carried_over", "Carried over"), ("not_needed", "Not needed"))}  # fmt: skip

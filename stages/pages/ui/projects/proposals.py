@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cache.store.files import explained, make_folders, replacing
 from schemas.config.loading import parse_config, read_text
 from schemas.errors import LatentpressError
-from stages.configuring.files import compare_texts
+from stages.configuring.text import compare_texts, write_file
 from stages.pages.ui.child_programs import ChildPrograms, Refused, Start
 
 Program = Literal["configure", "import-config"]
@@ -67,16 +66,11 @@ class Proposal:
         return bool(text) and self.before != text and _read(self.file) == text
 
     def write(self) -> None:
-        """Write the text that was shown. Refused where the file is another one than the difference was shown to."""
+        """Write the text that was shown. LatentpressError if the file changed since."""
         if self.start.is_running or not (text := self.text(self.report())):
             raise Refused(f"there is nothing yet that {self.file} could have", "wait for the proposal")
-        if _read(self.file) != self.before:
-            raise Refused(f"{self.file} was changed since the proposal was made", "make it again")
         parse_config(text, self.file)
-        with explained(str(self.file)):
-            make_folders(self.file.parent)
-            with replacing(self.file) as temporary:
-                temporary.write_text(text, encoding="utf-8", newline="\n")
+        write_file(self.file, self.before, text)
 
 
 def _read(file: Path) -> str | None:

@@ -1,0 +1,119 @@
+"""Facts about a folder of media: by names alone, and those that headers have (`read_media`)."""
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.discovery.sources.base import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from stages.discovery.sources.walk import walk
+
+#: Names of folders that people give their media, and pictures before an edit; the first one that exists counts.
+MEDIA_NAMES = (
+    "media",
+    "photos",
+    "pictures",
+    "images",
+    "clips",
+    "videos",
+    "after",
+    "target",
+    "targets",
+    "dataset",
+    "data",
+)
+SOURCE_NAMES = ("before", "source", "sources", "input", "inputs", "control", "conditioning", "reference", "references")
+LEAST_PAIRED = 0.5  # share of pictures with a source of the same name, by which a folder of sources is known
+MOST_FOLDERS = 20  # that are searched for media
+KINDS = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), **dict.fromkeys(VIDEO_EXTENSIONS, "video")}
+
+
+@dataclass
+class Listing:
+    """The names in a folder. items: kind -> path without extension -> path, below the folder. captions: path without
+    extension -> caption file."""
+
+    folder: Path
+    items: dict[str, dict[str, str]] = field(default_factory=lambda: {"image": {}, "video": {}})
+    captions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def images(self) -> dict[str, str]:
+        return self.items["image"]
+
+    @property
+    def videos(self) -> dict[str, str]:
+        return self.items["video"]
+
+    @property
+    def count(self) -> int:
+        return len(self.images) + len(self.videos)
+
+
+def list_folder(folder: Path) -> Listing:
+    """LatentpressError if a folder in it can't be read."""
+    listing = Listing(folder)
+    for files in walk(os.fspath(folder), KINDS, False, Counter(), texts=True):
+        for name, kind in zip(files.names, files.kinds, strict=True):
+            stem = name.rpartition(".")[0]
+            listing.items[kind][files.prefix + stem] = files.prefix + name
+            if stem in files.texts:
+                listing.captions[files.prefix + stem] = files.prefix + files.texts[stem][0]
+    return listing
+
+
+def find_media(folder: Path) -> Path:
+    """The folder in `folder` that is offered: one with a common name, else the only one that has media, else itself."""
+    for path in (folder / name for name in MEDIA_NAMES):
+        if path.is_dir() and list_folder(path).count:
+            return path
+    others = [path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+    filled = [path for path in others if list_folder(path).count] if len(others) <= MOST_FOLDERS else []
+    return filled[0] if len(filled) == 1 else folder
+
+
+def find_sources(listing: Listing) -> Path | None:
+    """A folder next to the media, or in them, with pictures of the same names, as an edit has."""
+    media = listing.folder
+    for parent in (media.parent, media):
+        for folder in (parent / name for name in SOURCE_NAMES):
+            if folder.is_dir() and folder != media:
+                paired = list_folder(folder).images.keys() & listing.images.keys()
+                if listing.images and len(paired) >= LEAST_PAIRED * len(listing.images):
+                    return folder
+    return None
+
+
+@dataclass(frozen=True)
+class Media:
+    """Media of one kind. count: items. width, height: (n,) pixels of the files that were read; duration: (n,) seconds,
+    0 for a picture. captions: items with a caption file. problems: of files that can't be read. prompts: captions, each
+    with the path of the item's source image below `sources`, or None."""
+
+    count: int
+    width: NDArray[np.float64]
+    height: NDArray[np.float64]
+    duration: NDArray[np.float64]
+    captions: int
+    problems: tuple[str, ...] = ()
+    prompts: tuple[tuple[str, str | None], ...] = ()
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for a report."""
+        sides = [f"{w:g}x{h:g}" for w, h in zip(self.width, self.height, strict=True)]
+        area = np.argsort(self.width * self.height, kind="stable")
+        sizes = f"{sides[area[0]]} to {sides[area[-1]]}, half of them at least {sides[area[len(area) // 2]]}"
+        facts: dict[str, Any] = {"items": self.count, "with_a_caption_file": self.captions, "sizes": sizes}
+        if self.duration.any():
+            low, middle, high = (float(np.quantile(self.duration, share)) for share in (0, 0.5, 1))
+            facts["seconds"] = f"{low:.1f} to {high:.1f}, half of them at least {middle:.1f}"
+        read = len(self.width) + len(self.problems)
+        if read < self.count:
+            facts["read"] = f"{read} files, spread evenly"
+        if self.problems:
+            facts["unreadable"] = f"{len(self.problems)} of {read}: {'; '.join(self.problems[:3])}"
+        return facts

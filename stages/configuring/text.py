@@ -1,0 +1,192 @@
+"""A configuration's text: a new one, commented, or a user's own with other values; and the difference of two."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+from cache.store.files import explained, make_folders, replacing
+from schemas.config.loading import ConfigError, parse_config, parse_override, read_text, set_value
+from schemas.config.yaml_editor import CannotEdit, YamlEditor, round_trip, value_at
+from schemas.config.yaml_reader import KeyPath, parse_yaml
+from schemas.errors import USAGE, LatentpressError
+from stages.configuring.choice import DATASET, Settings
+
+HEADER = """\
+{what}
+By `latentpress configure`; run again, it proposes changes and shows them first.
+Options that are not here have their defaults: docs/configuration.md."""
+COLUMN = 40  # of comments, if lines are short enough
+ORDER = ("root", "output", "model", "datasets", "caption", "text", "latents", "train", "validation")
+#: Path, without numbers -> the comment behind it; of a section on one line the comment of the section.
+REMARKS: dict[tuple[str, ...], str] = {
+    ("root",): "caches; the run itself is in `output`",
+    ("datasets", "instance_data_dir"): "docs/datasets.md",
+    ("datasets", "conditioning_data"): "pictures before the edit, named alike",
+    ("datasets", "instance_prompt"): "of every item, without caption files",
+    ("datasets", "resolution"): "edge of a square of a bucket's area",
+    ("datasets", "buckets"): "the sizes that the model was made with",
+    ("datasets", "eval_fraction"): "held out, for the eval loss",
+    ("caption",): "describes items without a caption",
+    ("text", "offload"): "weights wait on the host",
+    ("text", "storage"): "captions in 8 bits: less disk",
+    ("latents",): "the autoencoder in parts: less memory",
+    ("train", "accumulate"): "as a batch of so many, in less memory",
+    ("train", "shift"): "of the noise levels, as published",
+    ("train", "base_precision"): "of the frozen weights: less memory",
+    ("train", "quantize_via"): "only quantized weights reach the card",
+    ("train", "gradient_checkpointing_interval"): "of every so many blocks",
+    ("train", "offload"): "what waits on the host",
+    ("train", "adapter"): "a higher rank holds more",
+    ("train", "checkpoint_every"): "steps; each checkpoint can be used",
+    ("train", "experts"): "one after the other",
+    ("validation", "prompts"): "of your captions; write what you will ask",
+    ("validation", "every"): "steps",
+}
+#: Of these a file keeps its own values; a proposal only adds them.
+KEPT: tuple[KeyPath, ...] = (
+    *(("root",), ("output",), ("caption",), ("validation",), (*DATASET, "id"), (*DATASET, "eval_fraction")),
+    *((*DATASET, "caption_strategy"), (*DATASET, "instance_prompt"), ("train", "run"), ("train", "steps")),
+    *(("train", "batch_size"), ("train", "accumulate"), ("train", "adapter"), ("train", "optimizer")),
+    ("train", "checkpoint_every"),
+)
+#: Removed from a file if the proposal does not have them: what saves memory, and what belongs to another recipe.
+REMOVED: tuple[KeyPath, ...] = (
+    *(("text", "offload"), ("text", "batch_tokens"), ("latents", "chunk_frames"), ("latents", "tiling")),
+    *(("train", key) for key in ("base_precision", "quantize_via", "gradient_checkpointing_interval", "experts")),
+    *(("train", "offload", key) for key in ("blocks", "streams", "activations")),
+    *(("model", "flavour"), (*DATASET, "resolution"), (*DATASET, "buckets"), (*DATASET, "conditioning_data")),
+)
+
+
+class NotChanged(LatentpressError):
+    """A file that configure can't change."""
+
+    exit_code = USAGE
+
+
+def write_text(settings: Settings, what: str) -> str:
+    """A new file. what: is trained, for its first line."""
+    tree = CommentedMap((key, None) for key in ORDER if key in {path[0] for path in settings})
+    for path, value in settings.items():
+        here: Any = tree
+        for key, following in pairwise(path):
+            if isinstance(here, list) and key == len(here):
+                here.append(CommentedMap())
+            elif not isinstance(here, list) and here.get(key) is None:
+                here[key] = CommentedSeq() if isinstance(following, int) else CommentedMap()
+            here = here[key]
+        here[path[-1]] = value
+    _add_comments(tree, ())
+    tree.yaml_set_start_comment(HEADER.format(what=what))
+    for key in tree:
+        if key not in ("root", "output", "latents") or (key == "latents" and "text" not in tree):
+            tree.yaml_set_comment_before_after_key(key, before="\n")
+    out = StringIO()
+    round_trip().dump(tree, out)
+    return out.getvalue()
+
+
+def _add_comments(section: CommentedMap, path: tuple[str, ...]) -> None:
+    """Put sections below the first level, and short ones in it, on one line, and comments behind keys."""
+    for key, value in section.items():
+        here = (*path, key)
+        remark = REMARKS.get(here, "")
+        if isinstance(value, CommentedMap) and (path or key in ("text", "latents", "caption")):
+            value.fa.set_flow_style()
+            remark = remark or next((REMARKS[*here, name] for name in value if (*here, name) in REMARKS), "")
+        elif isinstance(value, CommentedMap):
+            _add_comments(value, here)
+        elif isinstance(value, list):
+            for item in (item for item in value if isinstance(item, CommentedMap)):
+                _add_comments(item, here)
+        if remark:
+            section.yaml_add_eol_comment(remark, key, column=COLUMN)
+
+
+def change_text(text: str, settings: Settings, dataset: int, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """A user's file with the settings and overrides in force, comments and everything else as they are; and what has to
+    be done by hand. dataset: the number of the one that is meant."""
+    by_hand, editor, now = list[str](), YamlEditor(text), parse_yaml(text).value
+    other_family = value_at(now, ("model", "family")) != settings["model", "family"]
+    removed = [*REMOVED, *([("model", "path"), ("model", "revision"), ("train", "shift")] if other_family else [])]
+    has_prompts = bool(value_at(now, ("validation", "prompts")) or value_at(now, ("validation", "prompts_file")))
+    for path, value in {**settings, **{path: None for path in removed if path not in settings}}.items():
+        placed = (path[0], dataset, *path[2:]) if path[:2] == DATASET else path
+        current = value_at(now, placed)
+        is_kept = current is not None and any(path[: len(prefix)] == prefix for prefix in KEPT)
+        if current == value or is_kept or (path[:2] == ("validation", "prompts") and has_prompts):
+            continue
+        try:
+            if value is None:
+                editor.remove(placed)
+            else:
+                editor.set(placed, json.dumps(value))
+        except CannotEdit as error:
+            where = ".".join(map(str, placed))
+            by_hand.append(f"{where}: {'remove it' if value is None else json.dumps(value)} ({error})")
+    try:
+        return add_overrides(editor.text(), overrides), by_hand
+    except CannotEdit as error:
+        raise NotChanged(f"the file can't be changed: {error}", "Write another file with --config.") from error
+
+
+def add_overrides(text: str, overrides: Sequence[str]) -> str:
+    """A text with overrides of the command line in it."""
+    editor = YamlEditor(text)
+    for override in overrides:
+        try:
+            key, value = parse_override(override)
+            editor.set(set_value(parse_yaml(text).value or {}, key, value), override.partition("=")[2])
+        except (CannotEdit, ValueError) as error:
+            raise ConfigError([f"--set {override.partition('=')[0].strip()}: {error}"]) from error
+    return editor.text() if overrides else text
+
+
+def find_dataset(text: str, path: Path, folder: Path) -> int:
+    """The number of the dataset in a file whose media are in `folder`, or which is the only one. NotChanged if it has
+    several others."""
+    datasets = parse_config(text, path).datasets
+    if not datasets:
+        raise NotChanged(f"{path} has no dataset, but a training set by its path", "Write another file with --config.")
+    places = [Path(dataset.root).resolve() for dataset in datasets]
+    if folder.resolve() in places:
+        return places.index(folder.resolve())
+    if len(datasets) > 1:
+        ids = ", ".join(dataset.id for dataset in datasets)
+        raise NotChanged(
+            f"{path} has several datasets ({ids}), and none of them has its media in {folder}",
+            "Add the dataset in the file (docs/datasets.md), or write another file with --config.",
+        )
+    return 0
+
+
+def compare_texts(before: str, after: str, name: str) -> str:
+    """A unified diff; "" if they are equal."""
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), f"{name}, now", f"{name}, proposed", lineterm="", n=2
+    )
+    return "\n".join(lines)
+
+
+def write_file(file: Path, before: str | None, proposed: str) -> None:
+    """Write a file that is still as it was. before: its text, None if there was none."""
+    changed = LatentpressError(f"{file} was changed meanwhile", "make the proposal again")
+    with explained(str(file)):
+        make_folders(file.parent)
+        if before is None:
+            try:
+                with file.open("x", encoding="utf-8", newline="\n") as new:
+                    new.write(proposed)
+            except FileExistsError as error:
+                raise changed from error
+            return
+        if not file.exists() or read_text(file) != before:
+            raise changed
+        with replacing(file) as temporary:
+            temporary.write_text(proposed, encoding="utf-8", newline="\n")
