@@ -141,6 +141,7 @@ def test_any_change_is_exact_or_refused(value: dict, flow: bool, path: list, new
     out, yaml = io.StringIO(), YAML(typ="safe", pure=True)
     yaml.default_flow_style, yaml.allow_unicode = flow, True
     yaml.dump(value, out)
+    value = parse_yaml(out.getvalue()).value or {}
     try:
         changed = change(out.getvalue(), tuple(path), new, is_text=True)
     except CannotEdit:
