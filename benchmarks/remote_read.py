@@ -1,4 +1,4 @@
-"""How long training steps wait for data of a slow object store, through copies on this machine.
+"""How long training steps wait for data of a slow object store, through a window of shards on this machine.
 
     python -m benchmarks.remote_read [--case NAME] [--steps 250] [--step-s 0.5] [--latency-ms 100] [--mb-per-s 200]
                                      [--set-mib 2048] [--unit-mib 128] [--root DIR] [--tiny]
@@ -8,13 +8,11 @@ The store is an S3 server on loopback, a process of its own, that waits `--laten
 `--step-s`. Samples have the sizes of the flavours: a latent of a picture of 1024x1024 or of 61 or 121 frames of
 768x512, and a text of 135 tokens x 3584, all bfloat16; shards of `--unit-mib`. Texts are in the order of their samples.
 
-`shards`: the copies may have half of the set's bytes, and training goes in the order of shards that the program names
-for that (`train.shuffle_shards`); the folder is empty at first. `eight cards`: as many samples a step as eight ranks
-read that take two each. `whole`: an order over the whole set, and room for it, from an empty folder. `again`: the same
-once more, with the copies that are there.
+`shards`: the window may have half of the set's bytes, with the largest `train.shuffle_shards` that suits it. `eight
+cards`: as many samples a step as eight ranks read that take two each. `whole`: one section with all shards.
 
 waiting: share of the time after the first step; at the start, seconds until the first step's data were there. Sets are
-written first (`--set-mib` each, on the disk, twice that with the copies). Takes about 16 minutes.
+written first (`--set-mib` each, on the disk, twice that with the copies). Takes about 13 minutes.
 """
 
 import os
@@ -22,7 +20,10 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,10 +35,10 @@ import pyarrow as pa
 
 from benchmarks.common import MIB, cpu_seconds, make_parser, make_rows, print_header, print_row, write_shard
 from cache.sets.set_lookup import open_set
+from cache.sets.trainset import TrainSet
+from cache.sets.window import list_sections, open_window
 from cache.shards.shard import ShardMeta
 from cache.store.store import Store
-from cache.supply.local_cache import Ranks, supply_from_copies
-from cache.supply.step_needs import FittingOrder
 from schemas.config.training import Train
 from schemas.tables import INDEX_SCHEMA, SET_SHARDS_SCHEMA, SET_TEXTS_SCHEMA, TABLES_VERSION
 from trainer.data import BatchLoader
@@ -49,13 +50,12 @@ PIECE = 1 << 20  # bytes sent at a time
 
 
 class Case(NamedTuple):
-    """shape: of a latent. samples: of a step. order: shards, or whole. warm: with the copies of the case before."""
+    """shape: of a latent. samples: of a step. order: shards, or whole."""
 
     shape: tuple[int, ...]
     bucket: str
     samples: int
     order: str = "shards"
-    warm: bool = False
 
 
 IMAGE, VIDEO = ((16, 1, 128, 128), "1024x1024"), ((16, 16, 64, 96), "768x512@61")
@@ -65,7 +65,6 @@ CASES = {
     "video, 121 frames": Case((16, 31, 64, 96), "768x512@121", 1),
     "image, eight cards": Case(*IMAGE, 16),
     "image, whole": Case(*IMAGE, 4, "whole"),
-    "image, whole, again": Case(*IMAGE, 4, "whole", warm=True),
 }
 
 
@@ -198,7 +197,7 @@ class Reading(NamedTuple):
     held: int
 
 
-def train(case: Case, folder: Path, limit: int, shuffle_shards: int | None, steps: int, step_s: float) -> Reading:
+def train(case: Case, folder: Path, limit: int, shuffle_shards: int, steps: int, step_s: float) -> Reading:
     """Read so many steps from the store, and sleep in each; the limit is looked at all the while."""
     cache = {"folder": str(folder), "max_gb": limit / 1e9}
     settings = Train.model_validate(
@@ -207,31 +206,37 @@ def train(case: Case, folder: Path, limit: int, shuffle_shards: int | None, step
     data = open_set(Store("s3://bucket/"), "s", FAMILY, TASK)
     schedule = data.make_schedule(settings)
     cpu, held = cpu_seconds(), 0
-    supply_from_copies(settings, data, schedule, range(steps), Ranks(), print)
+    open_window(settings, data, schedule, range(steps))
     loader = BatchLoader(data, schedule, 0.0, draw_noise=False)
     clock, waits, fetched = StepTimer(0, steps, case.samples), list[float](), 0.0
     for done, _ in enumerate(clock.time_waits(loader.steps(0, steps)), 1):
         time.sleep(step_s)
         waits.append(clock.rates(done)["data_wait_s"])
         fetched += data.supply.metrics()["shards_fetched_mb"] * 1e6
-        held = max(held, sum(path.stat().st_size for path in folder.glob("*") if path.is_file()))
+        with suppress(FileNotFoundError):  # removed meanwhile
+            held = max(held, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
     data.close()
     later = waits[1:]
     return Reading(waits[0], sum(later), sum(later) + step_s * len(later), fetched, cpu_seconds() - cpu, held)
 
 
 def name_order(root: Path, case: Case, limit: int, steps: int) -> int:
-    """The train.shuffle_shards that the program names."""
-    data, settings = open_set(Store(root), "s", FAMILY, TASK), Train(batch_size=case.samples, steps=steps)
+    """The largest train.shuffle_shards for which the limit is enough."""
+    data = open_set(Store(root), "s", FAMILY, TASK)
     sizes = [(root / path).stat().st_size for path in data.tables["shards"].column("path").to_pylist()]
-    orders = FittingOrder(settings, data, range(steps), 1, sizes, settings.reading.steps_ahead + 1)
-    value = orders.find(limit)
-    data.close()
-    if value is None:
-        raise SystemExit(
-            f"no train.shuffle_shards fits in {limit / 1e9:.3g} GB: {orders.least_bytes() / 1e9:.3g} are needed"
-        )
-    return value
+    for value in range(len(sizes), 1, -1):
+        settings = Train(batch_size=case.samples, steps=steps, shuffle_shards=value)
+        if largest_pair(data, settings, sizes) <= limit:
+            data.close()
+            return value
+    raise SystemExit(f"no train.shuffle_shards fits in {limit / 1e9:.3g} GB")
+
+
+def largest_pair(data: TrainSet, settings: Train, sizes: Sequence[int]) -> int:
+    """The most bytes of two sections in a row."""
+    schedule, steps = data.make_schedule(settings), range(settings.steps)
+    sections = [set(find().shards) for find in list_sections(data, schedule, 0.0, steps, settings.reading.steps_ahead)]
+    return max(sum(sizes[number] for number in one | two) for one, two in pairwise([*sections, set[int]()]))
 
 
 def main() -> None:
@@ -265,10 +270,8 @@ def main() -> None:
                     write_set(root, case, options.set_mib, options.unit_mib, tokens),
                     (case.shape, case.bucket),
                 )
-            if not case.warm:
-                shutil.rmtree(folder, ignore_errors=True)
             limit = total // 2 if case.order == "shards" else 2 * total
-            shards = name_order(root, case, limit, options.steps) if case.order == "shards" else None
+            shards = name_order(root, case, limit, options.steps) if case.order == "shards" else 10**6
             ours, theirs = Pipe()
             speed = options.latency_ms / 1e3, options.mb_per_s * 1e6
             server = get_context("fork").Process(target=serve, args=(theirs, root, *speed), daemon=True)
@@ -281,7 +284,7 @@ def main() -> None:
             sample = total / len(Store(root).read_table("sets/s/index.arrow"))
             print_row(
                 *(name, f"{total / 1e9:.1f}", f"{limit / 1e9:.1f}", f"{found.held / 1e9:.1f}"),
-                *(f"shuffle_shards: {shards}" if shards else "whole", f"{found.start_s:.2f}"),
+                *(f"shuffle_shards: {shards}" if case.order == "shards" else "whole", f"{found.start_s:.2f}"),
                 *(f"{found.waited_s / found.total_s:.2%}", f"{found.fetched / 1e9:.2f}"),
                 *(f"{case.samples * sample / options.step_s / 1e6:.1f}", f"{found.cpu_s / found.total_s:.0%}"),
             )

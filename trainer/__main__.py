@@ -23,10 +23,10 @@ from cache.runs.training_run import noting_failure
 from cache.sets.planned_set import PlannedSet
 from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import TrainSet
+from cache.sets.window import open_window
 from cache.shards.shard_supply import SupplyError
 from cache.store.damage import DamageError, rebuild_advice
 from cache.supply.encoded_folder import EncodedFolder, EncodedShards, Position, ReadingOrder, check_room
-from cache.supply.local_cache import Ranks, supply_from_copies
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.cli.interruption import MaxTimeOption
@@ -97,9 +97,7 @@ def run(
         if main and not is_finished(config, state):
             require_trackers(config.train)
         if main and (world == 1 or options.dry_run) and not is_finished(config, state):  # else when the ranks have met
-            steps = range(state.step if state else 0, config.train.steps)
-            ranks = Ranks(0, world, read_launch_variable("LOCAL_WORLD_SIZE", 1))
-            supply_from_copies(config.train, data, schedule, steps, ranks, console.warn)
+            open_window(config.train, data, schedule, range(state.step if state else 0, config.train.steps))
         if options.dry_run:
             report_dry_run(report, config, options, console, schedule, state, world)
             return report

@@ -16,7 +16,6 @@ import torch
 
 from cache.order.schedule import BatchSchedule, Ints, MicroBatchRows
 from cache.sets.trainset import SetError, TrainSet
-from cache.supply.step_needs import needed_shards
 from schemas.catalog import FAMILIES
 from schemas.config.training import Reading
 from schemas.family import Family
@@ -150,10 +149,9 @@ class BatchLoader:
                 self.reader.explain(chosen.rows, texts)
 
     def steps(self, first: int, last: int) -> Iterator[StepBatches]:
-        """Steps first..last-1, read ahead by threads. Their shards' supply knows which ones come."""
-        planned = self.data, self.schedule, self.caption_dropout, first, last, self.rank, self.world
+        """Steps first..last-1, read ahead by threads."""
         supply, ahead, threads = self.data.supply, self.reading.steps_ahead, self.reading.threads
-        supply.follow(first, (numbers.tolist() for numbers in needed_shards(*planned)))
+        supply.follow(first)
         with closing(prefetch(self.step, range(first, last), ahead, threads, supply.show_wait)) as steps:
             try:
                 for batches in steps:

@@ -31,7 +31,8 @@ the cheapest, so that these two are neighbors, too.
 This is `WholeOrder`. With `train.shuffle_shards`, `cache.order.shard_order` orders the same steps, for few shards.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -144,6 +145,9 @@ class Order(Protocol):
     def digest(self) -> str | None:
         """Hash of what determines it beside `EpochDraws` and options: which rows are in a shard together."""
 
+    def section_ends(self, epoch: int) -> Ints:
+        """The micro-batches of an epoch that come after each of its sections, in order."""
+
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         """(n,) of the micro-batches trained as these numbers of an epoch: the bucket, and the number within it."""
 
@@ -240,6 +244,14 @@ class BatchSchedule:
         which, counts = np.unique(self._locate(np.arange(step * size, (step + 1) * size))[1], return_counts=True)
         return {self._draws.tables[bucket].bucket: int(count) for bucket, count in zip(which, counts, strict=True)}
 
+    def section_ends(self, step: int) -> Iterator[int]:
+        """The steps with which a section of the order, or an epoch, has ended, without end, from the epoch of `step`
+        on."""
+        size, total = self.micro_batches_per_step, self.micro_batches_per_epoch
+        for epoch in itertools.count((step - self.first_step) * size // total):
+            for number in (epoch * total + self.order.section_ends(epoch)).tolist():
+                yield self.first_step + number // size
+
     def _locate(self, numbers: Ints) -> tuple[Ints, Ints, Ints]:
         """(n,) of each micro-batch, numbered over all epochs: its epoch, the number of its bucket, its number within
         that bucket."""
@@ -258,6 +270,9 @@ class WholeOrder:
 
     def __init__(self, draws: EpochDraws):
         self._draws = draws
+
+    def section_ends(self, epoch: int) -> Ints:
+        return self._draws.counts.sum(keepdims=True)
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         listed, size = self._draws.listed(epoch), self._draws.size

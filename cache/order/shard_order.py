@@ -194,10 +194,10 @@ class ShardOrder:
             digest.update(column.astype("<i8").data)
         return digest.hexdigest()
 
-    def section_bounds(self, epoch: int) -> Ints:
-        """The micro-batch of an epoch with which each section begins, and the first one after the last section."""
+    def section_ends(self, epoch: int) -> Ints:
         plan = self._plan(epoch)
-        return plan.listed.first + np.append(plan.steps.starts, plan.step_count) * self._draws.size
+        ends = plan.listed.first + np.append(plan.steps.starts[1:], plan.step_count) * self._draws.size
+        return np.append(ends, self._draws.counts.sum())
 
     def locate(self, epoch: int, numbers: Ints) -> tuple[Ints, Ints]:
         plan, size = self._plan(epoch), self._draws.size

@@ -17,6 +17,16 @@ class RunError(LatentpressError):
     exit_code = USAGE
 
 
+def needs_sections(place: str) -> RunError:
+    """The error of training on a set of an object store in an order that needs shards from everywhere."""
+    return RunError(
+        f"{place} is on an object store, and train.shuffle_shards is not set: each step would need shards from "
+        "everywhere",
+        "Set train.shuffle_shards, for example to 100: twice as many shards should fit in train.local_cache.max_gb. A "
+        "value as large as the number of shards mixes the whole set.",
+    )
+
+
 class OutputLocked(LatentpressError):
     """Another trainer is running in this folder."""
 
@@ -53,6 +63,9 @@ def check_settings(config: Config, warn: Callable[[str], object]) -> None:
             "train.weight_precision is bfloat16 and the transformer computes in float32",
             "Set train.precision to bfloat16, or train.weight_precision to float32.",
         )
+    place = config.train.set if "/" in config.train.set else config.root
+    if "://" in place and config.train.shuffle_shards is None:
+        raise needs_sections(place)
     compatibility.check_task(config.model)
     compatibility.check_distilled(config.model, warn)
 

@@ -9,7 +9,7 @@ not here, and opened when it is.
 import resource
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from cache.shards.shard import BaseShardReader
@@ -23,9 +23,8 @@ from schemas.errors import USAGE, LatentpressError
 class ShardSupply:
     """Threads may share it. Messages name shards as the set's store does (`Store.path`), wherever their bytes are."""
 
-    def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
-        """The numbers of the shards that steps `first`, first + 1, ... need. Read lazily, in another thread, some steps
-        ahead; what it raises is raised by `open`. Takes the place of what was followed before."""
+    def follow(self, first: int) -> None:
+        """Steps `first`, first + 1, ... are read from now on, in this order."""
 
     def open(self, number: int) -> BaseShardReader:
         """A reader of shard `number`, also of one that no step was said to need; waits until its bytes are here.

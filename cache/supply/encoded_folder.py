@@ -9,7 +9,7 @@ waits for shards that are being made, says how far it is, and lets go of those t
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
@@ -20,6 +20,7 @@ from cache.order.schedule import Ints
 from cache.sets.planned_set import PlannedSet
 from cache.sets.table_checks import PLANNED
 from cache.sets.trainset import TrainSet
+from cache.sets.window import needed_shards
 from cache.shards.shard import BaseShardReader
 from cache.shards.shard_io import open_reader
 from cache.shards.shard_supply import LimitedShards, SupplyError
@@ -27,7 +28,7 @@ from cache.store.damage import ENCODE_PROGRAMS, DamageError
 from cache.store.files import StoreError, explained, make_folders, replace, temporary
 from cache.store.store import Store
 from cache.supply.limited_folder import POSITION, LimitedFolder, Member
-from cache.supply.step_needs import StepNeeds, needed_shards, window_bytes
+from cache.supply.step_needs import StepNeeds, window_bytes
 from schemas.cli.interruption import pause
 from schemas.cli.progress import activity
 from schemas.config.training import Train
@@ -210,8 +211,7 @@ class EncodedShards(LimitedShards):
         self._told, self._stopped = 0.0, False
         self._tell(now=True)
 
-    def follow(self, first: int, needs: Iterator[Collection[int]]) -> None:
-        """`needs` is left alone: the stages compute the order themselves."""
+    def follow(self, first: int) -> None:
         self._stopped = False
         self._position = self._position.model_copy(update={"step": first})
         self._tell(now=True)

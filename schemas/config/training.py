@@ -161,13 +161,15 @@ class Reading(Section):
 
 
 class LocalCache(Section):
-    """Copies of the shards of a root on an object store, on the machine that trains. A local root needs none."""
+    """The window of shards of a root on an object store, on the machine that trains. A local root needs none."""
 
     folder: str | None = Field(
-        None, min_length=1, description="where copies are; default: latentpress/shards in ~/.cache (XDG_CACHE_HOME)"
+        None,
+        min_length=1,
+        description="folder of the windows; default: latentpress/shards in ~/.cache (XDG_CACHE_HOME)",
     )
     max_gb: float | None = Field(
-        None, gt=0, le=1e9, description="10^9 bytes of all copies; default: 200, or half of what the disk has free"
+        None, gt=0, le=1e9, description="10^9 bytes of a run's shards; default: 200, or half of the free disk space"
     )
     downloads: Processes = Field(4, description="shards fetched at the same time")
 

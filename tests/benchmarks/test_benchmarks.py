@@ -39,7 +39,7 @@ SMALL = {
     "ranks": ["--width", "96", "--layers", "1", "--side", "64", "--steps", "4", "--repeat", "1"],
     "remote_read": [
         *("--tiny", "--set-mib", "2", "--unit-mib", "0.05", "--steps", "6", "--step-s", "0.01"),
-        *("--latency-ms", "1", "--case", "image", "--case", "image, whole", "--case", "image, whole, again"),
+        *("--latency-ms", "1", "--case", "image", "--case", "image, whole"),
     ],
     "shard_read": ["--rows", "4", "--shape", "2,8,8"],
     "sharing": ["--seeds", "1"],

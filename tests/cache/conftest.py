@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cache.store.store import Store
+from tests.cache.sets.remote_place import Place
 from tests.cache.sets.small_set import make_source
-from tests.cache.store.remote_place import Place
 
 
 @pytest.fixture

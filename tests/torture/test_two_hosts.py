@@ -20,7 +20,10 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def hosts(project: Callable[..., Project], tmp_path: Path) -> Iterator[tuple[Host, Host]]:
-    home = project(root=f"s3://{BUCKET}/work", train={"device": "cpu", "steps": 2, "batch_size": 2, "threads": 1})
+    home = project(
+        root=f"s3://{BUCKET}/work",
+        train={"device": "cpu", "steps": 2, "batch_size": 2, "threads": 1, "shuffle_shards": 2},
+    )
     home.settings["cache"]["unit_mib"] = 0.02
     home.settings["validation"] = {"eval_samples": 0}
     for number in range(8):

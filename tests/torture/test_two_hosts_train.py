@@ -97,7 +97,15 @@ def losses(folder: Path, key: str = "loss") -> dict[int, float]:
 
 @pytest.fixture
 def cluster(project: Callable[..., Project], tmp_path: Path, monkeypatch) -> Iterator[Cluster]:
-    settings = {"device": "cpu", "steps": 3, "batch_size": 2, "accumulate": 1, "threads": 1, "run": "r"}
+    settings = {
+        "device": "cpu",
+        "steps": 3,
+        "batch_size": 2,
+        "accumulate": 1,
+        "threads": 1,
+        "run": "r",
+        "shuffle_shards": 4,
+    }
     settings |= {"checkpoint_every": 2, "optimizer": {"lr": 2e-3, "warmup": 2}}
     home = project(root=f"s3://{BUCKET}/work", train=settings)
     home.settings["cache"]["unit_mib"] = 0.05

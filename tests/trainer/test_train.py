@@ -373,11 +373,11 @@ def spoil(batch, wrong: bool):
 def test_every_rank_checks_its_local_cache_for_the_steps_that_remain(ready, make_config, tmp_path, monkeypatch) -> None:
     seen = tmp_path / "seen"
 
-    def note(settings, data, schedule, steps, ranks, warn) -> None:
+    def note(settings, data, schedule, steps, ranks) -> None:
         with seen.open("a") as file:
-            file.write(f"{ranks.rank} of {ranks.world}: {steps}\n")
+            file.write(f"{ranks.local} of {ranks.world}: {steps}\n")
 
-    monkeypatch.setattr(prepare, "supply_from_copies", note)
+    monkeypatch.setattr(prepare, "open_window", note)
     on_two_ranks(write(ready("t2i", steps=1), tmp_path))
     on_two_ranks(write(make_config("t2i", steps=2), tmp_path))
     expected = [f"{rank} of 2: {steps}" for rank in (0, 1) for steps in (range(1), range(1, 2))]

@@ -4,6 +4,7 @@ a run's way back to its newest checkpoint."""
 import gc
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from cache.order.schedule import BatchSchedule
 from cache.runs.training_checks import train_precision
 from cache.sets.trainset import TrainSet
-from cache.supply.local_cache import Ranks, supply_from_copies
+from cache.sets.window import Ranks, open_window
 from schemas.cli.console import Console
 from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
@@ -158,12 +159,13 @@ def prepare_training(
         state = run_state.find_resume_state(config, data, schedule) if files.main else None
         if store is not None:
             begun = (state.step, first_step(state.data_changes)) if state else (0, 0)
-            finished, (done, schedule.first_step) = files.from_main((run_state.is_finished(config, state), begun))
+            at_main = run_state.is_finished(config, state), *begun, secrets.token_hex(8)
+            finished, done, schedule.first_step, token = files.from_main(at_main)
             if finished:
                 raise run_state.RunFinished
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            ranks = Ranks(accelerator.process_index, accelerator.num_processes, local)
-            supply_from_copies(config.train, data, schedule, range(done, config.train.steps), ranks, console.warn)
+            node = os.environ.get("GROUP_RANK", "0")  # of torchrun: two may be on one machine
+            ranks = Ranks(accelerator.num_processes, accelerator.local_process_index, f"{token}-{node}")
+            open_window(config.train, data, schedule, range(done, config.train.steps), ranks)
         return prepare_run(config, data, schedule, console, accelerator, watch, files, load)
 
 

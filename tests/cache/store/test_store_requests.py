@@ -14,7 +14,7 @@ from cache.store.damage import ANSWERS, DamageError
 from cache.store.store import Store
 from schemas.cli.console import Console
 from schemas.cli.progress import show_activities
-from tests.cache.store.remote_place import Place, read
+from tests.cache.sets.remote_place import Place, read
 from tests.cache.store.test_object_store import CACHE, content, write_shard
 from tests.forms import in_turn, long
 from tests.s3_server import BUCKET, S3Server
@@ -113,12 +113,11 @@ def test_copies_for_the_trainer_are_fetched_again(s3: S3Server, tmp_path: Path, 
     place = Place(Store(f"s3://{BUCKET}/work"), tmp_path / "copies", form)
     for number, wrong in enumerate(WRONG):
         for bare in (False, True):
-            supply = place.supply(threads=1)
+            supply = place.window([(number,)], downloads=1)
             s3.reset()
             s3.bare = bare
             s3.fail(wrong, ANSWERS - 1, "GetObject")
+            supply.follow(0)
             read(supply, number)
             assert s3.counts()["GetObject"] <= 2 * ANSWERS
             supply.close()
-            for path in place.copies():
-                path.unlink()

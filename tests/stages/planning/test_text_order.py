@@ -9,7 +9,7 @@ from benchmarks.common import run_silently
 from benchmarks.index import write_shards
 from benchmarks.planning import make_project
 from cache.sets.set_lookup import open_configured_set
-from cache.supply.step_needs import needed_shards
+from cache.sets.window import needed_shards
 from schemas.config.loading import load_config
 from schemas.config.training import Train
 from stages import bucket, index

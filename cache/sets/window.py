@@ -1,0 +1,441 @@
+"""The shards of a remote set that training reads: those of the present section of its order, on this machine's disk.
+
+With `train.shuffle_shards` an epoch is a list of sections, whose steps need few shards. The window holds the shards of
+the present section, fetches those of the next one meanwhile, and removes those of the section before. The first process
+of each machine does that for all processes of the run on this machine; another one waits until a shard has its name.
+
+Every run has a folder of its own, which goes with it: one that a killed run left is removed when the next run starts.
+A shard gets its name once every row of it is verified. Shards outside the window, such as those of validation, are read
+from the store itself.
+"""
+
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from decimal import ROUND_CEILING, Decimal
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cache.order.schedule import BatchSchedule, Ints
+from cache.order.set_columns import IntColumn
+from cache.runs.training_checks import needs_sections
+from cache.sets.draws import NO_TEXT
+from cache.sets.trainset import TrainSet
+from cache.shards.shard import SIDECAR_SUFFIX, TAR_SUFFIX, BaseShardReader
+from cache.shards.shard_io import open_reader, verify
+from cache.shards.shard_supply import ShardSupply, SupplyError
+from cache.store.damage import ANSWERS, DamageError, note_bad_answer
+from cache.store.files import check_folder, explained
+from cache.store.locks import FileLock
+from cache.store.object_store import copy_object
+from cache.store.store import Store
+from schemas.cli.progress import activity
+from schemas.config.training import LocalCache, Train
+
+DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less
+PLANNED_DRAWS = 1 << 14  # of the steps that are looked at together: a hundredth of a second
+CHECKED_SECTIONS = 4  # of which the sizes are compared with the limit before a model is loaded
+POLL_S, GIVE_UP_S = 0.05, 600.0  # GIVE_UP_S: without a shard that has come, while one is waited for
+LOCK = "lock"
+
+
+class Ranks(NamedTuple):
+    """This process among those of the run. local: its number on this machine. token: a name that the run's processes
+    have in common, which no other run has."""
+
+    world: int = 1
+    local: int = 0
+    token: str = ""
+
+
+def needed_shards(
+    data: TrainSet, schedule: BatchSchedule, caption_dropout: float, first: int, last: int
+) -> Iterator[Ints]:
+    """Yield for each step from `first` to below `last` the numbers of the shards that all ranks together read, each
+    once, in increasing order: the shards of latents, further kinds and references, of the captions chosen, and of the
+    null prompts in place of dropped ones. Memory: nothing per sample."""
+    index, texts = data.tables["index"], data.tables["texts"]
+    prefixes = ["", *(f"{part}_" for part in (*data.kinds, *data.references))]
+    parts, text_shards = [IntColumn(index[f"{prefix}shard"]) for prefix in prefixes], IntColumn(texts["shard"])
+    together = max(1, PLANNED_DRAWS // schedule.global_batch)
+    for start in range(first, last, together):
+        stop = min(last, start + together)
+        _, _, positions, rows, passes = schedule.plan(start, stop)
+        steps = np.arange(start, stop).repeat(schedule.micro_batches_per_step)
+        drawn = data.row_texts.draw(schedule.seed, caption_dropout, steps, positions, rows, passes).ravel()
+        shards = [part.take(rows.ravel()) for part in parts] + [np.full(len(drawn), -1)]
+        shards[-1][drawn != NO_TEXT] = text_shards.take(drawn[drawn != NO_TEXT])
+        for step_shards in np.stack(shards, 1).reshape(stop - start, -1):
+            numbers = np.unique(step_shards)
+            yield numbers[numbers >= 0]  # -1: fewer references, or a null prompt that the reader reports
+
+
+class Section(NamedTuple):
+    """Steps in a row, and the shards that they need, in the order in which they are needed."""
+
+    steps: range
+    shards: tuple[int, ...]
+
+
+def list_sections(
+    data: TrainSet, schedule: BatchSchedule, caption_dropout: float, steps: range, least: int
+) -> Iterator[Callable[[], Section]]:
+    """The sections of the steps of a run, each as a function that finds its shards. least: steps of a section, unless
+    the run ends."""
+
+    def find(part: range) -> Section:
+        needs = needed_shards(data, schedule, caption_dropout, part.start, part.stop)
+        return Section(part, tuple(dict.fromkeys(number for numbers in needs for number in numbers.tolist())))
+
+    start = steps.start
+    for bound in schedule.section_ends(start) if steps else ():
+        stop = min(bound, steps.stop)
+        if stop - start >= least or stop == steps.stop > start:
+            yield lambda part=range(start, stop): find(part)  # type: ignore[misc]
+            start = stop
+        if bound >= steps.stop:
+            return
+
+
+class CopyStore(Store):
+    """Files of a remote store, opened from copies in a folder, under the names that they have in the store."""
+
+    def __init__(self, remote: Store, folder: Path) -> None:
+        super().__init__(folder)
+        self._remote = remote
+
+    def path(self, rel: str) -> str:
+        return self._remote.path(rel)
+
+
+def list_files(store: Store, paths: Sequence[str]) -> list[list[tuple[str, int]]]:
+    """The names and sizes of the files of each shard, by one listing of each folder; none if the shard is missing."""
+    sizes: dict[str, int] = {}
+    for folder in sorted({path.rpartition("/")[0] for path in paths}):
+        names = [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder]
+        sizes |= {f"{folder}/{entry.name}": entry.size for entry in store.list_files(folder, expected=names)}
+    shards = []
+    for path in paths:
+        tar = path.endswith(TAR_SUFFIX)
+        names = [path.removesuffix(TAR_SUFFIX) + SIDECAR_SUFFIX, path] if tar else [path]  # the last one is the shard
+        shards.append([(name, sizes[name]) for name in names if name in sizes] if path in sizes else [])
+    return shards
+
+
+class Window(ShardSupply):
+    """A ShardSupply of a remote set. sections: of the steps from a given one on, by `list_sections`. folder: of the
+    windows of this machine's runs. limit: in bytes."""
+
+    def __init__(
+        self,
+        store: Store,
+        paths: Sequence[str],
+        sections: Callable[[int], Iterator[Callable[[], Section]]],
+        folder: Path,
+        limit: int,
+        downloads: int = 4,
+        ranks: Ranks = Ranks(),  # noqa: B008 (a tuple)
+    ) -> None:
+        self._store, self._paths, self._plan, self._limit = store, paths, sections, limit
+        self._base, self._ranks = folder, ranks
+        self.folder = folder / (ranks.token or secrets.token_hex(8))
+        self._copies = CopyStore(store, self.folder)
+        self._files = list_files(store, paths)
+        self.sizes = [sum(size for _, size in files) for files in self._files]
+        self._pool = ThreadPoolExecutor(downloads, "fetch-shards")
+        self._lock = threading.RLock()
+        self._lock_file: FileLock | None = None
+        self._coming: dict[int, Future[None]] = {}  # the shards of the window
+        self._present: Section | None = None
+        self._next: Future[Section] | None = None
+        self._rest: Iterator[Callable[[], Section]] = iter(())
+        self._from_store = set[int]()  # a row of their copies was damaged
+        self._listeners: list[Callable[[int], None]] = []
+        self._counted, self._moved, self._stopped = Counter[str](), 0.0, False
+
+    def check(self, first: int, shuffle_shards: int) -> None:
+        """SupplyError if the shards of two sections in a row exceed the limit, as far as the next sections tell."""
+        if sum(self.sizes) <= self._limit:
+            return
+        sections = [set(find().shards) for find in islice(self._plan(first), CHECKED_SECTIONS)]
+        pairs = [one | two for one, two in pairwise([*sections, set[int]()])]
+        most = max((self._bytes(pair) for pair in pairs), default=0)
+        if most > self._limit:
+            fitting = int(0.95 * shuffle_shards * self._limit / most)
+            lower = f", or train.shuffle_shards to {fitting} or less" if fitting else ""
+            raise SupplyError(
+                f"train.local_cache.max_gb is {self._limit / 1e9:.3g}, and the shards of two sections in a row "
+                f"(train.shuffle_shards: {shuffle_shards}) have up to {most / 1e9:.3g} GB",
+                f"Set train.local_cache.max_gb to {round_up_gb(most)} or more{lower}.",
+            )
+
+    # -- what readers call ---------------------------------------------------------------------------------------------
+
+    def follow(self, first: int) -> None:
+        self._stopped, self._moved = False, time.monotonic()
+        if self._lock_file is None and self._ranks.local == 0:
+            self._lock_file = make_run_folder(self._base, self.folder)
+        self._rest = self._plan(first)
+        find = next(self._rest, None)
+        self._begin(find() if find is not None else None)
+
+    def open(self, number: int) -> BaseShardReader:
+        with self._lock:
+            future = None if number in self._from_store else self._coming.get(number)
+            if future is not None and future.done() and future.exception() is not None:
+                future = self._start(number)  # it failed while nobody waited: the store may be well again
+        if future is not None:
+            began = time.monotonic()
+            self._wait(future)
+            self._counted["wait_ms"] += round(1e3 * (time.monotonic() - began))
+            try:
+                return open_reader(self._copies, self._paths[number])
+            except DamageError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):  # removed, as its section is over
+                    raise
+        return open_reader(self._store, self._paths[number])
+
+    def finished(self, step: int) -> None:
+        # A rank that takes a step's batches has ended the step before, which no rank does alone; others may still read.
+        done = step if self._ranks.world == 1 else step - 1
+        while self._present is not None and done >= self._present.steps.stop - 1:
+            if self._next is not None:
+                self._wait(self._next)
+            self._begin(self._next.result() if self._next is not None else None)
+
+    def damaged(self, number: int) -> bool:
+        with self._lock:
+            if number in self._from_store or number not in self._coming:
+                return False
+            self._from_store.add(number)
+        self._forget(number)
+        return True
+
+    def on_removal(self, forget: Callable[[int], None]) -> None:
+        self._listeners.append(forget)
+
+    def metrics(self) -> dict[str, float]:
+        counted, self._counted = self._counted, Counter()
+        return {
+            "shards_fetched": counted["fetched"],
+            "shards_fetched_mb": round(counted["bytes"] / 1e6, 3),
+            "shards_wait_s": counted["wait_ms"] / 1e3,
+        }
+
+    @contextmanager
+    def show_wait(self) -> Iterator[None]:
+        shards = self._present.shards if self._present is not None else ()
+        total, what = self._bytes(shards), f"waiting for data: fetching {len(shards)} shards"
+        with activity(what, total=total, unit="bytes") as shown:
+            shown.measure = lambda: self._bytes(number for number in shards if self._is_here(number))
+            yield
+
+    def stop_waiting(self) -> None:
+        self._stopped = True
+
+    def close(self) -> None:
+        self._stopped = True
+        self._pool.shutdown(cancel_futures=True)
+        if self._lock_file is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock_file.close()
+            self._lock_file = None
+
+    # -- sections ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, section: Section | None) -> None:
+        """Remove what the section does not need, and prepare the one after it."""
+        self._present, needed = section, set(section.shards if section is not None else ())
+        with self._lock:
+            old = [number for number in self._coming if number not in needed]
+            futures = [self._coming.pop(number) for number in old]
+        for number, future in zip(old, futures, strict=True):
+            future.cancel()
+            future.add_done_callback(lambda _, number=number: self._remove(number))  # type: ignore[misc]
+        if section is not None and not self._fetch(section):
+            size = self._bytes(needed)
+            raise SupplyError(
+                f"train.local_cache.max_gb is {self._limit / 1e9:.3g}, and the shards of steps "
+                f"{section.steps.start + 1} to {section.steps.stop} have {size / 1e9:.3g} GB",
+                f"Set it to {round_up_gb(size)} or more, or lower train.shuffle_shards.",
+            )
+        find = next(self._rest, None)
+        self._next = self._pool.submit(self._prepare, find) if find is not None else None
+
+    def _prepare(self, find: Callable[[], Section]) -> Section:
+        section = find()
+        self._fetch(section)  # what has no room comes when the section begins
+        return section
+
+    def _fetch(self, section: Section) -> bool:
+        """Start to fetch its shards, as far as there is room; returns whether there is room for all of them."""
+        with self._lock:
+            held = self._bytes(self._coming)
+            for number in section.shards:
+                if number not in self._coming:
+                    held += self.sizes[number]
+                    if held > self._limit:
+                        return False
+                    self._start(number)
+        return True
+
+    def _start(self, number: int) -> "Future[None]":
+        job = self._copy if self._ranks.local == 0 else self._await_copy
+        self._coming[number] = future = self._pool.submit(job, number)
+        return future
+
+    def _wait(self, future: "Future[Any]") -> None:
+        began = time.monotonic()
+        while not wait([future], POLL_S).done:
+            if self._stopped:
+                raise SupplyError("a shard is not needed any more", "Nothing has to be done.")
+            if self._ranks.local == 0 and time.monotonic() - max(began, self._moved) > GIVE_UP_S:
+                what = f"no shard has come from {self._store.url} for {GIVE_UP_S:.0f} s"
+                raise SupplyError(what, "Check the connection, and start the program again.")
+        future.result()
+
+    def _bytes(self, numbers: Iterable[int]) -> int:
+        return sum(self.sizes[number] for number in numbers)
+
+    def _is_here(self, number: int) -> bool:
+        return Path(self.folder, self._paths[number]).exists()
+
+    def _forget(self, number: int) -> None:
+        for forget in self._listeners:
+            forget(number)
+
+    # -- in threads ----------------------------------------------------------------------------------------------------
+
+    def _copy(self, number: int) -> None:
+        """Fetch a shard and verify it whole, up to ANSWERS times. DamageError for damage that stays or a missing shard,
+        StoreError if the store or the disk fails."""
+        path, files, part = self._paths[number], self._files[number], self.folder / f"part-{number}"
+        try:
+            for _ in range(ANSWERS):
+                for name, size in files:
+                    with explained(str(part)):
+                        (part / name).parent.mkdir(parents=True, exist_ok=True)
+                    copy_object(self._store.fs, self._store.key(name), str(part / name), size)
+                damages = verify(CopyStore(self._store, part), path) if files else [self._missing(number)]
+                if not damages:
+                    break
+                if not files:
+                    raise damages[0]
+                note_bad_answer(damages[0].path, damages[0])
+            if damages:
+                raise damages[0]
+            for name, _ in files:
+                with explained(str(self.folder)):
+                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.rename(part / name, self.folder / name)
+        except FileNotFoundError as error:
+            raise self._missing(number) from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        self._counted += Counter(fetched=1, bytes=self.sizes[number])
+        self._moved = time.monotonic()
+        self._forget(number)  # a reader of the store itself
+
+    def _missing(self, number: int) -> DamageError:
+        return DamageError(self._store.path(self._paths[number]), "the file is missing")
+
+    def _await_copy(self, number: int) -> None:
+        end = time.monotonic() + GIVE_UP_S
+        while not self._is_here(number) and not self._stopped:
+            if time.monotonic() > end:
+                what = f"the first process of this machine has not fetched {self._paths[number]}"
+                raise SupplyError(f"{what} for {GIVE_UP_S:.0f} s", "See its messages, and start the program again.")
+            time.sleep(POLL_S)
+        self._moved = time.monotonic()
+        self._forget(number)
+
+    def _remove(self, number: int) -> None:
+        self._forget(number)
+        with self._lock:
+            is_needed_again = number in self._coming
+        for name, _ in self._files[number] if self._ranks.local == 0 and not is_needed_again else ():
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def make_run_folder(base: Path, folder: Path) -> FileLock:
+    """Make the folder of a run and take its lock; the folders of runs that have ended are removed."""
+    with explained(str(base)):
+        base.mkdir(parents=True, exist_ok=True)
+        with FileLock(base / LOCK) as all_runs:
+            all_runs.take(GIVE_UP_S)
+            for other in base.iterdir():
+                if (other / LOCK).is_file():
+                    with FileLock(other / LOCK) as run:
+                        if run.take():
+                            shutil.rmtree(other, ignore_errors=True)
+            folder.mkdir()
+            lock = FileLock(folder / LOCK)
+            lock.take()
+            return lock
+
+
+def cache_folder(settings: LocalCache) -> Path:
+    """train.local_cache.folder, by default latentpress/shards in the user's folder for caches."""
+    if settings.folder is not None:
+        return Path(settings.folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latentpress" / "shards"
+
+
+def cache_limit(settings: LocalCache, folder: Path) -> int:
+    """Bytes that the window may have. SupplyError if the disk has less."""
+    check_folder(folder)
+    free = shutil.disk_usage(next(part for part in (folder, *folder.parents) if part.is_dir())).free
+    if settings.max_gb is None:
+        return min(DEFAULT_BYTES, free // 2)
+    limit = round(settings.max_gb * 1e9)
+    if limit > free:
+        raise SupplyError(
+            f"train.local_cache.max_gb is {settings.max_gb:g}, and the disk of {folder} has room for {free / 1e9:.3g}",
+            "Lower it, free space there, or set train.local_cache.folder to a folder on another disk.",
+        )
+    return limit
+
+
+def round_up_gb(size: int) -> str:
+    """Bytes as 10^9 bytes with three digits, no fewer: for a message that names a limit which is enough."""
+    exact = Decimal(size).scaleb(-9)
+    return f"{exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), ROUND_CEILING).normalize():f}"
+
+
+def open_window(
+    settings: Train,
+    data: TrainSet,
+    schedule: BatchSchedule,
+    steps: range,
+    ranks: Ranks = Ranks(),  # noqa: B008
+) -> None:
+    """Let a remote set read its shards through a window; nothing is done for a local one. `data.close` ends it. One
+    listing of each folder of shards. steps: of the run, as far as they remain.
+
+    SupplyError without train.shuffle_shards, and if two sections in a row exceed the limit.
+    """
+    if data.store.root is not None:
+        return
+    if settings.shuffle_shards is None:
+        raise needs_sections(data.store.url)
+    folder, least = cache_folder(settings.local_cache), settings.reading.steps_ahead + 1
+    window = Window(
+        data.store,
+        data.tables["shards"].column("path").to_pylist(),
+        lambda first: list_sections(data, schedule, settings.caption_dropout, range(first, steps.stop), least),
+        folder,
+        cache_limit(settings.local_cache, folder),
+        settings.local_cache.downloads,
+        ranks,
+    )
+    data.use_supply(window)
+    window.check(steps.start, settings.shuffle_shards)
