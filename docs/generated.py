@@ -1,13 +1,15 @@
-"""Writes docs/options.md, docs/programs.md and schemas/cli/command_lines.json from the code: every option of
-pipeline.yaml, the help of every program, and its command line.
+"""Writes docs/options.md, docs/programs.md, the tables of docs/coming-from.md and schemas/cli/command_lines.json from
+the code: every option of pipeline.yaml, the help of every program and its command line, and other trainers' keys.
 
 `make generated` runs `python docs/generated.py`; `tests/test_site.py` compares.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -17,10 +19,12 @@ from schemas.cli.command_lines import TABLE, describe_command
 from schemas.config.generated import description, flow, options
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
+from schemas.foreign.trainers import TRAINERS
 from stages.cli import PROGRAMS, program_module
 
 FOLDER = Path(__file__).resolve().parent
 COLUMNS = 100
+KEYS = re.compile(r"(<!-- keys: ([\w-]+)\.(\w+) -->\n)\n.*?\n?(<!-- end -->)", re.DOTALL)
 
 OPTIONS = """\
 # Every option
@@ -79,6 +83,21 @@ def programs_page() -> str:
     return PROGRAM_PAGE + "".join(_help(program) for program in PROGRAMS)
 
 
+def keys_page(text: str) -> str:
+    """docs/coming-from.md with its tables of other trainers' keys, between `<!-- keys: TRAINER.SECTION -->` and
+    `<!-- end -->`, written anew."""
+    return KEYS.sub(lambda match: f"{match[1]}\n{_keys_table(match[2], match[3])}\n{match[4]}", text)
+
+
+def _keys_table(trainer: str, section: str) -> str:
+    """Keys that become the same option, one after the other, share a row."""
+    table, lines = TRAINERS[trainer].tables[section], ["| key | here |", "|---|---|"]
+    for option, keys in groupby(table.rows, lambda key: table.rows[key][0]):
+        lines.append(f"| {', '.join(f'`{key}`' for key in keys)} | `{option}` |")
+    idle = ", ".join(f"`{key}`" for key in table.idle.split())
+    return "\n".join([*lines, *(["", f"These need nothing: {idle}."] if idle else [])])
+
+
 def command_lines() -> str:
     """A line for each option."""
     programs = []
@@ -105,4 +124,5 @@ def _help(program: str) -> str:
 if __name__ == "__main__":
     (FOLDER / "options.md").write_text(options_page())
     (FOLDER / "programs.md").write_text(programs_page())
+    (FOLDER / "coming-from.md").write_text(keys_page((FOLDER / "coming-from.md").read_text()))
     TABLE.write_text(command_lines(), encoding="utf-8")

@@ -61,16 +61,16 @@ def clip_times(start: float, rate: float, frames: int) -> list[float]:
     return [start + index / rate for index in range(frames)]
 
 
-def match_frame_rates(source: Floats, rate: float) -> Floats:
-    """(n,) `source` / k, k = 1, 2 ..., where that is within RATE_TOLERANCE of `rate`; else, and for NaN, `rate`.
+def match_frame_rates(source: Floats, rate: float | Floats) -> Floats:
+    """(n,) `source` / k, k = 1, 2 ..., if that is within RATE_TOLERANCE of `rate`; else, and for NaN, `rate`.
 
     source: frames per second of n videos.
     """
-    every = np.maximum(np.rint(np.nan_to_num(source, nan=rate) / rate), 1.0)
+    every = np.maximum(np.rint(np.where(np.isfinite(source), source, rate) / rate), 1.0)
     return np.where(np.abs(source / every - rate) <= RATE_TOLERANCE * rate, source / every, rate)
 
 
-def takes_every_kth_frame(start: Floats, frames: Ints, source: Floats, rate: float) -> NDArray[np.bool_]:
+def takes_every_kth_frame(start: Floats, frames: Ints, source: Floats, rate: float | Floats) -> NDArray[np.bool_]:
     """(n,) whether a clip at `rate` takes exactly every k-th frame of its video, k being the nearest whole number.
 
     Timestamps may be off by TIME_TOLERANCE. start: seconds after the first frame. source: frames per second.

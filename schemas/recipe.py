@@ -48,7 +48,7 @@ FILTERS = ("where", "make_captions_where")
 #: Options that change its media table.
 DISCOVERY_OPTIONS = (
     *("instance_data_dir", "source", "dataset_type", "split", "media_column", "follow_links", "identity", "animations"),
-    *("caption_strategy", "caption_file", "caption_column", "instance_prompt"),
+    *("caption_strategy", "caption_file", "caption_column", "captions_per_file", "instance_prompt"),
     *("conditioning_data", "conditioning_column", "conditioning_count", "mask_data", "mask_column"),
 )
 

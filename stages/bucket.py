@@ -241,7 +241,7 @@ def _print_warnings(config: Config, plan: DraftPlan, buckets: list[TableRow], mu
         if notes and notes.repeating:
             console.warn(
                 f"{dataset.id}: clips that repeat frames, as their videos have fewer than "
-                f"{dataset.video.frame_rate:g} per second: {notes.repeating}; a lower frame_rate or "
+                f"{dataset.video.frame_rate} per second: {notes.repeating}; a lower frame_rate or "
                 "max_repeated_frames avoids it"
             )
         if notes and (costly := summary.step_warning(dataset, notes.step)):

@@ -68,6 +68,8 @@ TABLE: dict[str, tuple[Kind, str]] = {
         MEDIA,
         "datasets.clips.caption_strategy=instanceprompt datasets.clips.instance_prompt=a clip of it",
     ),
+    "datasets.clips.captions_per_file": (MEDIA, "datasets.clips.captions_per_file=one"),
+    "datasets.clips.trigger_word": (PLAN, "datasets.clips.trigger_word=ohwx"),
     "datasets.clips.prepend": (PLAN, "datasets.clips.prepend=look"),
     "datasets.clips.append": (PLAN, "datasets.clips.append=look"),
     "datasets.clips.tag_shuffle.variants": (PLAN, "datasets.clips.tag_shuffle={variants: 2}"),

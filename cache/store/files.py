@@ -233,6 +233,17 @@ def replacing(path: Path, temp: Path | None = None) -> Iterator[Path]:
             temp.unlink(missing_ok=True)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Create a small file. FileExistsError if something has appeared there, which is never replaced."""
+    make_folders(path.parent)
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """`replacing`, with an empty folder to write to, which `remove_abandoned_folders` spares."""

@@ -53,11 +53,10 @@ class Video(Section):
     max_frames: VideoFrames | None = Field(
         None, description="a video that yields more, at frame_rate, is excluded (too-long)"
     )
-    frame_rate: float = Field(
+    frame_rate: Annotated[float, Field(gt=0, le=1000)] | Literal["source"] = Field(
         Family.frame_rate,
-        gt=0,
-        le=1000,
-        description="frames per second; frames are chosen by timestamp; some families have another default",
+        description="frames per second, chosen by timestamp; source: all frames of each video, at its own rate; some "
+        "families have another default",
     )
     bucket_strategy: Literal["resolution_frames", "aspect_ratio"] = Field(
         "resolution_frames",
@@ -75,6 +74,10 @@ class Video(Section):
     max_repeated_frames: UnitFloat | None = Field(
         None, description="largest share of a clip's frames that may repeat the one before (repeats-frames)"
     )
+
+    def rate_or(self, rate: float) -> float:
+        """frame_rate; `rate` if each video has its own."""
+        return rate if self.frame_rate == "source" else self.frame_rate
 
     def _problems(self) -> Iterator[Problem]:
         if self.min_frames > self.num_frames:
@@ -122,7 +125,11 @@ class Dataset(Section):
         None, description="the table, for csv, jsonl and parquet; default: the manifest itself"
     )
     caption_column: Texts = Field(("caption",), description="column(s); several, and lists, are alternatives")
+    captions_per_file: Literal["one", "lines"] = Field(
+        "lines", description="of a text file; one: all of it is a caption; lines: each line is, as alternatives"
+    )
     instance_prompt: str | None = Field(None, description="the caption of every item, for instanceprompt")
+    trigger_word: str = Field("", description="put before each caption that does not contain it, with a space")
     prepend: str = Field("", description="put before every caption; no space is added")
     append: str = Field("", description="put after every caption; no space is added")
     tag_shuffle: TagShuffle | None = Field(None, description="a fixed number of orders of each caption's tags")
@@ -359,6 +366,7 @@ class Dataset(Section):
         columns = "a manifest, a huggingface dataset, or caption_strategy csv, jsonl or parquet"
         goes_with = {
             "instance_prompt": (strategy == "instanceprompt", "caption_strategy: instanceprompt"),
+            "captions_per_file": (strategy in ("textfile", "webdataset"), "captions in text files"),
             "caption_file": (in_table, "caption_strategy csv, jsonl or parquet"),
             "caption_column": (
                 in_table or strategy in ("webdataset", "huggingface"),

@@ -3,15 +3,13 @@
 `python -m schemas.config.generated` (`make generated`) writes them in the source tree. Each keeps what people write in
 it: pipeline.yaml its values in force and its remarks between the options, a document everything around its tables. A
 table stands between `<!-- options: KEY -->` and `<!-- end -->`, and has the options of a section from KEY on, as far as
-the next table of that section; columns other than option, default and what keep their cells. Tables of other trainers'
-keys stand between `<!-- keys: TRAINER.SECTION -->` and `<!-- end -->`.
+the next table of that section; columns other than option, default and what keep their cells.
 """
 
 import json
 import re
 import textwrap
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -22,12 +20,10 @@ from schemas.config.error_messages import is_section
 from schemas.config.pipeline import Config
 from schemas.config.section import Section
 from schemas.config.yaml_reader import YamlError, parse_yaml
-from schemas.foreign.trainers import TRAINERS
 
 WIDTH = 120
 COMMENT_COLUMN = 28  # after the indentation
 _TABLE = re.compile(r"(<!-- options: (\S+) -->\n)\n(.*?)\n(<!-- end -->)", re.DOTALL)
-_KEYS = re.compile(r"(<!-- keys: ([\w-]+)\.(\w+) -->\n)\n(.*?)\n?(<!-- end -->)", re.DOTALL)
 _OPTION = re.compile(r"( *)(?:# )?(?:- )?([a-z][\w-]*):( |$)")
 OptionPath = tuple[str, ...]  # keys, without the numbers of lists
 
@@ -52,7 +48,7 @@ def write_all(root: Path) -> list[Path]:
     texts[root / "pipeline.yaml"] = commented_example((root / "pipeline.yaml").read_text())
     documents = {path: path.read_text() for path in sorted((root / "docs").glob("*.md"))}
     starts = [match[2] for text in documents.values() for match in _TABLE.finditer(text)]
-    texts |= {path: with_keys(with_tables(text, starts)) for path, text in documents.items()}
+    texts |= {path: with_tables(text, starts) for path, text in documents.items()}
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in changed:
         path.write_text(texts[path])
@@ -227,21 +223,6 @@ def _table(start: str, old: str, starts: list[str]) -> str:
         what = description(info).replace(" | ", ", ").replace("|", r"\|").replace("<", "&lt;")
         written = {"option": f"`{key}`", "default": default, "what": what}
         lines.append("| " + " | ".join({**cells.get(key, {}), **written}.get(name, "") for name in header) + " |")
-    return "\n".join(lines)
-
-
-def with_keys(text: str) -> str:
-    """The document with its tables of other trainers' keys written anew."""
-    return _KEYS.sub(lambda match: f"{match[1]}\n{_keys_table(match[2], match[3])}\n{match[5]}", text)
-
-
-def _keys_table(trainer: str, name: str) -> str:
-    """Keys with the same answer, one after the other, share a row."""
-    lines, section = ["| key | here |", "|---|---|"], TRAINERS[trainer].sections[name]
-    for row, keys in groupby(section.rows, section.rows.__getitem__):
-        to = f"`{row.to}`{f'; {row.note}' if row.note else ''}" if row.to else row.describe()
-        answer = re.sub(r"\|", r"\|", to).replace("<", "&lt;")
-        lines.append(f"| {', '.join(f'`{key}`' for key in keys)} | {answer} |")
     return "\n".join(lines)
 
 

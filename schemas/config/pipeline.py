@@ -98,8 +98,9 @@ class Config(Section):
     @property
     def clip_rate(self) -> float:
         """Frames per second of decoded clips: validation.fps, else the first video dataset's, else the family's own."""
-        rates = [dataset.video.frame_rate for dataset in self.datasets if dataset.dataset_type == "video"]
-        return self.validation.fps or next(iter(rates), self.model.family_spec.frame_rate)
+        own = self.model.family_spec.frame_rate
+        rates = [dataset.video.rate_or(own) for dataset in self.datasets if dataset.dataset_type == "video"]
+        return self.validation.fps or next(iter(rates), own)
 
     @property
     def experts(self) -> Mapping[str, Expert]:

@@ -1,215 +1,349 @@
 """ai-toolkit: its YAML, a job with a process that trains."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.foreign.ai_toolkit_data import SECTIONS as DATA_SECTIONS
-from schemas.foreign.ai_toolkit_data import carry_datasets, carry_samples
-from schemas.foreign.draft import (
-    SECRET_ADVICE,
-    Draft,
-    Files,
-    NotNeeded,
-    Refused,
-    Row,
-    Section,
-    Several,
-    dropped,
-    is_off,
-    refused,
-    secret,
-)
-from schemas.foreign.optimizers import arguments, optimizer, schedule
-from schemas.foreign.values import (
-    NOTHING,
-    above_zero,
-    boolean,
-    dtype,
-    flag,
-    if_true,
-    number,
-    off,
-    one_of,
-    only_with,
-    refuse,
-    run_name,
-    shown,
-    text,
-    whole,
-)
+from schemas.foreign import conversions as to
+from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
 
-NAME = "ai-toolkit"
+ARCHITECTURES: dict[str, tuple[str, str | None]] = {
+    "wan21": ("wan2.1", None),
+    "wan22_5b": ("wan2.2-5b", "t2v-5b"),
+    "wan22_14b": ("wan2.2-a14b", "t2v-a14b"),
+    "wan22_14b_i2v": ("wan2.2-a14b", "i2v-a14b"),
+    "qwen_image": ("qwen-image", None),
+    "qwen_image_edit": ("qwen-image-edit", None),
+    "qwen_image_edit_plus": ("qwen-image-edit-plus", None),
+    "zimage": ("z-image", None),
+    "flux2_klein_4b": ("flux2-klein", "klein-base-4b"),
+    "flux2_klein_9b": ("flux2-klein", "klein-base-9b"),
+}
+#: Steps at which a sample is drawn, of so many.
+FIXED_STEPS = {"one_step": 1, "two_step": 2, "four_step": 4, "eight_step": 8}
 
 
-def _sampling(value: Any, draft: Draft) -> Several:
-    name = str(value)
-    if name == "sigmoid":
-        return Several({"train.timesteps.sampling": "logit_normal", "train.shift": 1.0})
-    if name == "linear":
-        return Several({"train.timesteps.sampling": "uniform", "train.shift": 1.0})
-    if name == "shift":
-        return Several({"train.timesteps.sampling": "uniform"})  # with the flavour's shift
+def _architecture(value: Any, draft: Draft) -> Several:
+    family_and_flavour = ARCHITECTURES[to.text(value).partition(":")[0].lower()]
+    exact = to.flavour_of_repo(str(draft.given.get("name_or_path", "")))
+    return to.chosen(*(exact if exact and exact[0] == family_and_flavour[0] else family_and_flavour))
+
+
+def _quantized(value: Any, draft: Draft) -> Any:
+    name = str(draft.given.get("qtype", "qfloat8")).partition("|")[0]
+    return to.one_of(to.QUANTIZED, "nf4-bnb")(name, draft) if to.boolean(value) else NOTHING
+
+
+def _experts(value: Any, draft: Draft) -> Any:
+    if draft.get("model.family") != "wan2.2-a14b":
+        return NOTHING
+    high, low = (to.boolean(value.get(f"train_{name}_noise", True)) for name in ("high", "low"))
+    return "both" if high and low else "high" if high else "low"
+
+
+def _steps(convert: Convert) -> Convert:
+    """A number of its steps as one of ours: with gradient_accumulation_steps each is a batch, and two experts that are
+    trained share them, while each has a run of its own here."""
+
+    def wrapped(value: Any, draft: Draft) -> Any:
+        if (steps := convert(value, draft)) is NOTHING:
+            return steps
+        shared = 2 if draft.get("train.experts") == "both" else 1
+        parts = shared * (draft.get("train.accumulate", 1) if draft.values.get("(batches)") else 1)
+        return steps if parts == 1 else Nearest(max(1, math.ceil(steps / parts)))
+
+    return wrapped
+
+
+def _accumulate(value: Any, draft: Draft) -> Any:
+    """-1 is a whole epoch."""
+    if (count := to.whole(value)) > 0:
+        return count
+    if draft.samples is None:
+        raise ValueError(value)
+    return Nearest(max(1, math.ceil(draft.samples / draft.get("train.batch_size", 1))))
+
+
+def _sampling(value: Any, draft: Draft) -> Any:
+    """`weighted` has factors of the loss that were measured on another model: those above 1 are of the noisier half."""
+    name, bias = to.text(value), draft.given.get("content_or_style", "balanced")
+    if name in FIXED_STEPS:
+        values = [1 - index / FIXED_STEPS[name] for index in range(FIXED_STEPS[name])]
+        return Several({"train.timesteps.sampling": "list", "train.timesteps.values": values})
+    if bias in ("content", "style"):  # the cube of a uniform number, from noise or from data
+        alpha, beta = (1.0, 0.333333) if bias == "content" else (0.333333, 1.0)
+        cubic = {"sampling": "beta", "alpha": alpha, "beta": beta}
+        ours = Several({"train.shift": 1.0, **{f"train.timesteps.{key}": item for key, item in cubic.items()}})
+        return ours if name == "linear" else Nearest(ours)
+    uniform = {"train.timesteps.sampling": "uniform"}
+    if name in ("linear", "shift"):  # shift: the flavour's
+        return Several(uniform | ({"train.shift": 1.0} if name == "linear" else {}))
     if name in ("flux_shift", "lumina2_shift"):
-        return Several({"train.timesteps.sampling": "uniform", "train.timesteps.auto_shift": True})
+        return Several(uniform | {"train.timesteps.auto_shift": True})
     if name == "weighted":
-        raise Refused(
-            "weighted takes factors that were measured of another model; nearest: train.timesteps.sampling: uniform "
-            "with train.shift: 1 and train.loss.weighting: bell"
-        )
-    raise Refused(f"{shown(name)}: train.timesteps.sampling takes logit_normal, uniform, mode, beta, list")
+        return Nearest(Several(uniform | {"train.shift": 1.0, "train.loss.weighting": "half_bell"}))
+    ours = Several({"train.timesteps.sampling": "logit_normal", "train.shift": 1.0})
+    return ours if name == "sigmoid" else Nearest(Several(uniform) if name == "next_sample" else ours)
 
 
-_BIAS = one_of({"balanced": None}, "train.timesteps.mean moves training to more noise (content) or less (style)")
+def _optimizer(value: Any, draft: Draft) -> Any:
+    """Adam's eps is 1e-6 there."""
+    ours = to.optimizer(value, draft)
+    adam = isinstance(ours, Several) and "betas" in str(ours)
+    return Several({**ours.values, "train.optimizer.eps": 1e-6}) if isinstance(ours, Several) and adam else ours
 
 
-def _ema(value: Any, draft: Draft) -> Several:
-    if not isinstance(value, Mapping) or not boolean(value.get("use_ema", False)):
-        raise NotNeeded("it is off")
-    return Several({"train.ema.decay": number(value.get("ema_decay", 0.999))})
+def _rate(value: Any, draft: Draft) -> float:
+    """A rate below 0.1 is 1 for Prodigy."""
+    is_prodigy = str(draft.given.get("optimizer")).lower().startswith("prodigy")
+    return 1.0 if is_prodigy and to.number(value) < 0.1 else to.number(value)
 
 
-def _accumulate(value: Any, draft: Draft) -> int:
-    if (count := whole(value)) < 1:
-        raise Refused("train.accumulate is a number of batches, not an epoch")
-    if count == 1:
-        raise NotNeeded("1 is the default")
-    return count
+def _schedule(value: Any, draft: Draft) -> Any:
+    """PyTorch's schedules: `linear` rises to the rate, and nothing else has a warm-up."""
+    name, params = to.text(value), draft.given.get("lr_scheduler_params") or {}
+    warm = {"train.optimizer.warmup": 0}
+    if name == "linear":
+        return Nearest(Several({"train.optimizer.schedule": "constant", "train.optimizer.warmup": draft.get(
+            "train.steps", 1000)}))  # fmt: skip
+    if name == "constant_with_warmup":
+        return Several({"train.optimizer.schedule": "constant", "train.optimizer.warmup": to.whole(
+            params.get("num_warmup_steps", 1000))})  # fmt: skip
+    if name in ("cosine", "cosine_with_restarts"):
+        end = {"train.optimizer.lr_end": to.number(params["eta_min"])} if "eta_min" in params else {}
+        return Several({"train.optimizer.schedule": "cosine", **warm, **end})
+    if name == "step":
+        return Nearest(Several({"train.optimizer.schedule": "constant", **warm}))
+    return to.schedule(value, draft)
 
 
-def _conv(value: Any, draft: Draft) -> Any:
-    raise NotNeeded("the transformers here have linear modules; train.adapter.targets names others")
+def _ema(value: Any, draft: Draft) -> Any:
+    return to.number(value.get("ema_decay", 0.999)) if to.boolean(value.get("use_ema", False)) else NOTHING
 
 
-PROCESS = {
-    "type": Row(
-        "train.adapter.type",
-        one_of(
-            {name: None for name in ("sd_trainer", "diffusion_trainer", "ui_trainer")}, "it is no process that trains"
-        ),
-        "a process that trains",
-    ),
-    "training_folder": Row("output", text),
-    "trigger_word": Row(drop="the words before every caption: prepend of each dataset"),
-    "device": Row("train.device", text),
-    **dropped("it changes no result", "performance_log_every", "sqlite_db_path"),
-    **refused("this is one run, with a transformer alone", "slider", "embedding", "adapter", "decorator"),
-}
-NETWORK = {
-    "type": Row("train.adapter.type", one_of({"lora": "lora", "lokr": "lokr"},
-              "train.adapter.type takes lora, lokr, full")),
-    **dict.fromkeys(("linear", "rank"), Row("train.adapter.rank", whole)),
-    **dict.fromkeys(("linear_alpha", "alpha"), Row("train.adapter.alpha", number, "without it 1 there, and rank here")),
-    "dropout": Row("train.adapter.dropout", number),
-    "lokr_factor": Row("train.adapter.decompose_factor", whole),
-    "lokr_full_rank": Row("train.adapter.rank", lambda value, draft: 65_536 if boolean(value) and draft.given.get(
-        "type") == "lokr" else off("of a LoKr"), "of a LoKr a rank above every side: whole matrices"),
-    "pretrained_lora_path": Row("train.adapter.init", text),
-    **dict.fromkeys(("conv", "conv_alpha"), Row("train.adapter.targets", _conv, "regular expressions of module paths")),
-    **dropped("the transformer is trained, and nothing else", "transformer_only", "split_multistage_loras",
-              "old_lokr_format", "layer_offloading", "all_layers"),
-    **refused("train.adapter.targets takes regular expressions of module paths", "network_kwargs", "lorm"),
+NETWORK: Rows = {
+    "type": ("train.adapter.type", to.one_of({"lora": "lora", "lokr": "lokr"}, "lora")),
+    "linear": ("train.adapter.rank", to.whole),
+    "rank": ("train.adapter.rank", to.whole),
+    "dropout": ("train.adapter.dropout", to.number),
+    "lokr_factor": ("train.adapter.decompose_factor", to.whole),
+    "lokr_full_rank": ("train.adapter.rank", lambda value, draft: to.WHOLE_MATRICES
+        if to.boolean(value) and str(draft.given.get("type")).lower() == "lokr" else NOTHING),
+    "pretrained_lora_path": ("train.adapter.init", to.text),
 }  # fmt: skip
-SAVE = {
-    "save_every": Row("train.checkpoint_every", above_zero),
-    "max_step_saves_to_keep": Row("train.keep_checkpoints", above_zero),
-    "push_to_hub": Row("hub.repo", if_true(NOTHING, "it is off"), "to which `run` uploads at its end"),
-    "hf_repo_id": Row("hub.repo", only_with("push_to_hub", text), "to which `run` uploads at its end"),
-    "hf_private": Row("hub.private", only_with("push_to_hub", boolean)),
-    **dropped("an adapter is written in float32, in the formats of train.adapter.formats", "dtype", "save_format"),
+#: The alpha of these families' adapters is their rank.
+NETWORK_IDLE = """
+    linear_alpha alpha conv conv_alpha transformer_only split_multistage_loras old_lokr_format layer_offloading
+    all_layers
+"""
+MODEL: Rows = {
+    "arch": ("model.family", _architecture),
+    "name_or_path": ("model.path", to.checkpoint),
+    "assistant_lora_path": ("model.assistant", to.assistant),
+    "model_kwargs": ("train.experts", _experts),
+    "quantize": ("train.base_precision", _quantized),
+    "quantize_te": ("text.quantization", to.flag("int8-quanto")),
+    **dict.fromkeys(("low_vram", "layer_offloading", "auto_memory"), ("train.offload.blocks", to.flag())),
+    **dict.fromkeys(("compile", "block_compile"), ("train.compile", to.flag("blocks"))),
+}
+MODEL_IDLE = """
+    qtype qtype_te dtype vae_dtype te_dtype compile_mode compile_fullgraph compile_dynamic cache_size_limit vae_device
+    te_device layer_offloading_transformer_percent layer_offloading_text_encoder_percent attn_masking quantize_kwargs
+    in_context extras_name_or_path
+"""
+TRAIN: Rows = {
+    "batch_size": ("train.batch_size", to.whole),
+    "gradient_accumulation": ("train.accumulate", _accumulate),
+    "gradient_accumulation_steps": ("train.accumulate", _accumulate),
+    "steps": ("train.steps", _steps(to.whole)),
+    "optimizer": ("train.optimizer.name", _optimizer),
+    "lr": ("train.optimizer.lr", to.with_optimizer(_rate)),
+    "unet_lr": ("train.optimizer.lr", to.with_optimizer(_rate)),
+    "optimizer_params": ("train.optimizer.arguments", to.with_optimizer(to.arguments)),
+    "lr_scheduler": ("train.optimizer.schedule", _schedule),
+    "max_grad_norm": ("train.optimizer.max_grad_norm", lambda value, draft: to.number(value) or to.NO_LIMIT),
+    "gradient_checkpointing": ("train.gradient_checkpointing", to.boolean),
+    "dtype": ("model.precision", to.dtype),
+    "timestep_type": ("train.timesteps.sampling", _sampling),
+    "linear_timesteps": ("train.loss.weighting", to.flag(Several(
+        {"train.timesteps.sampling": "uniform", "train.shift": 1.0, "train.loss.weighting": "bell"}))),
+    "linear_timesteps2": ("train.loss.weighting", to.flag(Several(
+        {"train.timesteps.sampling": "uniform", "train.shift": 1.0, "train.loss.weighting": "half_bell"}))),
+    "loss_type": ("train.loss.type", to.one_of({"mse": "mse", "pseudo_huber": "huber", "mae": "smooth_l1"}, "mse")),
+    "ema_config": ("train.ema.decay", _ema),
+    "attention_backend": ("train.attention_backend", to.one_of(to.ATTENTION, "native")),
+    "xformers": ("train.attention_backend", to.flag("xformers")),
+    "prompt_dropout_prob": ("train.caption_dropout", to.number),
+    "reg_weight": ("train.methods.regularization.weight", lambda value, draft: to.number(value)
+        if any(item.get("is_regularization_data") for item in draft.values.get("datasets", [])) else NOTHING),
+    "inverted_mask_prior_multiplier": ("train.methods.masked_loss.prior_weight", to.only_with(
+        "inverted_mask_prior", lambda value, draft: to.number(value)
+        if draft.get("train.methods.masked_loss") is not None else NOTHING)),
 }  # fmt: skip
-TRAIN = {
-    "batch_size": Row("train.batch_size", whole),
-    "steps": Row("train.steps", whole),
-    **dict.fromkeys(("gradient_accumulation", "gradient_accumulation_steps"), Row("train.accumulate", _accumulate)),
-    "lr": Row("train.optimizer.lr", number),
-    "unet_lr": Row("train.optimizer.lr", number),
-    "optimizer": Row("train.optimizer.name", optimizer),
-    "optimizer_params": Row("train.optimizer.arguments", arguments),
-    "lr_scheduler": Row("train.optimizer.schedule", schedule),
-    "lr_scheduler_params": Row("train.optimizer.warmup", lambda value, draft: whole(value["num_warmup_steps"])
-        if set(value) == {"num_warmup_steps"} else (off() if not value else refuse("of these train.optimizer.warmup "
-        "is known"))),
-    "gradient_checkpointing": Row("train.gradient_checkpointing", boolean),
-    "max_grad_norm": Row("train.optimizer.max_grad_norm", number),
-    "ema_config": Row("train.ema", _ema, "{decay: 0.9999}"),
-    "dtype": Row("model.precision", dtype),
-    "timestep_type": Row("train.timesteps.sampling", _sampling, "with train.shift"),
-    "content_or_style": Row("train.timesteps.mean", _BIAS),
-    "loss_type": Row("train.loss.type", one_of({"mse": None, "pseudo_huber": "huber"}, "valid: mse, huber, smooth_l1"),
-                     "mse, huber, smooth_l1"),
-    "attention_backend": Row("train.attention_backend", one_of({"native": None, "flash": "flash",
-        "_flash_3_hub": "_flash_3_hub", "_flash_3": "_flash_3_hub"}, "see train.attention_backend")),
-    "xformers": flag("train.attention_backend", "xformers"),
-    "switch_boundary_every": Row(drop="the experts are trained one after the other: train.experts: both"),
-    "reg_weight": Row("train.methods.regularization.weight", lambda value, draft: number(value) if any(
-        item.get("is_regularization_data") for item in draft.values.get("datasets",
-                  [])) else off("no dataset is one of "
-        "regularization")),
-    "prompt_dropout_prob": Row("train.caption_dropout", number),
-    "inverted_mask_prior": Row(drop="inverted_mask_prior_multiplier says how much"),
-    "inverted_mask_prior_multiplier": Row("train.methods.masked_loss.prior_weight", lambda value, draft: number(value)
-        if not is_off(draft.given.get("inverted_mask_prior")) and draft.get("train.methods.masked_loss") is not None
-        else off("it is off")),
-    **dict.fromkeys(("min_snr_gamma", "snr_gamma"), Row(
-        drop="not in force for models that predict a velocity; here train.loss.weighting: min_snr")),
-    **dropped("the transformer is trained, and nothing else", "train_unet", "text_encoder_lr", "embedding_lr",
-              "adapter_lr", "refiner_lr", "train_refiner"),
-    **refused("no text encoder is trained", "train_text_encoder"),
-    "linear_timesteps": flag("train.loss.weighting", "bell"),
-    "linear_timesteps2": flag("train.loss.weighting", "half_bell"),
-    **dropped("every model here is trained with flow matching", "noise_scheduler", "num_train_timesteps"),
-    **dropped("texts are encoded before training, and the text encoder is not there while it trains",
-              "cache_text_embeddings", "unload_text_encoder"),
-    "disable_sampling": Row("validation.prompts", if_true(NOTHING, "samples are made"),
-              "without prompts there are no samples"),
-    **dropped("a run makes samples at its first step", "skip_first_sample", "force_first_sample"),
-    **dropped("it changes no result", "sdp", "max_loss_debug", "max_negative_prompts", "negative_prompt", "start_step",
-              "bypass_guidance_embedding"),
-    **refused("the noise has no offset; train.timesteps.mean moves training to more noise", "noise_offset",
-              "dynamic_noise_offset", "random_noise_shift"),
-    **refused("train.methods.regularization keeps the model as it was", "diff_output_preservation",
-              "blank_prompt_preservation", "do_prior_divergence"),
-    **dropped("of a method that is off, or of no counterpart", "diff_output_preservation_multiplier",
-              "diff_output_preservation_class", "blank_prompt_preservation_multiplier"),
-    **refused("train.methods has what is added to the loss", "do_fft_loss", "do_guidance_loss", "do_cfg",
-              "do_random_cfg",
-              "do_differential_guidance", "train_turbo", "correct_pred_norm", "match_noise_norm", "t0_loss_target",
-              "learnable_snr_gos", "do_paramiter_swapping", "latent_feature_extractor_path", "weight_jitter",
-              "force_consistent_noise", "standardize_images", "standardize_latents", "max_loss",
-              "single_item_batching", "short_and_long_captions"),
-    **dropped("of a method that is off, or of no counterpart", "guidance_loss_target", "differential_guidance_scale",
-              "cfg_scale", "paramiter_swapping_factor"),
-    **refused("train.timesteps.values lists noise levels", "min_denoising_steps", "max_denoising_steps"),
+TRAIN_IDLE = """
+    lr_scheduler_params content_or_style switch_boundary_every inverted_mask_prior min_snr_gamma snr_gamma train_unet
+    text_encoder_lr embedding_lr adapter_lr refiner_lr train_refiner noise_scheduler num_train_timesteps
+    cache_text_embeddings unload_text_encoder disable_sampling skip_first_sample force_first_sample sdp max_loss_debug
+    max_negative_prompts negative_prompt start_step bypass_guidance_embedding diff_output_preservation_multiplier
+    diff_output_preservation_class blank_prompt_preservation_multiplier guidance_loss_target differential_guidance_scale
+    cfg_scale paramiter_swapping_factor next_sample_timesteps
+"""
+SAVE: Rows = {
+    "save_every": ("train.checkpoint_every", _steps(to.above_zero)),
+    "max_step_saves_to_keep": ("train.keep_checkpoints", to.above_zero),
+    "hf_repo_id": ("hub.repo", to.only_with("push_to_hub", to.text)),
+    "hf_private": ("hub.private", to.only_with("push_to_hub", to.boolean)),
+}
+LOGGING: Rows = {
+    "log_every": ("train.log_every", to.above_zero),
+    "use_wandb": ("train.trackers", to.flag(["tensorboard", "wandb"])),
+    "run_name": ("train.run", to.run_name),
+}
+
+# -- datasets and samples
+
+
+def _frames(value: Any, draft: Draft) -> Any:
+    """By default frames are spread evenly over a whole video, which changes its speed; here all clips have a rate."""
+    if (count := to.whole(value)) <= 1:
+        return NOTHING
+    frames = {"dataset_type": "video", "video.num_frames": count, "video.min_frames": count}
+    if is_off(draft.given.get("shrink_video_to_frames", True)):
+        return Several({**frames, "video.clip": "random", "video.frame_rate": to.number(draft.given.get("fps", 24))})
+    return Nearest(Several(frames))
+
+
+def _tags(value: Any, draft: Draft) -> Any:
+    return {"variants": 8, "keep": to.whole(draft.given.get("keep_tokens", 0))} if to.boolean(value) else NOTHING
+
+
+def _control(value: Any, draft: Draft) -> Any:
+    places = [str(draft.given[key]) for key in (f"control_path_{n}" for n in (1, 2, 3)) if draft.given.get(key)]
+    places = places or to.texts(value)
+    return places[0] if len(places) == 1 else places
+
+
+def _trigger(value: Any, draft: Draft) -> Any:
+    """It is added to captions without it, but never to those of regularization data."""
+    return NOTHING if _is_regularization(draft.given) else to.text(value)
+
+
+def _is_regularization(given: Mapping[str, Any]) -> bool:
+    return not is_off(given.get("is_reg")) or not is_off(given.get("prior_reg"))
+
+
+DATASET: Rows = {
+    **dict.fromkeys(("folder_path", "dataset_path"), ("instance_data_dir", to.text)),
+    "caption_ext": ("caption_strategy", to.text_files),
+    "trigger_word": ("trigger_word", _trigger),
+    "shuffle_tokens": ("tag_shuffle", _tags),
+    "resolution": ("resolution", to.resolutions),
+    "num_repeats": ("repeats", to.repeats),
+    "num_frames": ("video.num_frames", _frames),
+    **dict.fromkeys(("is_reg", "prior_reg"), ("is_regularization_data", to.flag())),
+    **dict.fromkeys(("control_path", "control_path_1", "control_path_2", "control_path_3"),
+                    ("conditioning_data", _control)),
+    "mask_path": ("mask_data", to.text),
+    "mask_min_value": ("train.methods.masked_loss.unmasked_weight", to.only_with("mask_path", to.number)),
+    "random_crop": ("crop_style", to.flag("random")),
+    "square_crop": ("crop_aspect", to.flag("square")),
+    "buckets": ("crop_aspect", to.flag(NOTHING, "square")),
+    "bucket_tolerance": ("bucket_step", to.whole),
+}  # fmt: skip
+DATASET_IDLE = """
+    shrink_video_to_frames fps keep_tokens cache_latents cache_latents_to_disk cache_text_embeddings
+    cache_tensors_to_disk cache_clip_vision_to_disk cache_latents_num_workers load_image_when_caching_latents
+    num_workers prefetch_factor debug fast_image_size replay_transforms type full_size_control_images do_i2v batch_size
+    trim_auto_frame_count_tail
+"""
+
+
+def _size(value: Any, draft: Draft) -> str:
+    width, height = (to.whole(draft.given.get(key, 512)) for key in ("width", "height"))
+    frames = to.whole(draft.given.get("num_frames", 1))
+    return f"{width}x{height}@{frames}" if frames > 1 else f"{width}x{height}"
+
+
+SAMPLE: Rows = {
+    "sample_every": ("validation.every", _steps(to.above_zero)),
+    **dict.fromkeys(("width", "height"), ("validation.size", _size)),
+    "sample_steps": ("validation.steps", to.whole),
+    "guidance_scale": ("validation.guidance", to.number),
+    "seed": ("validation.seed", to.whole),
+    "fps": ("validation.fps", to.number),
+}
+SAMPLE_IDLE = """
+    num_frames neg walk_seed prompts samples sampler sample_start_step format do_cfg_norm network_multiplier
+    extra_values guidance_rescale adapter_conditioning_scale refiner_start_at
+"""
+#: Keys of a sample -> keys of a prompt here.
+PROMPT: Mapping[str, tuple[str, Convert]] = {
+    "width": ("size", _size), "sample_steps": ("steps", to.whole), "guidance_scale": ("guidance", to.number),
+    "seed": ("seed", to.whole),
+}  # fmt: skip
+TABLES: Mapping[str, Table] = {
+    "process": Table({"training_folder": ("output", to.text), "device": ("train.device", to.text)},
+                     "type trigger_word performance_log_every sqlite_db_path"),
+    "model": Table(MODEL, MODEL_IDLE),
+    "network": Table(NETWORK, NETWORK_IDLE, {"linear": 4, "lokr_full_rank": True}),
+    "train": Table(TRAIN, TRAIN_IDLE, {
+        "steps": 1000, "lr": 1e-6, "lr_scheduler": "constant", "optimizer": "adamw", "timestep_type": "sigmoid",
+        "dtype": "fp32"}),
+    "save": Table(SAVE, "push_to_hub dtype save_format", {
+        "save_every": 1000, "max_step_saves_to_keep": 5}),
+    "sample": Table(SAMPLE, SAMPLE_IDLE, {"sample_every": 100, "sample_steps": 20, "guidance_scale": 7, "width": 512}),
+    "logging": Table(LOGGING, "project_name verbose use_ui_logger"),
+    "datasets": Table(DATASET, DATASET_IDLE, {"resolution": 512}, {"allow_upscale": True, "captions_per_file": "one"}),
 }  # fmt: skip
 
 
-LOGGING = {
-    "log_every": Row("train.log_every", above_zero),
-    "use_wandb": flag("train.trackers", ["tensorboard", "wandb"], "tensorboard, wandb"),
-    "run_name": Row("train.run", run_name),
-    **dropped("wandb's project is the environment variable WANDB_PROJECT", "project_name"),
-    **dropped("it changes no result", "verbose", "use_ui_logger"),
-    **secret(SECRET_ADVICE, "wandb_api_key"),
-}
-SECTIONS: Mapping[str, Section] = {
-    "process": Section("a process of the job", PROCESS),
-    "network": Section("network", NETWORK),
-    "save": Section("save", SAVE),
-    "train": Section(
-        "train",
-        TRAIN,
-        {"steps": 1000, "lr": 1e-6, "lr_scheduler": "constant", "optimizer": "adamw", "timestep_type": "sigmoid"},
-    ),
-    "logging": Section("logging", LOGGING),
-    **DATA_SECTIONS,
-}
-_SECTIONS = ("model", "network", "save", "train", "logging", "sample")
+def _carry_datasets(draft: Draft, items: Sequence[Mapping[str, Any]], trigger: str) -> None:
+    for item in items:
+        at, name = to.new_dataset(draft, item.get("folder_path") or item.get("dataset_path"))
+        given = {key: value for key, value in item.items() if key != "caption_dropout_rate"}
+        if trigger and not given.get("trigger_word"):
+            given["trigger_word"] = trigger
+        draft.carry(TABLES["datasets"], given, f"{name}: ", at)
+        if is_off(given.get("prior_reg")):
+            to.keep_data_as_target(draft, f"{name}: is_reg")
+        if given.get("mask_path"):
+            to.use_masks(draft)
+    key = "caption_dropout_rate"
+    to.share(draft, key, "train.caption_dropout", [item.get(key) for item in items], 0.0)
+
+
+def _carry_prompts(draft: Draft, section: Mapping[str, Any], trigger: str) -> None:
+    prompts = section.get("prompts")
+    items = draft.sections(section.get("samples"), "sample.samples")
+    items = items or [{"prompt": words} for words in (prompts if isinstance(prompts, list) else [])]
+    carried = []
+    for index, item in enumerate(items):
+        words = str(item.get("prompt", ""))
+        for placeholder in ("[trigger]", "[name]"):
+            words = words.replace(placeholder, trigger)
+        prompt: dict[str, Any] = {"name": f"sample-{index + 1}", "prompt": words}
+        if negative := item.get("neg") or section.get("neg"):
+            prompt["negative_prompt"] = str(negative)
+        images = [str(item[key]) for key in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3") if item.get(key)]
+        if images:
+            prompt["image"] = images[0] if len(images) == 1 else images
+        draft.given = {**section, **item}
+        try:
+            prompt |= {ours: convert(item[key], draft) for key, (ours, convert) in PROMPT.items() if item.get(key)}
+            if "seed" not in prompt and not is_off(section.get("walk_seed")):
+                prompt["seed"] = to.whole(section.get("seed") or 0) + index
+        except (TypeError, ValueError, OverflowError):
+            draft.say(f"sample.samples {index + 1}", "not carried over", shown(dict(item)))
+        carried.append(prompt)
+    if carried:
+        draft.put(("validation", "prompts"), carried)
+
+
+# -- its file
 
 
 def claims(content: Any) -> str:
-    if not isinstance(content, dict):
-        return ""
-    config = content.get("config")
+    config = content.get("config") if isinstance(content, dict) else None
     return "arguments" if isinstance(config, dict) and isinstance(config.get("process"), list) else ""
 
 
@@ -217,25 +351,35 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     content = roles.get("arguments", {})
     config = draft.section(content.get("config"), "config")
     processes = draft.sections(config.get("process"), "process")
-    if len(processes) != 1:
-        words = f"a run is one process, and there are {len(processes)}; the first is carried over"
-        draft.say("process", "refused", words)
+    for further in processes[1:]:
+        draft.say("process", "not carried over", shown(further))
     process = processes[0] if processes else {}
     for key in content.keys() - {"config"}:
-        draft.say(str(key), "not needed", "a run has neither jobs nor notes")
-    for key in config.keys() - {"name", "process"}:
-        draft.say(f"config.{key}", "unknown", "no key of a job that is known here")
-    if (name := config.get("name")) and (run := draft.attempt("config.name", run_name, name, "")):
-        draft.set("config.name", ("train", "run"), run)
-    datasets = draft.sections(process.get("datasets"), "datasets")
-    sections = {key: draft.section(process[key], key) for key in _SECTIONS if process.get(key) is not None}
-    settings = {key: value for key, value in process.items() if key not in (*_SECTIONS, "datasets")}
-    draft.carry(SECTIONS["process"], settings)
-    carry_datasets(draft, datasets, str(process.get("trigger_word") or ""))
-    carry_samples(draft, sections.pop("sample", {}), not is_off(sections.get("train", {}).get("disable_sampling")))
-    if "network" not in sections:
-        draft.set("network", ("train", "adapter", "type"), "full", "without it the model itself is trained")
-    elif not sections["network"].keys() & {"alpha", "linear_alpha"}:
-        sections["network"] = {**sections["network"], "linear_alpha": 1.0}  # as it is there
-    for key, section in sections.items():
-        draft.carry(SECTIONS[key], section, f"{key}.")
+        draft.say(str(key), "needs nothing")
+    naming = Table({"name": ("train.run", to.run_name)}, "process")
+    draft.carry(naming, config, "config.")
+    trigger = str(process.get("trigger_word") or "")
+    inner = {name: draft.section(process.get(name), name) for name in TABLES if name not in ("process", "datasets")}
+    settings = {key: value for key, value in process.items() if key not in TABLES}
+    draft.carry(TABLES["process"], settings)
+    draft.carry(TABLES["model"], inner["model"], "model.")
+    if "wan22_14b" in str(inner["model"].get("arch")) and is_off(inner["model"].get("model_kwargs")):
+        draft.assume("model.model_kwargs", "train.experts", "both")
+    _carry_datasets(draft, draft.sections(process.get("datasets"), "datasets"), trigger)
+    draft.samples = files.count_media(draft.values.get("datasets", []))
+    if process.get("network"):
+        draft.carry(TABLES["network"], inner["network"], "network.")
+    else:
+        draft.assume("network", "train.adapter.type", "full")
+    draft.values["(batches)"] = not is_off(inner["train"].get("gradient_accumulation_steps"))
+    draft.carry(TABLES["train"], inner["train"], "train.")
+    draft.carry(TABLES["save"], inner["save"], "save.")
+    draft.carry(TABLES["logging"], inner["logging"], "logging.")
+    is_sampled = bool(inner["sample"]) and is_off(inner["train"].get("disable_sampling"))
+    if is_sampled:
+        _carry_prompts(draft, inner["sample"], trigger)
+        draft.carry(TABLES["sample"], inner["sample"], "sample.")
+    del draft.values["(batches)"]
+
+
+TRAINER = Trainer("ai-toolkit", TABLES, claims, carry)

@@ -1,55 +1,14 @@
 """musubi-tuner: the dataset's TOML, the arguments of its training scripts as a TOML file or a command, and its files of
 prompts, which have one prompt on each line, followed by options."""
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from schemas.foreign.datasets import IN_BUCKETS, new_dataset, share
-from schemas.foreign.draft import (
-    SECRET_ADVICE,
-    Draft,
-    Files,
-    NotNeeded,
-    Refused,
-    Row,
-    Section,
-    Several,
-    dropped,
-    is_off,
-    refused,
-    secret,
-)
-from schemas.foreign.models import CHOOSE, chosen
-from schemas.foreign.optimizers import arguments, cycles, optimizer, power, schedule, warmup
-from schemas.foreign.values import (
-    NOTHING,
-    above_zero,
-    boolean,
-    caption_ending,
-    dtype,
-    epochs,
-    flag,
-    if_true,
-    number,
-    off,
-    one_of,
-    only_with,
-    pairs,
-    precision,
-    refuse,
-    repeats,
-    resolution,
-    run_name,
-    shown,
-    text,
-    unless,
-    whole,
-)
+from schemas.foreign import conversions as to
+from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
 from schemas.text_format import split_lines
 
-NAME = "musubi-tuner"
 #: Beginning of a training script's name -> the family, and by --task or --model_version the family and flavour.
 SCRIPTS: dict[str, tuple[str | None, Mapping[str, tuple[str, str]]]] = {
     "kandinsky5": ("kandinsky5-video", {
@@ -83,323 +42,274 @@ SCRIPTS: dict[str, tuple[str | None, Mapping[str, tuple[str, str]]]] = {
 }  # fmt: skip
 
 
+def _program(given: Mapping[str, Any]) -> str:
+    return str(given.get("(program)", "")).replace("\\", "/").rpartition("/")[2]
+
+
 def _script(given: Mapping[str, Any]) -> str:
-    """The beginning of SCRIPTS that the program's name, or the network's module, has."""
-    program = str(given.get("(program)", "")).replace("\\", "/").rpartition("/")[2]
+    """The beginning in SCRIPTS of the program's name, or of the network's module."""
+    program, task = _program(given), str(given.get("task", "")).lower()
     module = str(given.get("network_module", "")).rpartition(".")[2].removeprefix("lora_")
-    task = str(given.get("task", "")).lower()
     for name in SCRIPTS:
-        if program.startswith(name) or module.replace("kandinsky", "kandinsky5") == name or module == name:
+        if program.startswith(name) or name in (module, module.replace("kandinsky", "kandinsky5")):
             return name
     return next((name for name, (_, tasks) in SCRIPTS.items() if task in tasks), "")
 
 
 def _model(value: Any, draft: Draft) -> Several:
-    name = _script(draft.given)
-    if (family_and_flavour := SCRIPTS.get(name, (None, {}))[1].get(str(value).lower())) is None:
-        known = ", ".join(SCRIPTS[name][1]) if name else ""
-        raise Refused(f"{shown(value)} is not trained here; {f'known: {known}; ' if known else ''}{CHOOSE}")
-    return chosen(*family_and_flavour)
+    return to.chosen(*SCRIPTS[_script(draft.given)][1][to.text(value).lower()])
 
 
 def _weights(value: Any, draft: Draft) -> Any:
-    word = str(value).lower()
-    if (
-        "pretrain" in word
-        and "kandinsky" in word
-        and (flavour := str(draft.get("model.flavour", ""))).startswith("t2v")
-    ):
+    """Of a checkpoint's name: whether it is a pretrained one, and which of two experts it has."""
+    name, flavour = to.text(value).lower().replace("\\", "/").rpartition("/")[2], str(draft.get("model.flavour"))
+    if flavour.startswith("t2v-") and "pretrain" in name and "sft" in flavour:
         return Several({"model.flavour": flavour.replace("sft", "pretrain")})
-    raise NotNeeded(
-        "the flavour's repository in diffusers' layout is taken; weights of your own go into model.path in that layout"
-    )
+    if draft.get("model.family") != "wan2.2-a14b":
+        return NOTHING
+    if not is_off(draft.given.get("dit_high_noise")):
+        return Several({"train.experts": "both"})
+    lowest, highest = to.number(draft.given.get("min_timestep", 0)), to.number(draft.given.get("max_timestep", 1000))
+    is_high = lowest >= 800 or (highest > 900 and "high" in name)
+    return Several({"train.experts": "high" if is_high else "low"})
 
 
-def _fp8(value: Any, draft: Draft) -> Any:
-    if not boolean(value) or boolean(draft.given.get("fp8_base", False)):
-        raise NotNeeded("a part of fp8_base")
-    raise Refused("train.base_precision takes fp8-torchao, int8-torchao, int8-quanto, nf4-bnb")
+def _with_both(convert: Convert) -> Convert:
+    """A number of steps, which the two experts share there; here each has a run of its own with half of them."""
+
+    def wrapped(value: Any, draft: Draft) -> Any:
+        steps = convert(value, draft)
+        is_shared = not is_off(draft.given.get("dit_high_noise")) and draft.get("model.family") == "wan2.2-a14b"
+        return Nearest(-(-steps // 2)) if is_shared and steps is not NOTHING else steps
+
+    return wrapped
 
 
-# -- arguments
+def _of_network(convert: Convert) -> Convert:
+    """A value of an adapter, if one is trained."""
+    return lambda value, draft: NOTHING if _is_full(draft.given) else convert(value, draft)
 
-#: What it means without these keys.
-DEFAULTS = {
-    "network_alpha": 1,
-    "max_train_steps": 1600,
-    "lr_scheduler": "constant",
-    "lr_warmup_steps": 0,
-    "optimizer_type": "AdamW",
-    "gradient_checkpointing": False,
-}
-_OPTION = re.compile(r"\s--([a-z]+)\s+(.*?)(?=\s--[a-z]+\s|$)")
-#: Options of a line -> what they are here; g is the guidance that is embedded in other models.
-_KNOWN = {"w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "l": "cfg_scale",
-          "n": "negative_prompt", "i": "image_path", "ci": "control_image_path"}  # fmt: skip
-SHIFTED = ("flux_shift", "flux2_shift", "qwen_shift")
+
+def _is_full(given: Mapping[str, Any]) -> bool:
+    return is_off(given.get("network_module")) or bool(re.search(r"_train(\.py)?$", _program(given)))
 
 
 def _alpha(value: Any, draft: Draft) -> Any:
-    if draft.get("train.adapter.init") is not None or draft.given.get("dim_from_weights"):
-        raise NotNeeded("it is that of network_weights")
-    return number(value)
+    started = draft.get("train.adapter.init") is not None or draft.given.get("dim_from_weights")
+    return NOTHING if started else to.number(value)
 
 
-def _network(value: Any, draft: Draft) -> Several:
-    name = str(value).rpartition(".")[2]
-    if name in ("loha", "lora_fa", "oft", "dylora"):
-        raise Refused(f"{name} is not trained here; train.adapter.type takes lora, lokr, full")
-    algo = pairs(draft.given.get("network_args") or []).get("algo") if name == "kohya" else None
-    return Several({"train.adapter.type": "lokr" if name == "lokr" or algo == "lokr" else "lora"})
+def _network(value: Any, draft: Draft) -> Any:
+    if _is_full(draft.given):
+        return "full"
+    name = to.text(value).rpartition(".")[2]
+    algo = to.pairs(draft.given.get("network_args") or []).get("algo") if name == "kohya" else None
+    nearest = Nearest("lokr" if name == "loha" else "lora")
+    return nearest if name in ("loha", "lora_fa", "oft", "dylora") else "lokr" if "lokr" in (name, algo) else "lora"
 
 
-def _network_arguments(value: Any, draft: Draft) -> Several:
-    values: dict[str, Any] = {}
-    for name, item in pairs(value).items():
-        if name in ("factor", "lokr_factor"):
-            values["train.adapter.decompose_factor"] = whole(item)
-        elif name not in ("verbose", "algo") and not is_off(item):
-            raise Refused(f"{name}: of further arguments of the network factor is known; train.adapter.targets chooses "
-                          "modules, train.adapter.rank_pattern their ranks")  # fmt: skip
-    if not values:
-        raise NotNeeded("there is nothing in it that is not always so")
-    return Several(values)
+def _network_arguments(value: Any, draft: Draft) -> Any:
+    given = to.pairs(value)
+    unknown = given.keys() - {"factor", "lokr_factor", "verbose", "algo"}
+    if not all(is_off(given[name]) for name in unknown):
+        raise ValueError(value)
+    factor = given.get("factor", given.get("lokr_factor"))
+    return NOTHING if factor is None else to.whole(factor)
 
 
-def sampling(value: Any, draft: Draft) -> Several:
+def _lr_end(value: Any, draft: Draft) -> Any:
+    with_end = draft.given.get("lr_scheduler") == "cosine_with_min_lr"
+    return to.number(value) * draft.get("train.optimizer.lr", 1e-4) if with_end else NOTHING
+
+
+def _sampling(value: Any, draft: Draft) -> Any:
     """The distribution of sigma. `sigma` draws a place in the schedule, from noise to data: the mean's sign turns."""
-    name, given = str(value), draft.given
-    std, shift = number(given.get("sigmoid_scale", 1)), number(given.get("discrete_flow_shift", 1))
-    mean, spread = number(given.get("logit_mean", 0)), number(given.get("logit_std", 1))
-    values: dict[str, Any] = {}
-    if name == "uniform":
-        values = {"train.timesteps.sampling": "uniform", "train.shift": 1.0}
-    elif name in ("sigmoid", "shift"):
-        values = {"train.timesteps.std": std, "train.shift": shift if name == "shift" else 1.0}
-    elif name in SHIFTED:
-        values = {"train.timesteps.std": std, "train.timesteps.auto_shift": True}
-    elif name == "logsnr":
-        values = {"train.timesteps.mean": -mean / 2, "train.timesteps.std": spread / 2, "train.shift": 1.0}
-    elif name == "sigma":
-        scheme = str(given.get("weighting_scheme", "none"))
-        values["train.shift"] = shift
-        if scheme == "logit_normal":
-            values |= {"train.timesteps.mean": -mean, "train.timesteps.std": spread}
-        elif scheme == "mode":
-            scale = number(given.get("mode_scale", 1.29))
-            values |= {"train.timesteps.sampling": "mode", "train.timesteps.mode_scale": scale}
-        else:
-            values["train.timesteps.sampling"] = "uniform"
-    else:
-        raise Refused(f"{shown(name)}: train.timesteps.sampling takes logit_normal, uniform, mode, beta, list")
-    return Several({key: item + 0.0 if isinstance(item, float) else item for key, item in values.items()})
+    name, given = to.text(value), draft.given
+    std, shift = to.number(given.get("sigmoid_scale", 1)), to.number(given.get("discrete_flow_shift", 1))
+    mean, spread = to.number(given.get("logit_mean", 0)), to.number(given.get("logit_std", 1))
+    scheme = str(given.get("weighting_scheme", "none")) if name == "sigma" else ""
+    by_name: dict[str, dict[str, Any]] = {
+        "uniform": {"sampling": "uniform", "shift": 1.0},
+        "sigmoid": {"std": std, "shift": 1.0},
+        "shift": {"std": std, "shift": shift},
+        **{key: {"std": std, "auto_shift": True} for key in ("flux_shift", "flux2_shift", "qwen_shift")},
+        "logsnr": {"mean": -mean / 2, "std": spread / 2, "shift": 1.0},
+        "sigma": {"sampling": "uniform", "shift": shift},
+    }
+    by_scheme: dict[str, dict[str, Any]] = {
+        "logit_normal": {"mean": -mean, "std": spread, "shift": shift},
+        "mode": {"sampling": "mode", "mode_scale": to.number(given.get("mode_scale", 1.29)), "shift": shift},
+    }
+    settings = by_scheme.get(scheme) or by_name.get(name) or by_name["sigmoid"]
+    ours = {f"train.{'' if key == 'shift' else 'timesteps.'}{key}": item + 0.0 if isinstance(item, float) else item
+            for key, item in settings.items()}  # fmt: skip
+    return Several(ours) if name in by_name else Nearest(Several(ours))
 
 
-def _weighting(value: Any, draft: Draft) -> str:
-    if str(value) not in ("cosmap", "sigma_sqrt"):
-        raise NotNeeded("a part of train.timesteps.sampling")
-    return text(value)
-
-
-_SAVED = "a checkpoint has everything to continue, and the adapter"
-SHARED = {
-    "seed": Row("train.seed", whole),
-    "max_train_steps": Row("train.steps", unless("max_train_epochs", above_zero, "max_train_epochs says how long")),
-    "max_train_epochs": Row("train.steps", epochs, "counted in optimizer steps"),
-    "gradient_accumulation_steps": Row("train.accumulate", whole),
-    "mixed_precision": Row("model.precision", precision, "train.precision is of training alone"),
-    "gradient_checkpointing": Row("train.gradient_checkpointing", boolean),
-    **dict.fromkeys(("gradient_checkpointing_cpu_offload", "cpu_offload_checkpointing"),
-                    flag("train.offload.activations")),
-    "blocks_to_swap": Row("train.offload.blocks", lambda value, draft: above_zero(value) > 0,
-                          "of all blocks, not of a number of them"),
-    "use_pinned_memory_for_block_swap": Row(
-        "train.offload.streams", only_with("blocks_to_swap", if_true())),
-    "fp8_base": flag("train.base_precision", "fp8-torchao"),
-    "learning_rate": Row("train.optimizer.lr", number),
-    "optimizer_type": Row("train.optimizer.name", optimizer),
-    "optimizer_args": Row("train.optimizer.arguments", arguments),
-    "max_grad_norm": Row("train.optimizer.max_grad_norm",
-                         lambda value, draft: number(value) or 1e9, "where it is 0, a norm that no gradient has"),
-    "lr_scheduler": Row("train.optimizer.schedule", schedule),
-    "lr_warmup_steps": Row("train.optimizer.warmup", warmup),
-    "lr_scheduler_num_cycles": Row("train.optimizer.cycles", cycles),
-    "lr_scheduler_power": Row("train.optimizer.power", power),
-    "network_module": Row("train.adapter.type", _network, "lora or lokr"),
-    "network_weights": Row("train.adapter.init", text),
-    "network_dim": Row("train.adapter.rank", whole),
-    "network_alpha": Row("train.adapter.alpha", _alpha, "without it 1 there, and rank here"),
-    "network_dropout": Row("train.adapter.dropout", number),
-    "network_args": Row("train.adapter.decompose_factor", _network_arguments, "of a LoKr"),
-    "output_dir": Row("output", text),
-    "output_name": Row("train.run", run_name),
-    "save_every_n_steps": Row("train.checkpoint_every", above_zero),
-    "save_every_n_epochs": Row("train.checkpoint_every", epochs, "in optimizer steps"),
-    **dict.fromkeys(("save_last_n_epochs", "save_last_n_epochs_state"), Row("train.keep_checkpoints", above_zero)),
-    "sample_every_n_steps": Row("validation.every", above_zero),
-    "sample_every_n_epochs": Row("validation.every", epochs, "in optimizer steps"),
-    "log_with": Row("train.trackers", one_of({"tensorboard": ["tensorboard"], "wandb": ["wandb"],
-        "all": ["tensorboard", "wandb"]}, "train.trackers takes tensorboard, wandb")),
-    "sdpa": Row("train.attention_backend", if_true(NOTHING, "it is the default"), "native"),
-    "xformers": flag("train.attention_backend", "xformers"),
-    "timestep_sampling": Row("train.timesteps.sampling", sampling, "with train.shift, and train.loss.weighting"),
-    "weighting_scheme": Row("train.loss.weighting", _weighting, "and train.timesteps.sampling"),
-    **dict.fromkeys(("discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale"),
-                    Row(drop="a part of train.timesteps and train.shift, by the way of sampling")),
-    "huggingface_repo_id": Row("hub.repo", text, "to which `run` uploads at its end"),
-    "huggingface_repo_visibility": Row(
-        "hub.private", only_with("huggingface_repo_id", lambda value, draft: str(value) != "public")),
-    "metadata_license": Row("hub.license", only_with("huggingface_repo_id", text)),
-    "ddp_timeout": Row("train.parallel.timeout", lambda value, draft: number(value) * 60, "in seconds"),
-    **secret(SECRET_ADVICE, "huggingface_token", "wandb_api_key"),
-    **dropped("the dataset's file is carried over as well", "dataset_config", "config_file"),
-    **dropped("its prompts are carried over as well", "sample_prompts"),
-    **dropped("a run makes samples at its first step", "sample_at_first"),
-    **dropped(_SAVED, "save_state", "save_state_on_train_end", "save_precision", "save_model_as", "no_metadata",
-              "metadata_title", "metadata_author", "metadata_description", "metadata_tags", "metadata_reso",
-              "metadata_arch", "training_comment"),
-    **dropped("the rank is that of the file", "dim_from_weights"),
-    **dropped("train.run continues from its newest checkpoint (train.resume)", "initial_epoch", "initial_step",
-              "skip_until_initial_step"),
-    **refused("only this project's checkpoints are continued; train.adapter.init starts from an adapter", "resume",
-              "resume_from_huggingface"),
-    **refused("train.keep_checkpoints counts checkpoints, not steps", "save_last_n_steps", "save_last_n_steps_state"),
-    **refused("merge adapters into a copy of the model with latentpress export-adapter --merge, and name it in "
-              "model.path", "base_weights"),
-    **dropped("of adapters that are merged first", "base_weights_multiplier"),
-    **refused("weights of an adapter are not scaled down while it trains", "scale_weight_norms"),
-    **refused("an adapter's weights are float32; full-rank training has train.weight_precision", "full_bf16",
-              "full_fp16"),
-    **refused("train.timesteps.mean and values choose noise levels; the experts of Wan 2.2 have their own ranges "
-              "(train.experts)", "min_timestep", "max_timestep", "preserve_distribution_shape"),
-    **refused("schedules are constant, linear, cosine, polynomial", "lr_scheduler_type", "lr_scheduler_args",
-              "lr_scheduler_min_lr_ratio", "lr_decay_steps"),
-    **dropped("of a schedule that is not there", "lr_scheduler_timescale"),
-    **dropped("torchrun or accelerate launch starts several processes", "ddp_gradient_as_bucket_view",
-              "ddp_static_graph",
-              "num_cpu_threads_per_process", "num_processes"),
-    **dropped("train.reading.threads read ahead", "max_data_loader_n_workers", "persistent_data_loader_workers"),
-    **dropped("it changes no result", "logging_dir", "log_prefix", "log_tracker_name", "wandb_run_name", "log_config",
-              "log_tracker_config", "huggingface_repo_type", "huggingface_path_in_repo", "async_upload",
-              "save_state_to_huggingface", "debug_dataset", "show_timesteps", "disable_mmap_load_safetensors"),
+DEFAULTS = {
+    "max_train_steps": 1600, "learning_rate": 2e-6, "optimizer_type": "adamw", "lr_scheduler": "constant",
+    "lr_warmup_steps": 0, "gradient_checkpointing": False, "timestep_sampling": "sigma",
+    "network_module": "", "network_dim": 4, "network_alpha": 1,
 }  # fmt: skip
-ARGUMENTS = {
-    **SHARED,
-    **dict.fromkeys(("task", "model_version"), Row("model.flavour", _model)),
-    "edit": flag("model.family", "qwen-image-edit"),
-    "edit_plus": flag("model.family", "qwen-image-edit-plus"),
-    "dit": Row("model.path", _weights, "a folder or repository in diffusers' layout"),
-    "dit_high_noise": Row("train.experts", lambda value, draft: "both", "both"),
-    "fp8_scaled": Row("train.base_precision", _fp8, "fp8-torchao"),
-    **dict.fromkeys(
-        ("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"),
-        flag("text.quantization", "int8-quanto", "int8-quanto, its 8 bits"),
-    ),
-    "flash_attn": flag("train.attention_backend", "flash"),
-    "flash3": flag("train.attention_backend", "_flash_3_hub"),
-    **refused("its kernels have no backward pass; it is valid for validation.attention_backend", "sage_attn"),
-    "compile": flag("train.compile", "blocks"),
-    "compile_backend": Row("train.compile_backend", text),
-    "vae_dtype": Row("latents.precision", dtype),
-    "vae_tiling": flag("latents.tiling", note="gives other latents"),
-    "vae_chunk_size": Row("latents.chunk_frames", whole),
-    "num_timestep_buckets": Row(
-        "train.timesteps.low_discrepancy", lambda value, draft: True if number(value) >= 2 else off(),
-        "draws spread evenly"),
-    **dropped("encoders are parts of the checkpoint in diffusers' layout", "vae", "text_encoder", "text_encoder1",
-              "text_encoder2", "text_encoder_qwen", "text_encoder_clip", "t5", "clip", "text_encoder_dtype"),
-    **dropped("attention is computed sample by sample where texts differ in length", "split_attn"),
-    **dropped("all frozen blocks are offloaded", "block_swap_h2d_only", "block_swap_ring_size",
-              "img_in_txt_in_offloading", "offload_inactive_dit"),
-    **dropped("it changes no result", "compile_mode", "compile_dynamic", "compile_fullgraph",
-              "compile_cache_size_limit",
-              "cuda_allow_tf32", "cuda_cudnn_benchmark", "disable_numpy_memmap", "dynamo_mode", "dynamo_fullgraph",
-              "dynamo_dynamic", "vae_cache_cpu", "no_vae_load", "offload_dit_during_sampling", "dit_dtype",
-              "use_32bit_attention", "vae_spatial_tile_sample_min_size"),
-    **dropped("samples are made by the family's own sampler", "guidance_scale", "flow_shift", "scheduler_scale",
-              "one_frame"),
-    **dropped("the experts' boundary is that of the checkpoint", "timestep_boundary"),
-    **refused("which attention a model has is in the checkpoint's own config", "force_nabla_attention"),
-    **dropped("of forced sparse attention", "nabla_P", "nabla_p", "nabla_wT", "nabla_wH", "nabla_wW", "nabla_method",
-              "nabla_add_sta", "no_nabla_add_sta"),
-    **refused("the model is that of the checkpoint", "override_dit", "num_layers", "dit_in_channels",
-              "force_v2_1_time_embedding", "remove_first_image_from_target", "hidden_layers"),
-    "i2v_mode": Row("model.flavour", lambda value, draft: off("the first frame is given") if value == "first" else
-        refuse("the first frame alone is given")),
-    "dynamo_backend": Row("train.compile_backend", lambda value, draft: off("nothing is compiled")
-        if str(value).upper() == "NO" else Several({"train.compile": "blocks",
-                  "train.compile_backend": str(value).lower()})),
+ARGUMENTS: Rows = {
+    "task": ("model.flavour", _model),
+    "model_version": ("model.flavour", _model),
+    "edit": ("model.family", to.flag("qwen-image-edit")),
+    "edit_plus": ("model.family", to.flag("qwen-image-edit-plus")),
+    "dit": ("train.experts", _weights),
+    "mixed_precision": ("model.precision", to.precision),
+    "fp8_base": ("train.base_precision", to.flag("fp8-torchao")),
+    "fp8_scaled": ("train.base_precision", to.flag("fp8-torchao")),
+    **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), ("text.quantization", to.flag("int8-quanto"))),
+    "vae_dtype": ("latents.precision", to.dtype),
+    "vae_tiling": ("latents.tiling", to.flag()),
+    "vae_chunk_size": ("latents.chunk_frames", to.whole),
+    "network_module": ("train.adapter.type", _network),
+    "network_weights": ("train.adapter.init", _of_network(to.text)),
+    "network_dim": ("train.adapter.rank", _of_network(to.unless("dim_from_weights", to.whole))),
+    "network_alpha": ("train.adapter.alpha", _of_network(_alpha)),
+    "network_dropout": ("train.adapter.dropout", _of_network(to.number)),
+    "network_args": ("train.adapter.decompose_factor", _of_network(_network_arguments)),
+    "full_bf16": ("train.weight_precision", to.flag("bfloat16")),
+    "gradient_accumulation_steps": ("train.accumulate", to.whole),
+    "max_train_steps": ("train.steps", to.unless("max_train_epochs", _with_both(to.above_zero))),
+    "max_train_epochs": ("train.steps", _with_both(to.epochs)),
+    "seed": ("train.seed", to.whole),
+    "optimizer_type": ("train.optimizer.name", to.optimizer),
+    "learning_rate": ("train.optimizer.lr", to.with_optimizer(to.number)),
+    "optimizer_args": ("train.optimizer.arguments", to.with_optimizer(to.arguments)),
+    "max_grad_norm": ("train.optimizer.max_grad_norm", lambda value, draft: to.number(value) or to.NO_LIMIT),
+    "lr_scheduler": ("train.optimizer.schedule", to.schedule),
+    "lr_warmup_steps": ("train.optimizer.warmup", to.warmup),
+    "lr_scheduler_num_cycles": ("train.optimizer.cycles", lambda value, draft: max(1, to.whole(value))
+        if draft.given.get("lr_scheduler") == "cosine_with_restarts" else NOTHING),
+    "lr_scheduler_power": ("train.optimizer.power", lambda value, draft: to.number(value)
+        if draft.given.get("lr_scheduler") == "polynomial" else NOTHING),
+    "lr_scheduler_min_lr_ratio": ("train.optimizer.lr_end", _lr_end),
+    "gradient_checkpointing": ("train.gradient_checkpointing", to.boolean),
+    "gradient_checkpointing_cpu_offload": ("train.offload.activations", to.flag()),
+    "cpu_offload_checkpointing": ("train.offload.activations", to.flag()),
+    "blocks_to_swap": ("train.offload.blocks", to.some),
+    "use_pinned_memory_for_block_swap": ("train.offload.streams", to.only_with("blocks_to_swap", to.flag())),
+    "xformers": ("train.attention_backend", to.flag("xformers")),
+    "flash_attn": ("train.attention_backend", to.flag("flash")),
+    "flash3": ("train.attention_backend", to.flag("_flash_3_hub")),
+    "sage_attn": ("train.attention_backend", lambda value, draft: Nearest("native") if to.boolean(value) else NOTHING),
+    "compile": ("train.compile", to.flag("blocks")),
+    "compile_backend": ("train.compile_backend", to.text),
+    "dynamo_backend": ("train.compile_backend", to.compiled),
+    "timestep_sampling": ("train.timesteps.sampling", _sampling),
+    "weighting_scheme": ("train.loss.weighting", to.one_of({name: name for name in ("cosmap", "sigma_sqrt")} | {
+        name: NOTHING for name in ("none", "logit_normal", "mode")})),
+    "num_timestep_buckets": ("train.timesteps.low_discrepancy", lambda value, draft: to.number(value) >= 2 or NOTHING),
+    "output_dir": ("output", to.text),
+    "output_name": ("train.run", to.run_name),
+    "save_every_n_steps": ("train.checkpoint_every", _with_both(to.above_zero)),
+    "save_every_n_epochs": ("train.checkpoint_every", _with_both(to.epochs)),
+    "save_last_n_epochs": ("train.keep_checkpoints", to.above_zero),
+    "save_last_n_epochs_state": ("train.keep_checkpoints", to.above_zero),
+    "sample_every_n_steps": ("validation.every", _with_both(to.above_zero)),
+    "sample_every_n_epochs": ("validation.every", _with_both(to.epochs)),
+    "log_with": ("train.trackers", to.one_of({
+        "tensorboard": ["tensorboard"], "wandb": ["wandb"], "all": ["tensorboard", "wandb"]})),
+    "huggingface_repo_id": ("hub.repo", to.text),
+    "huggingface_repo_visibility": ("hub.private", to.only_with(
+        "huggingface_repo_id", lambda value, draft: to.text(value) != "public")),
+    "metadata_license": ("hub.license", to.only_with("huggingface_repo_id", to.text)),
+    "ddp_timeout": ("train.parallel.timeout", lambda value, draft: to.number(value) * 60),
 }  # fmt: skip
-
+IDLE = """
+    sdpa dataset_config config_file sample_prompts sample_at_first dim_from_weights dit_high_noise discrete_flow_shift
+    sigmoid_scale logit_mean logit_std mode_scale preserve_distribution_shape save_state save_state_on_train_end
+    save_precision save_model_as no_metadata metadata_title metadata_author metadata_description metadata_tags
+    metadata_reso metadata_arch training_comment initial_epoch initial_step skip_until_initial_step
+    base_weights_multiplier lr_scheduler_timescale lr_decay_steps ddp_gradient_as_bucket_view ddp_static_graph
+    num_cpu_threads_per_process num_processes max_data_loader_n_workers persistent_data_loader_workers logging_dir
+    log_prefix log_tracker_name wandb_run_name log_config log_tracker_config huggingface_repo_type
+    huggingface_path_in_repo async_upload save_state_to_huggingface debug_dataset show_timesteps
+    disable_mmap_load_safetensors vae text_encoder text_encoder1 text_encoder2 text_encoder_qwen text_encoder_clip t5
+    clip text_encoder_dtype split_attn block_swap_h2d_only block_swap_ring_size img_in_txt_in_offloading
+    offload_inactive_dit compile_mode compile_dynamic compile_fullgraph compile_cache_size_limit cuda_allow_tf32
+    cuda_cudnn_benchmark disable_numpy_memmap dynamo_mode dynamo_fullgraph dynamo_dynamic vae_cache_cpu no_vae_load
+    offload_dit_during_sampling dit_dtype use_32bit_attention vae_spatial_tile_sample_min_size guidance_scale flow_shift
+    scheduler_scale one_frame timestep_boundary nabla_P nabla_p nabla_wT nabla_wH nabla_wW nabla_method nabla_add_sta
+    no_nabla_add_sta fused_backward_pass mem_eff_save block_swap_optimizer_patch_params
+"""
 
 # -- the dataset's TOML
 
 
 def _clip(value: Any, draft: Draft) -> Several:
-    name = str(value)
-    if name == "full":
-        frames = whole(draft.given.get("max_frames", 129))
-        return Several({"video.num_frames": frames, "video.min_frames": 5})
-    if name == "slide":
-        return Several({"video.clip": "slide", "video.clip_stride": whole(draft.given.get("frame_stride", 1))})
-    if name == "uniform":
-        return Several({"video.clip": "uniform", "video.clips": whole(draft.given.get("frame_sample", 1))})
-    if name not in ("head", "chunk"):
-        raise Refused(f"{shown(name)}: video.clip takes head, middle, random, uniform, chunks, slide")
-    return Several({"video.clip": "chunks" if name == "chunk" else "head"})
+    name = to.text(value)
+    by_name: dict[str, dict[str, Any]] = {
+        "full": {"num_frames": to.whole(draft.given.get("max_frames", 129)), "min_frames": 5},
+        "slide": {"clip": "slide", "clip_stride": to.whole(draft.given.get("frame_stride", 1))},
+        "uniform": {"clip": "uniform", "clips": to.whole(draft.given.get("frame_sample", 1))},
+        "chunk": {"clip": "chunks"},
+        "head": {"clip": "head"},
+    }
+    return Several({f"video.{key}": item for key, item in by_name[name].items()})
 
 
-def _frames(value: Any, draft: Draft) -> Several:
-    """One length of a list: a list makes a dataset for each before (see `split_frames`)."""
+def _frames(value: Any, draft: Draft) -> Any:
+    """One length: a dataset is made for each."""
     if draft.given.get("frame_extraction") == "full":
-        raise NotNeeded("frame_extraction full takes max_frames")
-    count = whole(value[0] if isinstance(value, list) else value)
+        return NOTHING
+    count = to.whole(value[0] if isinstance(value, list) else value)
     return Several({"video.num_frames": count, "video.min_frames": count})
 
 
-def _max_frames(value: Any, draft: Draft) -> Any:
-    if draft.given.get("frame_extraction") != "full":
-        raise NotNeeded("in force with frame_extraction full alone")
-    raise NotNeeded("it is video.num_frames now")
+def _bucket(value: Any, draft: Draft) -> Any:
+    """Without buckets all media are cropped to the one of [width, height]."""
+    width, height = _width_and_height(draft)
+    if to.boolean(value):
+        return NOTHING
+    return Several({"crop_aspect": "closest", "crop_aspect_buckets": [round(width / height, 6)], "max_aspect": max(
+        4.0, width / height, height / width)})  # fmt: skip
 
 
-DATASET = {
-    "image_directory": Row("instance_data_dir", text),
-    "video_directory": Row("instance_data_dir", text, "with dataset_type: video"),
-    "image_jsonl_file": Row("instance_data_dir", lambda value, draft: Several(
-        {"instance_data_dir": text(value), "media_column": "image_path"}), "the table, with media_column"),
-    "video_jsonl_file": Row("instance_data_dir", lambda value, draft: Several(
-        {"instance_data_dir": text(value), "media_column": "video_path"}), "the table, with media_column"),
-    "control_directory": Row("conditioning_data", text),
-    "resolution": Row("resolution", resolution, "the edge of the square of the area"),
-    "caption_extension": Row("caption_strategy", caption_ending, "textfile"),
-    "num_repeats": Row("repeats", repeats, "extra passes, so that 0 is once"),
-    "bucket_no_upscale": Row("allow_upscale", lambda value, draft: not boolean(value), "the other way round"),
-    "enable_bucket": IN_BUCKETS,
-    "target_frames": Row("video.num_frames", _frames, "a dataset for each length; video.clip says which part"),
-    "frame_extraction": Row("video.clip", _clip, "head, middle, random, uniform, chunks or slide"),
-    "max_frames": Row("video.num_frames", _max_frames, "where all of a video is taken"),
-    "source_fps": Row(drop="frames are chosen by their timestamps; video.frame_rate is the target"),
-    **dropped("a part of video.clip", "frame_stride", "frame_sample"),
-    **dropped("caches are under root, and each stage finds its own", "cache_directory"),
-    **dropped("every dataset has the batch of train.batch_size", "batch_size"),
-    **dropped("source images are fitted as the family's pipeline does it", "no_resize_control", "control_resolution",
-              "flux_kontext_no_resize_control", "qwen_image_edit_no_resize_control",
-              "qwen_image_edit_control_resolution"),
-    **dropped("of models that are not trained here", "fp_latent_window_size", "fp_1f_clean_indices",
-              "fp_1f_target_index",
-              "fp_1f_no_post"),
-    **refused("an item has one target", "multiple_target"),
-}  # fmt: skip
-DATASET_DEFAULTS = {"bucket_no_upscale": False, "resolution": [960, 544], "enable_bucket": False}
-SECTIONS: Mapping[str, Section] = {
-    "arguments": Section(
-        "the training arguments", ARGUMENTS,
-        {**DEFAULTS, "learning_rate": 2e-6, "timestep_sampling": "sigma", "discrete_flow_shift": 1.0},
-        first=("max_train_steps", "lr_scheduler", "gradient_accumulation_steps", "task", "model_version",
-               "network_weights"),
+def _width_and_height(draft: Draft) -> tuple[float, float]:
+    size = draft.given["resolution"]
+    width, height = size if isinstance(size, list) else (size, size)
+    return to.number(width), to.number(height)
+
+
+def _rate(value: Any, draft: Draft) -> float:
+    """With source_fps frames are chosen at the model's rate."""
+    return 16.0 if str(draft.get("model.family")).startswith("wan") else 24.0
+
+
+def _table(column: str) -> Convert:
+    return lambda value, draft: Several({"instance_data_dir": to.text(value), "media_column": column})
+
+
+DATASET: Rows = {
+    "image_directory": ("instance_data_dir", to.text),
+    "video_directory": ("instance_data_dir", to.text),
+    "image_jsonl_file": ("instance_data_dir", _table("image_path")),
+    "video_jsonl_file": ("instance_data_dir", _table("video_path")),
+    "control_directory": ("conditioning_data", to.text),
+    "resolution": (
+        "resolution",
+        lambda value, draft: Several({"resolution": to.area_edge(value), "resolution_type": "pixel_area"}),
     ),
-    "datasets": Section("a dataset of the TOML file", DATASET, DATASET_DEFAULTS, in_dataset=True),
+    "enable_bucket": ("crop_aspect", _bucket),
+    "bucket_no_upscale": ("allow_upscale", to.only_with("enable_bucket", to.inverted)),
+    "caption_extension": ("caption_strategy", to.text_files),
+    "num_repeats": ("repeats", to.repeats),
+    "target_frames": ("video.num_frames", _frames),
+    "frame_extraction": ("video.clip", _clip),
+    "source_fps": ("video.frame_rate", _rate),
+}
+DATASET_IDLE = """
+    max_frames frame_stride frame_sample cache_directory batch_size no_resize_control control_resolution
+    flux_kontext_no_resize_control qwen_image_edit_no_resize_control qwen_image_edit_control_resolution
+    fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post
+"""
+TABLES: Mapping[str, Table] = {
+    "arguments": Table(ARGUMENTS, IDLE, DEFAULTS),
+    "datasets": Table(DATASET, DATASET_IDLE, {"resolution": [960, 544], "enable_bucket": False},
+                      {"bucket_step": 16, "max_aspect": 4.0, "allow_upscale": True}),
 }  # fmt: skip
 _PLACES = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
 
@@ -410,108 +320,110 @@ def claims(content: Any) -> str:
     items = content.get("datasets")
     if isinstance(items, list) and any(isinstance(item, dict) and item.keys() & {*_PLACES} for item in items):
         return "datasets"
-    flat = flatten(content)
+    flat = _flatten(content)
     known = "dit" in flat or _script(flat)
     return "arguments" if known and flat.keys() & {"dataset_config", "network_module", "config_file"} else ""
 
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
-    given, datasets = read_files(roles, files)
-    _carry_datasets(draft, datasets)
-    draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
-    family, _ = SCRIPTS.get(_script(given), (None, {}))
-    if family is not None:
+    given = _flatten(roles.get("arguments", {}))
+    if not is_off(name := given.get("config_file")) and isinstance(inside := files.read(str(name)), dict):
+        given = {**_flatten(inside), **given}
+    if (family := SCRIPTS.get(_script(given), (None, {}))[0]) is not None:
         draft.put(("model", "family"), family)
-    draft.carry(SECTIONS["arguments"], given)
-    draft.assume("no captions are dropped", "train.caption_dropout", 0.0)
-    carry_prompts(draft, files, given.get("sample_prompts"))
+    named = files.read(str(given["dataset_config"])) if "dataset_config" in given else None
+    datasets = roles.get("datasets") or named
+    task = SCRIPTS.get(_script(given), (None, {}))[1].get(str(given.get("task", "")).lower())
+    if task is not None:
+        draft.put(("model", "family"), task[0])
+    _carry_datasets(draft, datasets if isinstance(datasets, dict) else {})
+    if "arguments" not in roles:
+        return
+    draft.samples = files.count_media(draft.values.get("datasets", []))
+    draft.carry(TABLES["arguments"], given)
+    draft.assume("no caption dropout", "train.caption_dropout", 0.0)
+    if not is_off(name := given.get("sample_prompts")):
+        _carry_prompts(draft, files.read(str(name)), str(name))
 
 
 def _carry_datasets(draft: Draft, content: Mapping[str, Any]) -> None:
-    general, items = (
-        draft.section(content.get("general"), "general"),
-        draft.sections(content.get("datasets"), "datasets"),
-    )
-    for item in items:
-        given = {**general, **item}
-        source = next((given[key] for key in _PLACES if key in given), "")
+    general = draft.section(content.get("general"), "general")
+    items = [{**general, **item} for item in draft.sections(content.get("datasets"), "datasets")]
+    for given in items:
+        source = next((str(given[key]) for key in _PLACES if key in given), "")
         video = bool(given.keys() & {"video_directory", "video_jsonl_file"})
         lengths = given.get("target_frames", [1]) if video and given.get("frame_extraction") != "full" else [0]
         lengths = lengths if isinstance(lengths, list) and lengths else [lengths]
         for length in lengths:
-            at, name = new_dataset(
-                draft, re.sub(r"\.jsonl$", "", str(source)), f"-{length}f" if len(lengths) > 1 else ""
-            )
-            if video:
-                draft.put((*at, "dataset_type"), "video")
+            ending = f"-{length}f" if len(lengths) > 1 else ""
+            at, name = to.new_dataset(draft, source.removesuffix(".jsonl"), ending)
             more = {"target_frames": [length]} if length and "target_frames" in given else {}
-            draft.carry(SECTIONS["datasets"], {**given, **more}, f"{name}: ", at)
-    share(draft, "batch_size", "train.batch_size", [{**general, **item}.get("batch_size") for item in items], 1)
+            draft.carry(TABLES["datasets"], {**given, **more}, f"{name}: ", at)
+            always = {"dataset_type": "video"} if video else {}
+            always |= {"video.frame_rate": "source"} if video else {}
+            always |= {} if source.endswith(".jsonl") else {"captions_per_file": "one"}
+            for option, value in always.items():
+                draft.assume(f"{name}: always", option, value)
+    to.share(draft, "batch_size", "train.batch_size", [given.get("batch_size") for given in items], 1)
 
 
 # -- its files
 
+_OPTION = re.compile(r"\s--([a-z]+)\s+(.*?)(?=\s--[a-z]+\s|$)")
+#: Options of a line of a prompt file.
+_OPTIONS = {"w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "l": "cfg_scale",
+            "n": "negative_prompt", "i": "image_path", "ci": "control_image_path"}  # fmt: skip
+#: Keys of a prompt -> keys here.
+_PROMPT: Mapping[str, tuple[str, Convert]] = {
+    "negative_prompt": ("negative_prompt", to.text), "image_path": ("image", to.text),
+    "control_image_path": ("image", to.text), "sample_steps": ("steps", to.whole), "seed": ("seed", to.whole),
+    "cfg_scale": ("guidance", to.number),
+}  # fmt: skip
 
-def read_files(roles: Mapping[str, Any], files: Files) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments, with those of their `config_file`, and what the dataset's file has."""
-    given = flatten(roles.get("arguments", {}))
-    if not is_off(name := given.get("config_file")) and isinstance(inside := files.read(str(name)), dict):
-        given = {**flatten(inside), **given}
-    datasets = roles.get("datasets") or (
-        files.read(str(given["dataset_config"])) if "dataset_config" in given else None
-    )
-    return given, datasets if isinstance(datasets, dict) else {}
 
-
-def flatten(content: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments without the sections of their file, whose names mean nothing."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        flat |= flatten(value) if isinstance(value, dict) else {key: value}
+        flat |= _flatten(value) if isinstance(value, dict) else {key: value}
     return flat
 
 
-def carry_prompts(draft: Draft, files: Files, name: Any) -> None:
-    """Put the prompts of the file `name` into the draft."""
-    if is_off(name):
-        return
-    content = files.read(str(name))
-    if content is None:
-        draft.say("sample_prompts (its file)", "refused", f"{name} is not found; write validation.prompts")
-        return
-    prompts = [_prompt(item, number_) for number_, item in enumerate(_items(content), 1)]
-    if prompts:
-        draft.set("sample_prompts (its file)", ("validation", "prompts"), prompts, "a prompt a line")
-
-
-def _items(content: Any) -> list[dict[str, Any]]:
+def _carry_prompts(draft: Draft, content: Any, name: str) -> None:
     if isinstance(content, str):
-        return [_line(line) for line in split_lines(content) if not line.startswith("#")]
-    if isinstance(content, list):
-        return [item if isinstance(item, dict) else _line(str(item)) for item in content]
-    common = {key: value for key, value in content.get("prompt", {}).items() if key != "subset"}
-    return [{**common, **item} for item in content.get("prompt", {}).get("subset", [])]
+        items = [_line(line) for line in split_lines(content) if not line.startswith("#")]
+    elif isinstance(content, list):
+        items = [item if isinstance(item, dict) else _line(str(item)) for item in content]
+    else:
+        section = draft.section(content, "sample_prompts").get("prompt", {})
+        common = {key: value for key, value in section.items() if key != "subset"} if section else {}
+        items = [{**common, **item} for item in section.get("subset", [])] if section else []
+    path = ("validation", "prompts")
+    if prompts := [_prompt(draft, item, count) for count, item in enumerate(items, 1)]:
+        draft.put(path, prompts)
+        draft.say("sample_prompts (its file)", "carried over", "", path)
+    else:
+        draft.say("sample_prompts (its file)", "not carried over", shown(name))
 
 
 def _line(line: str) -> dict[str, Any]:
-    text = f" {line}"
-    options = {_KNOWN[key]: value.strip() for key, value in _OPTION.findall(text) if key in _KNOWN}
-    return {"prompt": _OPTION.split(text)[0].strip(), **options}
+    words = f" {line}"
+    options = {_OPTIONS[key]: value.strip() for key, value in _OPTION.findall(words) if key in _OPTIONS}
+    return {"prompt": _OPTION.split(words)[0].strip(), **options}
 
 
-def _prompt(item: dict[str, Any], index: int) -> dict[str, Any]:
+def _prompt(draft: Draft, item: Mapping[str, Any], index: int) -> dict[str, Any]:
     words = str(item.get("prompt", ""))
     short = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:40].rstrip("-")
-    prompt: dict[str, Any] = {"name": run_name(f"{index:02}-{short}"), "prompt": words}
-    for key, ours in (("negative_prompt", "negative_prompt"), ("image_path", "image"), ("control_image_path", "image")):
-        if item.get(key):
-            prompt[ours] = json.loads(json.dumps(item[key]))
-    if item.get("width") and item.get("height"):
-        frames = f"@{whole(item['frame_count'])}" if whole(item.get("frame_count") or 1) > 1 else ""
-        prompt["size"] = f"{whole(item['width'])}x{whole(item['height'])}{frames}"
-    for key, ours in (("sample_steps", "steps"), ("seed", "seed")):
-        if item.get(key):
-            prompt[ours] = whole(item[key])
-    if item.get("cfg_scale"):
-        prompt["guidance"] = number(item["cfg_scale"])
+    prompt: dict[str, Any] = {"name": f"{index:02}-{short}".rstrip("-"), "prompt": words}
+    try:
+        if item.get("width") and item.get("height"):
+            width, height, frames = (to.whole(item.get(key) or 1) for key in ("width", "height", "frame_count"))
+            prompt["size"] = f"{width}x{height}{f'@{frames}' if frames > 1 else ''}"
+        prompt |= {ours: convert(item[key], draft) for key, (ours, convert) in _PROMPT.items() if item.get(key)}
+    except (TypeError, ValueError, OverflowError):
+        draft.say(f"sample_prompts: {index}", "not carried over", shown(dict(item)))
     return prompt
+
+
+TRAINER = Trainer("musubi-tuner", TABLES, claims, carry)

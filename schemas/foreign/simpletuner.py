@@ -1,61 +1,572 @@
 """SimpleTuner: config.json, .toml or .env, multidatabackend.json, prompt library and lycoris_config.json."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.foreign.draft import Draft, Files, NotNeeded, Row, Section, dropped, is_off, refused
-from schemas.foreign.simpletuner_arguments import ADAPTER, TRAINING
-from schemas.foreign.simpletuner_data import BACKEND_ARGUMENTS, carry_datasets
-from schemas.foreign.simpletuner_data import SECTIONS as DATA_SECTIONS
-from schemas.foreign.simpletuner_models import MODEL
-from schemas.foreign.simpletuner_more import ENCODING, METHODS, NOT_NEEDED, SHARED, VALIDATION
-from schemas.foreign.values import NAME_CHARACTERS, adapter_rank, boolean, number, one_of, whole
+from schemas.foreign import conversions as to
+from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
 
-NAME = "SimpleTuner"
-WHOLE = 1000  # a LoKr's dimension above which its matrices are whole, in all models here
-#: What it means without these keys, where ours differ.
+# -- the model
+
+#: Family there, flavour there -> family and flavour here. The first flavour is the default there.
+FLAVOURS: dict[str, dict[str, tuple[str, str]]] = {
+    "sana": {
+        "sana1.5-4.8b-1024": ("sana", "sana1.5-4.8b-1024px"),
+        "sana1.5-1.6b-1024": ("sana", "sana1.5-1.6b-1024px"),
+        "sana1.0-1.6b-2048": ("sana", "sana-1600m-2kpx-bf16"),
+        "sana1.0-1.6b-1024": ("sana", "sana-1600m-1024px-bf16"),
+        "sana1.0-600m-1024": ("sana", "sana-600m-1024px"),
+        "sana1.0-600m-512": ("sana", "sana-600m-512px"),
+    },
+    "z_image": {
+        "turbo-ostris-v2": ("z-image", "z-image-turbo"),
+        "turbo": ("z-image", "z-image-turbo"),
+        "base": ("z-image", "z-image"),
+    },
+    "qwen_image": {
+        "v2.0": ("qwen-image", "qwen-image-2512"),
+        "v1.0": ("qwen-image", "qwen-image"),
+        "edit-v1": ("qwen-image-edit", "qwen-image-edit"),
+        "edit-v2": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
+        "edit-v2+": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
+        "edit-v3": ("qwen-image-edit-plus", "qwen-image-edit-2511"),
+    },
+    "wan": {
+        "t2v-480p-1.3b-2.1": ("wan2.1", "t2v-1.3b"),
+        "t2v-480p-14b-2.1": ("wan2.1", "t2v-14b"),
+        "ti2v-5b-2.2": ("wan2.2-5b", "t2v-5b"),
+        "i2v-14b-2.2-high": ("wan2.2-a14b", "i2v-a14b"),
+        "i2v-14b-2.2-low": ("wan2.2-a14b", "i2v-a14b"),
+    },
+    "flux2": {"klein-9b": ("flux2-klein", "klein-base-9b"), "klein-4b": ("flux2-klein", "klein-base-4b")},
+}
+#: Flavour there -> the assistant with which it is trained.
+ASSISTANTS = {name: f"ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_{version}.safetensors"
+              for name, version in (("turbo-ostris-v2", "v2"), ("turbo", "v1"))}  # fmt: skip
+
+
+def _family_name(given: Mapping[str, Any]) -> str:
+    name = str(given.get("model_family"))
+    return name if name.startswith("kandinsky5-") else name.replace("-", "_").replace("kandinsky5_", "kandinsky5-")
+
+
+def _family(value: Any, draft: Draft) -> Several:
+    name, word = _family_name(draft.given), draft.given.get("model_flavour")
+    if name.startswith("kandinsky5-"):
+        return to.chosen(name)
+    path = draft.given.get("pretrained_model_name_or_path")
+    if word is None and path and (published := to.flavour_of_repo(str(path))):
+        return to.chosen(*published)
+    return _flavour(word or next(iter(FLAVOURS[name])), draft)
+
+
+def _flavour(value: Any, draft: Draft) -> Several:
+    name, word = _family_name(draft.given), to.text(value)
+    if name.startswith("kandinsky5-"):
+        return Several({"model.flavour": word})
+    return to.chosen(*FLAVOURS[name][word], word.rpartition("-")[2] if word.endswith(("-high", "-low")) else None)
+
+
+# -- training
+
+
+def _of_lora(convert: Convert) -> Convert:
+    """A value that does not apply with lycoris, whose file has its own."""
+    return lambda value, draft: NOTHING if draft.given.get("lora_type") == "lycoris" else convert(value, draft)
+
+
+def _schedule(value: Any, draft: Draft) -> Any:
+    """Its cosine falls for lr_warmup_steps, then rises for as many, without a warm-up; here each period falls."""
+    name = to.text(value).strip()
+    if name not in ("cosine", "cosine_with_restarts", "sine"):
+        return to.schedule(value, draft)
+    steps, fall = draft.get("train.steps", 1000), to.above_zero(draft.given.get("lr_warmup_steps", 0))
+    fall = 1000 if fall is NOTHING else fall
+    cycles = max(1, round(steps / fall / (1 if name == "cosine_with_restarts" else 2)))
+    settings = {"schedule": "cosine", "warmup": 0, "cycles": cycles}
+    ours = Several({f"train.optimizer.{key}": item for key, item in settings.items()})
+    return ours if name == "cosine" and fall == steps else Nearest(ours)
+
+
+def _if_schedule(convert: Convert, *names: str) -> Convert:
+    return lambda value, draft: convert(value, draft) if draft.given.get("lr_scheduler") in names else NOTHING
+
+
+def _clipping(value: Any, draft: Draft) -> Any:
+    """Gradients are clipped by value there, without a limit of their norm; here by norm alone."""
+    by_norm = draft.given.get("grad_clip_method") == "norm"
+    return to.number(value) or to.NO_LIMIT if by_norm else Nearest(to.NO_LIMIT)
+
+
+def _shift(value: Any, draft: Draft) -> Any:
+    """Sana's draws are uniform with its scheduler's shift; 0 is no shift, or the automatic one."""
+    if _family_name(draft.given) == "sana":
+        return Several({"train.timesteps.sampling": "uniform", "train.shift": 3.0})
+    if to.number(value):
+        return to.number(value)
+    auto = not is_off(draft.given.get("flow_schedule_auto_shift"))
+    return Several({"train.timesteps.auto_shift": True} if auto else {"train.shift": 1.0})
+
+
+def _sampling(name: str) -> Convert:
+    own = Several({"train.timesteps.sampling": name})
+    return lambda value, draft: own if to.boolean(value) and _family_name(draft.given) != "sana" else NOTHING
+
+
+def _timesteps(value: Any, draft: Draft) -> Several:
+    items = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+    numbers = [to.number(item) for item in (items.split(",") if isinstance(items, str) else items)]
+    scale = 1000 if max(numbers) > 1 else 1
+    return Several({"train.timesteps.sampling": "list", "train.timesteps.values": [item / scale for item in numbers]})
+
+
+def _masked(convert: Convert) -> Convert:
+    def wrapped(value: Any, draft: Draft) -> Any:
+        return NOTHING if draft.get("train.methods.masked_loss") is None else convert(value, draft)
+
+    return wrapped
+
+
+def _tread(value: Any, draft: Draft) -> list[dict[str, Any]]:
+    config = json.loads(value) if isinstance(value, str) else value
+    return [dict(route) for route in config["routes"]]
+
+
+def _crepa(option: str, convert: Convert) -> tuple[str, Convert]:
+    path = option if option.startswith("vision.") else f"train.methods.crepa.{option}"
+    return path, to.only_with("crepa_enabled", convert)
+
+
+def _rollout(option: str, convert: Convert) -> tuple[str, Convert]:
+    return f"train.methods.scheduled_sampling.{option}", to.only_with("scheduled_sampling_max_step_offset", convert)
+
+
+def _sizes(value: Any, draft: Draft) -> Any:
+    """Sizes "1024x1024,1280x768" or one edge; of videos with the number of frames."""
+    frames = draft.given.get("validation_num_video_frames")
+    edges = [word.strip() for word in str(value).split(",")]
+    sizes = [edge if "x" in edge else f"{to.whole(edge)}x{to.whole(edge)}" for edge in edges]
+    sizes = [f"{size}@{to.whole(frames)}" if frames else size for size in sizes]
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def _prompt(value: Any, draft: Draft) -> list[dict[str, str]]:
+    return [*draft.get("validation.prompts", []), _library_prompt("validation", to.text(value), draft.given)]
+
+
+def _library_prompt(name: str, item: Any, given: Mapping[str, Any]) -> dict[str, str]:
+    """A prompt of the library: its text, or a section with it."""
+    prompt = {"name": name, "prompt": str(item.get("prompt", "") if isinstance(item, dict) else item)}
+    negative = given.get("validation_negative_prompt", VALIDATION_DEFAULTS["validation_negative_prompt"])
+    return {**prompt, "negative_prompt": str(negative)} if negative else prompt
+
+
+def _trackers(value: Any, draft: Draft) -> list[str]:
+    words = {word.strip() for word in to.text(value).split(",")}
+    return [word for word in ("tensorboard", "wandb") if word in words or "all" in words]
+
+
+def _repo(value: Any, draft: Draft) -> Any:
+    if is_off(draft.given.get("push_to_hub")):
+        return NOTHING
+    if "/" not in to.text(value):
+        raise ValueError("USER/NAME")
+    return to.text(value)
+
+
 DEFAULTS = {
-    "gradient_checkpointing": False,
-    "caption_dropout_probability": 0.0,
-    "lr_warmup_steps": 0,
-    "max_grad_norm": 2.0,
-}
-ARGUMENTS = {
-    **MODEL, **ADAPTER, **TRAINING, **METHODS, **VALIDATION, **SHARED, **ENCODING, **NOT_NEEDED,
-    **dropped("the default of each dataset, which has it now", *BACKEND_ARGUMENTS),
+    "model_type": "full", "train_batch_size": 4, "num_train_epochs": 1, "learning_rate": 4e-7,
+    "optimizer": "adamw_bf16", "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 0, "lr_power": 0.8,
+    "lr_end": 4e-7, "lora_dropout": 0.1, "lora_rank": 16, "flow_schedule_shift": 3.0, "max_grad_norm": 2.0,
+    "caption_dropout_probability": 0.1, "gradient_checkpointing": True, "checkpoints_total_limit": 5,
 }  # fmt: skip
-
-
-def _alpha(value: Any, draft: Draft) -> float:
-    if draft.given.get("full_matrix") or number(draft.given.get("linear_dim", 0)) >= WHOLE:
-        raise NotNeeded("both matrices are whole, where LyCORIS ignores it")
-    return number(value)
-
-
-LYCORIS = {
-    "algo": Row("train.adapter.type", one_of({"lokr": "lokr", "lora": "lora", "locon": "lora"},
-                                             "train.adapter.type takes lora, lokr, full")),
-    "linear_dim": Row("train.adapter.rank", adapter_rank),
-    "linear_alpha": Row("train.adapter.alpha", _alpha),
-    "factor": Row("train.adapter.decompose_factor", whole),
-    "decompose_both": Row("train.adapter.decompose_both", boolean),
-    "multiplier": Row("train.adapter.alpha", one_of({"1": None, "1.0": None}, "the strength is alpha over rank")),
-    **dropped("whole matrices: a rank above their sides", "full_matrix"),
-    **dropped("it changes no result", "bypass_mode", "use_tucker", "rs_lora"),
-    **refused("train.adapter.targets takes regular expressions of module paths; without it, the family's",
-              "apply_preset"),
-    **refused("a LoKr has no dropout; train.adapter.dropout is of a LoRA", "dropout", "rank_dropout", "module_dropout"),
+#: The same, if there are prompts.
+VALIDATION_DEFAULTS = {
+    "validation_step_interval": 100, "validation_guidance": 7.5, "validation_num_inference_steps": 30,
+    "validation_resolution": 256, "validation_negative_prompt": "blurry, cropped, ugly",
 }  # fmt: skip
-SECTIONS: Mapping[str, Section] = {
-    "arguments": Section(
-        "config.json",
-        ARGUMENTS,
-        DEFAULTS,
-        first=("train_batch_size", "gradient_accumulation_steps", "max_train_steps", "lr_scheduler", "model_family"),
-    ),
-    **DATA_SECTIONS,
-    "lycoris": Section("lycoris_config.json", LYCORIS),
+ARGUMENTS: Rows = {
+    "model_family": ("model.family", _family),
+    "model_flavour": ("model.flavour", _flavour),
+    "pretrained_model_name_or_path": ("model.path", to.checkpoint),
+    "revision": ("model.revision", to.text),
+    "assistant_lora_path": ("model.assistant", to.unless("disable_assistant_lora", to.assistant)),
+    "mixed_precision": ("model.precision", to.precision),
+    "base_model_precision": ("train.base_precision", to.one_of(to.QUANTIZED, "nf4-bnb")),
+    "text_encoder_1_precision": ("text.quantization", to.one_of({
+        "no_change": NOTHING, "int8-quanto": "int8-quanto", "nf4-bnb": "nf4-bnb"}, "int8-quanto")),
+    "quantize_via": ("train.quantize_via", to.one_of({"cpu": "cpu", "accelerator": "device", "pipeline": NOTHING})),
+    "tokenizer_max_length": ("text.max_length", to.whole),
+    "vae_dtype": ("latents.precision", to.one_of({
+        "default": NOTHING, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})),
+    "vae_enable_tiling": ("latents.tiling", to.flag()),
+    "vae_enable_slicing": ("latents.slicing", to.flag()),
+    "vae_enable_patch_conv": ("latents.chunk_frames", to.flag(4)),
+    "torch_num_threads": ("train.threads", to.above_zero),
+    "model_type": ("train.adapter.type", to.one_of({"lora": "lora", "full": "full"})),
+    "lora_type": ("train.adapter.type", to.one_of({"standard": NOTHING, "lycoris": NOTHING}, "lora")),
+    "lora_rank": ("train.adapter.rank", _of_lora(to.whole)),
+    "lora_alpha": ("train.adapter.alpha", _of_lora(to.number)),
+    "lora_dropout": ("train.adapter.dropout", _of_lora(to.number)),
+    "use_dora": ("train.adapter.dora", to.flag()),
+    "init_lora": ("train.adapter.init", to.text),
+    "lora_init_type": ("train.adapter.init_weights", to.one_of({
+        **{name: name for name in ("gaussian", "pissa", "olora")}, "default": NOTHING}, "default")),
+    "lora_format": ("train.adapter.formats", lambda value, draft: [to.text(value)]),
+    "train_batch_size": ("train.batch_size", to.whole),
+    "gradient_accumulation_steps": ("train.accumulate", to.whole),
+    "max_train_steps": ("train.steps", to.above_zero),
+    "num_train_epochs": ("train.steps", to.unless("max_train_steps", to.epochs)),
+    "seed": ("train.seed", to.whole),
+    "optimizer": ("train.optimizer.name", to.optimizer),
+    "learning_rate": ("train.optimizer.lr", to.with_optimizer(to.number)),
+    "optimizer_config": ("train.optimizer.arguments", to.with_optimizer(to.arguments)),
+    "optimizer_beta1": ("train.optimizer.betas", to.beta(0)),
+    "adam_beta1": ("train.optimizer.betas", to.beta(0)),
+    "optimizer_beta2": ("train.optimizer.betas", to.beta(1)),
+    "adam_beta2": ("train.optimizer.betas", to.beta(1)),
+    "adam_weight_decay": ("train.optimizer.weight_decay", to.number),
+    "adam_epsilon": ("train.optimizer.eps", to.number),
+    "lr_scheduler": ("train.optimizer.schedule", _schedule),
+    "lr_warmup_steps": ("train.optimizer.warmup", _if_schedule(
+        to.warmup, "constant_with_warmup", "linear", "polynomial")),
+    "lr_power": ("train.optimizer.power", _if_schedule(to.number, "polynomial")),
+    "lr_end": ("train.optimizer.lr_end", _if_schedule(
+        to.number, "polynomial", "cosine", "cosine_with_restarts", "sine")),
+    "max_grad_norm": ("train.optimizer.max_grad_norm", _clipping),
+    "gradient_checkpointing": ("train.gradient_checkpointing", to.boolean),
+    "gradient_checkpointing_interval": ("train.gradient_checkpointing_interval", to.only_with(
+        "gradient_checkpointing", to.whole)),
+    "gradient_checkpointing_backend": ("train.offload.activations", to.one_of({"torch": NOTHING, "unsloth": True})),
+    "enable_group_offload": ("train.offload.blocks", to.flag()),
+    "group_offload_blocks_per_group": ("train.offload.blocks_per_group", to.only_with(
+        "enable_group_offload", to.whole)),
+    "group_offload_use_stream": ("train.offload.streams", to.only_with("enable_group_offload", to.flag())),
+    "musubi_blocks_to_swap": ("train.offload.blocks", to.some),
+    "ramtorch": ("train.offload.blocks", to.flag()),
+    "attention_mechanism": ("train.attention_backend", to.one_of(to.ATTENTION, "native")),
+    "dynamo_backend": ("train.compile_backend", to.compiled),
+    "caption_dropout_probability": ("train.caption_dropout", to.number),
+    "use_ema": ("train.ema.decay", to.only_with("use_ema", lambda value, draft: to.number(
+        draft.given.get("ema_decay", 0.995)))),
+    "ema_device": ("train.ema.device", to.only_with("use_ema", to.one_of({"accelerator": NOTHING, "cpu": "cpu"}))),
+    "ema_validation": ("train.ema.validate", to.only_with("use_ema", to.one_of({
+        "none": NOTHING, "ema_only": True, "comparison": True}))),
+    "flow_use_uniform_schedule": ("train.timesteps.sampling", _sampling("uniform")),
+    "flow_use_beta_schedule": ("train.timesteps.sampling", _sampling("beta")),
+    "flow_beta_schedule_alpha": ("train.timesteps.alpha", to.only_with("flow_use_beta_schedule", to.number)),
+    "flow_beta_schedule_beta": ("train.timesteps.beta", to.only_with("flow_use_beta_schedule", to.number)),
+    "flow_sigmoid_scale": ("train.timesteps.std", to.number),
+    "flow_schedule_shift": ("train.shift", to.unless("flow_custom_timesteps", _shift)),
+    "flow_custom_timesteps": ("train.timesteps.values", _timesteps),
+    "loss_type": ("train.loss.type", to.one_of({
+        "l2": NOTHING, "huber": "huber", "smooth_l1": "smooth_l1"}, "smooth_l1")),
+    "huber_c": ("train.loss.huber_c", to.number),
+    "huber_schedule": ("train.loss.huber_schedule", to.text),
+    "masked_loss_probability": ("train.methods.masked_loss.unmasked_probability", _masked(
+        lambda value, draft: round(1 - to.number(value), 9))),
+    "masked_prior_preservation_weight": ("train.methods.masked_loss.prior_weight", _masked(to.number)),
+    "normalize_masked_area_loss": ("train.methods.masked_loss.normalize_area", _masked(to.boolean)),
+    "input_perturbation": ("train.methods.input_perturbation.strength", to.only_with("input_perturbation", to.number)),
+    "input_perturbation_steps": ("train.methods.input_perturbation.decay_steps", to.only_with(
+        "input_perturbation", to.above_zero)),
+    "tread_config": ("train.methods.tread.routes", _tread),
+    "crepa_enabled": _crepa("block_index", lambda value, draft: to.whole(draft.given.get("crepa_block_index", 8))),
+    "crepa_lambda": _crepa("weight", to.number),
+    "crepa_adjacent_distance": _crepa("adjacent_distance", to.whole),
+    "crepa_adjacent_tau": _crepa("adjacent_tau", to.number),
+    "crepa_cumulative_neighbors": _crepa("cumulative_neighbors", to.flag()),
+    "crepa_normalize_by_frames": _crepa("normalize_by_frames", to.boolean),
+    "crepa_model": _crepa("vision.model", to.one_of({
+        name: name for name in ("dinov2_vitg14", "dinov2_vits14")}, "dinov2_vitg14")),
+    "crepa_encoder_image_size": _crepa("vision.size", to.whole),
+    "crepa_encoder_frames_batch_size": _crepa("vision.batch_size", to.above_zero),
+    "crepa_scheduler": _crepa("schedule", to.text),
+    "crepa_warmup_steps": _crepa("warmup", to.whole),
+    "crepa_decay_steps": _crepa("decay_steps", to.above_zero),
+    "crepa_lambda_end": _crepa("weight_end", to.number),
+    "crepa_power": _crepa("power", to.number),
+    "crepa_cutoff_step": _crepa("cutoff_step", to.above_zero),
+    "crepa_similarity_threshold": _crepa("similarity_threshold", to.number),
+    "crepa_similarity_ema_decay": _crepa("similarity_ema_decay", to.number),
+    "crepa_threshold_mode": _crepa("threshold_mode", to.text),
+    "scheduled_sampling_max_step_offset": _rollout("max_step_offset", to.above_zero),
+    "scheduled_sampling_probability": _rollout("probability", to.unless("scheduled_sampling_ramp_steps", to.number)),
+    "scheduled_sampling_prob_end": _rollout("probability", to.only_with("scheduled_sampling_ramp_steps", to.number)),
+    "scheduled_sampling_prob_start": _rollout("prob_start", to.only_with("scheduled_sampling_ramp_steps", to.number)),
+    "scheduled_sampling_start_step": _rollout("start_step", to.whole),
+    "scheduled_sampling_ramp_steps": _rollout("ramp_steps", to.whole),
+    "scheduled_sampling_ramp_shape": _rollout("ramp_shape", to.only_with("scheduled_sampling_ramp_steps", to.text)),
+    "scheduled_sampling_strategy": _rollout("strategy", to.text),
+    "checkpoint_step_interval": ("train.checkpoint_every", to.above_zero),
+    "checkpointing_steps": ("train.checkpoint_every", to.above_zero),
+    "checkpoint_epoch_interval": ("train.checkpoint_every", to.epochs),
+    "checkpoints_total_limit": ("train.keep_checkpoints", to.above_zero),
+    "resume_from_checkpoint": ("train.resume", to.one_of({"latest": NOTHING})),
+    "output_dir": ("output", to.text),
+    "report_to": ("train.trackers", _trackers),
+    "tracker_run_name": ("train.run", to.run_name),
+    "hub_model_id": ("hub.repo", _repo),
+    "model_card_private": ("hub.private", to.only_with("push_to_hub", to.boolean)),
+    "validation_prompt": ("validation.prompts", _prompt),
+    "validation_resolution": ("validation.size", _sizes),
+    "validation_guidance": ("validation.guidance", to.number),
+    "validation_num_inference_steps": ("validation.steps", to.whole),
+    "validation_seed": ("validation.seed", to.whole),
+    "validation_step_interval": ("validation.every", to.above_zero),
+    "validation_steps": ("validation.every", to.above_zero),
+    "validation_epoch_interval": ("validation.every", to.epochs),
+    "validation_disable": ("validation.every", to.flag(10**9)),
+    "num_eval_images": ("validation.eval_samples", to.whole),
+    "eval_loss_disable": ("validation.eval_samples", to.flag(0)),
+    "evaluation_type": ("validation.scores.clip", to.one_of({
+        "none": NOTHING, "clip": "openai/clip-vit-large-patch14-336"})),
+    "framerate": ("validation.fps", to.number),
+}  # fmt: skip
+#: Parts of other keys, what is always so here, and what changes no result.
+IDLE = """
+    lycoris_config data_backend_config user_prompt_library validation_prompt_library validation_negative_prompt
+    validation_num_video_frames ema_decay crepa_block_index crepa_feature_source flow_schedule_auto_shift
+    disable_assistant_lora grad_clip_method group_offload_type push_to_hub pretrained_evaluation_model_name_or_path
+    lr_num_cycles model_card_note model_card_safe_for_work modelspec_comment text_encoder_2_precision
+    text_encoder_3_precision text_encoder_4_precision base_model_default_dtype sana_complex_human_instruction variant
+    trust_remote_code peft_lora_mode singlora_ramp_up_steps validation_lycoris_strength snr_gamma snr_weight
+    use_soft_min_snr soft_min_snr_sigma_data noise_offset noise_offset_probability text_encoder_lr
+    scheduled_sampling_sampler scheduled_sampling_order scheduled_sampling_reflexflow
+    scheduled_sampling_reflexflow_alpha scheduled_sampling_reflexflow_beta1 scheduled_sampling_reflexflow_beta2
+    crepa_drop_vae_encoder crepa_spatial_align crepa_use_tae validation_using_datasets eval_dataset_id
+    validation_image_format validation_image_quality validation_stitch_input_location validation_preview
+    validation_preview_steps validation_seed_source validation_torch_compile wan_validation_load_other_stage
+    disable_benchmark validation_on_startup eval_steps_interval eval_epoch_interval eval_dataset_pooling eval_timesteps
+    num_validation_images tracker_project_name push_checkpoints_to_hub push_to_hub_background vae_batch_size
+    text_encoder_batch_size vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable
+    text_embed_full_cache vae_cache_scan_behaviour compress_disk_cache preserve_data_backend_cache
+    override_dataset_config keep_vae_loaded cache_dir cache_dir_text cache_dir_vae cache_dir_conditioning_image_embeds
+    conditioning_image_embed_batch_size offload_during_startup fully_unload_text_encoder offload_during_save
+    delete_model_after_load num_processes num_machines local_rank accelerate_config accelerate_extra_args
+    num_cpu_threads_per_process max_workers read_batch_size write_batch_size image_processing_batch_size
+    aspect_bucket_worker_count enable_multiprocessing aws_max_pool_connections dataloader_prefetch
+    dataloader_prefetch_qlen metadata_update_interval aspect_bucket_disable_rebuild aspect_bucket_rounding
+    disable_bucket_pruning data_backend_sampling allow_dataset_oversubscription delete_unwanted_images
+    delete_problematic_images delete_nsfw_images delete_invalid_checkpoints ignore_missing_files print_filenames
+    print_sampler_statistics debug_aspect_buckets debug_dataset_loader logging_dir tracker_image_layout
+    i_know_what_i_am_doing disable_tf32 allow_tf32 set_grads_to_none accelerator_cache_clear_interval dynamo_mode
+    dynamo_fullgraph dynamo_dynamic dynamo_use_regional_compilation fuse_optimizer gradient_precision
+    optimizer_release_gradients seed_for_each_device unet_attention_slice fuse_qkv_projections ema_cpu_only
+    ema_foreach_disable ema_update_interval ema_warmup_steps config_backend env venv_path disk_low_threshold
+    disk_low_action checkpointing_use_tempdir simpletuner_log_level training_dynamo_backend save_text_encoder
+    disable_segmented_timestep_sampling strict_epoch_limit enable_watermark quantize_activations flow_timesteps_mode
+    t5_padding flux_guidance_mode flux_guidance_value flux_guidance_min flux_guidance_max flux_attention_masked_training
+    ltx_train_mode training_scheduler_timestep_spacing inference_scheduler_timestep_spacing rescale_betas_zero_snr
+    distillation_config hidream_use_load_balancing_loss hidream_load_balancing_loss_weight ramtorch_transformer_percent
+    ramtorch_text_encoder_percent ramtorch_text_encoder ramtorch_vae enable_model_cpu_offload
+    resolution resolution_type minimum_image_size maximum_image_size target_downsample_size caption_strategy
+    instance_prompt prepend_instance_prompt only_instance_prompt aspect_bucket_alignment max_upscale_threshold
+    skip_file_discovery parquet_caption_column parquet_filename_column disable_multiline_split
+"""
+
+# -- datasets
+
+CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
+#: Arguments that are the default of every dataset.
+DATASET_ARGUMENTS = (
+    "resolution", "resolution_type", "minimum_image_size", "maximum_image_size", "target_downsample_size",
+    "caption_strategy", "instance_prompt", "prepend_instance_prompt", "only_instance_prompt", "aspect_bucket_alignment",
+    "max_upscale_threshold", "parquet_caption_column", "disable_multiline_split",
+)  # fmt: skip
+
+
+def _size(value: Any, draft: Draft) -> Any:
+    return to.compact(to.number(value)) if to.number(value) > 0 else NOTHING
+
+
+def _place(value: Any, draft: Draft) -> str:
+    if draft.given.get("type") == "aws":
+        prefix = str(draft.given.get("aws_data_prefix") or "").strip("/")
+        return f"s3://{draft.given['aws_bucket_name']}/{prefix}".rstrip("/")
+    return to.text(value)
+
+
+def _caption_strategy(value: Any, draft: Draft) -> str:
+    if not is_off(draft.given.get("only_instance_prompt")):
+        return "instanceprompt"
+    known = ("textfile", "filename", "instanceprompt", "parquet", "csv", "huggingface")
+    return {**{name: name for name in known}, "instance_prompt": "instanceprompt"}[to.text(value)]
+
+
+def _prepend(value: Any, draft: Draft) -> Any:
+    only = not is_off(draft.given.get("only_instance_prompt"))
+    return f"{draft.given['instance_prompt']} " if to.boolean(value) and not only else NOTHING
+
+
+def _instance_prompt(value: Any, draft: Draft) -> Any:
+    is_caption = draft.given.get("caption_strategy") in ("instanceprompt", "instance_prompt")
+    return to.text(value) if is_caption or not is_off(draft.given.get("only_instance_prompt")) else NOTHING
+
+
+def _per_file(value: Any, draft: Draft) -> Any:
+    is_file = draft.given.get("caption_strategy") == "textfile" and is_off(draft.given.get("only_instance_prompt"))
+    return "one" if to.boolean(value) and is_file else NOTHING
+
+
+def _shuffle(value: Any, draft: Draft) -> Any:
+    if not to.boolean(value.get("enable", False)):
+        return NOTHING
+    keep = to.boolean(value.get("include_original", True))
+    return {
+        "variants": to.whole(value.get("count", 1)) + int(keep),
+        "delimiter": {"comma": ",", "space": " ", "period": "."}[str(value.get("split_on", "comma"))],
+        "keep": to.whole(value.get("position_start", 0)),
+    }
+
+
+def _filters(value: Any, draft: Draft) -> list[str]:
+    if not isinstance(value, list) or any(str(word).startswith("s/") for word in value):
+        raise ValueError("a list of words or regular expressions, without replacements")
+    return [f"/{word}/" if any(mark in word for mark in r"\^$.*+?[](){}|") else str(word) for word in value]
+
+
+def _table(value: Any, draft: Draft) -> Several:
+    columns = [str(value[key]) for key in ("caption_column", "fallback_caption_column") if value.get(key)]
+    return Several({"caption_file": to.text(value["path"]), **({"caption_column": columns[:1]} if columns else {})})
+
+
+def _crop(value: Any, draft: Draft) -> Several:
+    crop = to.boolean(value)
+    aspect = {} if not crop or draft.given.get("crop_aspect") else {"crop_aspect": "square"}  # its default
+    style = {} if not crop or draft.given.get("crop_style") else {"crop_style": "random"}
+    return Several({"crop": crop, **aspect, **style})
+
+
+DATASET: Rows = {
+    "id": ("id", to.run_name),
+    "type": ("source", to.one_of({"local": NOTHING, "aws": NOTHING, "huggingface": "huggingface", "csv": "manifest"})),
+    "dataset_type": ("dataset_type", to.one_of({"image": NOTHING, "video": "video"})),
+    "disabled": ("disabled", to.flag()),
+    "disable": ("disabled", to.flag()),
+    "instance_data_dir": ("instance_data_dir", _place),
+    "aws_bucket_name": ("instance_data_dir", _place),
+    "dataset_name": ("instance_data_dir", to.text),
+    "csv_file": ("instance_data_dir", to.text),
+    "csv_caption_column": ("caption_column", to.texts),
+    "caption_column": ("caption_column", to.texts),
+    "parquet_caption_column": ("caption_column", to.texts),
+    "image_column": ("media_column", to.text),
+    "video_column": ("media_column", to.text),
+    "split": ("split", to.text),
+    "caption_strategy": ("caption_strategy", _caption_strategy),
+    "disable_multiline_split": ("captions_per_file", _per_file),
+    "only_instance_prompt": ("caption_strategy", to.flag("instanceprompt")),
+    "instance_prompt": ("instance_prompt", _instance_prompt),
+    "prepend_instance_prompt": ("prepend", _prepend),
+    "caption_filter_list": ("caption_filter", _filters),
+    "caption_shuffle": ("tag_shuffle", _shuffle),
+    "parquet": ("caption_file", _table),
+    "resolution": ("resolution", _size),
+    "resolution_type": ("resolution_type", to.text),
+    "crop": ("crop", _crop),
+    "crop_enabled": ("crop", _crop),
+    "crop_aspect": ("crop_aspect", to.only_with("crop", to.text)),
+    "crop_style": ("crop_style", to.only_with("crop", to.one_of({
+        name: name for name in ("center", "centre", "random", "corner", "face")}, "center"))),
+    "crop_aspect_buckets": ("crop_aspect_buckets", lambda value, draft: [to.number(item) for item in value]),
+    "minimum_image_size": ("minimum_image_size", _size),
+    "maximum_image_size": ("maximum_image_size", _size),
+    "target_downsample_size": ("target_downsample_size", _size),
+    "max_upscale_threshold": ("allow_upscale", to.some),
+    "aspect_bucket_alignment": ("bucket_step", to.whole),
+    "repeats": ("repeats", to.whole),
+    "probability": ("weight", to.number),
+    "is_regularisation_data": ("is_regularization_data", to.flag()),
+    "is_regularization_data": ("is_regularization_data", to.flag()),
+}  # fmt: skip
+DATASET_IDLE = """
+    cache_dir_vae cache_dir text_embeds image_embeds conditioning_image_embeds cache_dir_conditioning_image_embeds
+    csv_cache_dir default hash_filenames preserve_data_backend_cache vae_cache_clear_each_epoch vae_cache_ondemand
+    vae_cache_disable text_cache_ondemand text_cache_disable write_batch_size text_encoder_batch_size metadata_backend
+    metadata_update_interval parquet_filename_column skip_file_discovery conditioning_type source_dataset_id
+    delete_unwanted_images delete_problematic_images delete_nsfw_images aws_data_prefix aws_endpoint_url aws_region_name
+"""
+DATASET_DEFAULTS = {
+    "crop": False, "max_upscale_threshold": 1, "resolution": 1024, "caption_strategy": "filename",
+}  # fmt: skip
+VIDEO: Rows = {
+    "num_frames": ("video.num_frames", to.whole),
+    "min_frames": ("video.min_frames", to.whole),
+    "max_frames": ("video.max_frames", to.whole),
+    "bucket_strategy": ("video.bucket_strategy", to.text),
+    "frame_interval": ("video.frame_interval", to.whole),
 }
+
+
+def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
+    """Carry over the datasets; masks and source images join the dataset that names them. common: DATASET_ARGUMENTS."""
+    by_id = {str(backend.get("id")): backend for backend in backends}
+    count = 0
+    for backend in backends:
+        label, kind = f"{backend.get('id', 'dataset')}: ", backend.get("dataset_type", "image")
+        if kind in (*CACHES, "conditioning") or (
+            backend.get("type") == "local" and set(backend) <= {"id", "type", "cache_dir"}
+        ):
+            draft.say(f"{label}dataset_type", "needs nothing")
+            continue
+        given, at = {**common, **backend}, ("datasets", count)
+        video, paired = given.pop("video", None), given.pop("conditioning_data", None)
+        usual = dict(DATASET_DEFAULTS)
+        if given.get("type", "local") not in ("local", "aws"):
+            usual.pop("caption_strategy")
+        draft.carry(TABLES["datasets"], given, label, at, usual)
+        if kind == "video":
+            video = draft.section(video, f"{label}video")
+            frames = {"min_frames": video["num_frames"]} if "num_frames" in video else {}
+            draft.carry(TABLES["video"], {**frames, **video}, f"{label}video.", at)
+        for name in [paired] if isinstance(paired, str) else paired or ():
+            _pair(draft, by_id.get(str(name), {}), str(name), f"{label}conditioning_data", at)
+        count += 1
+
+
+def _pair(draft: Draft, other: Mapping[str, Any], name: str, key: str, at: tuple[str, int]) -> None:
+    kind, folder = str(other.get("conditioning_type", "controlnet")), str(other.get("instance_data_dir", ""))
+    if not folder or not (kind == "mask" or kind.startswith("reference")):
+        draft.say(key, "not carried over", shown(name))
+    elif kind == "mask":
+        draft.put((*at, "mask_data"), folder)
+        to.use_masks(draft)
+        draft.say(key, "carried over", "", (*at, "mask_data"), ("train", "methods", "masked_loss"))
+    else:
+        path = (*at, "conditioning_data")
+        before = draft.values["datasets"][at[1]].get("conditioning_data")
+        draft.put(path, [*([before] if isinstance(before, str) else before), folder] if before else folder)
+        draft.say(key, "carried over", "", path)
+
+
+# -- its files
+
+
+def _alpha(value: Any, draft: Draft) -> Any:
+    """LyCORIS ignores it if both matrices are whole."""
+    is_whole = draft.given.get("full_matrix") or to.number(draft.given.get("linear_dim", 0)) >= 1000
+    return NOTHING if is_whole else to.number(value)
+
+
+LYCORIS: Rows = {
+    "algo": ("train.adapter.type", to.one_of({"lokr": "lokr", "lora": "lora", "locon": "lora"}, "lokr")),
+    "linear_dim": ("train.adapter.rank", lambda value, draft: min(to.whole(value), to.WHOLE_MATRICES)),
+    "full_matrix": ("train.adapter.rank", to.flag(to.WHOLE_MATRICES)),
+    "linear_alpha": ("train.adapter.alpha", _alpha),
+    "factor": ("train.adapter.decompose_factor", to.whole),
+    "decompose_both": ("train.adapter.decompose_both", to.boolean),
+    "multiplier": ("train.adapter.alpha", to.one_of({"1": NOTHING, "1.0": NOTHING})),
+}
+LYCORIS_IDLE = "bypass_mode use_tucker rs_lora"
+TABLES: Mapping[str, Table] = {
+    "arguments": Table(ARGUMENTS, IDLE, DEFAULTS),
+    "datasets": Table(DATASET, DATASET_IDLE, DATASET_DEFAULTS),
+    "video": Table(VIDEO, "is_i2v frame_rate", {"bucket_strategy": "aspect_ratio"},
+                   {"video.frame_rate": "source"}),
+    "lycoris": Table(LYCORIS, LYCORIS_IDLE, {"algo": "lokr", "linear_dim": 4, "linear_alpha": 1}),
+}  # fmt: skip
 #: Variables of config.env whose names are others than the arguments' in capitals.
 VARIABLES = {
     "resume_checkpoint": "resume_from_checkpoint", "dataloader_config": "data_backend_config", "training_seed": "seed",
@@ -71,14 +582,11 @@ VARIABLES = {
 
 
 def claims(content: Any) -> str:
-    """The role of a file of this trainer, "" of another's: arguments or datasets."""
     if isinstance(content, list):
         keys = {key for item in content if isinstance(item, dict) for key in item}
         return "datasets" if "id" in keys and keys & {"instance_data_dir", "dataset_type", "type"} else ""
-    if not isinstance(content, dict):
-        return ""
-    keys = {_plain(key) for key in content}
-    return "arguments" if keys & {"data_backend_config", "model_family", "dataloader_config"} else ""
+    keys = {_plain(key) for key in content} if isinstance(content, dict) else set()
+    return "arguments" if keys & {"data_backend_config", "model_family"} else ""
 
 
 def _plain(key: Any) -> str:
@@ -87,42 +595,45 @@ def _plain(key: Any) -> str:
 
 
 def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
-    """Carry over a configuration. roles: the files given, by `claims`."""
     given = {_plain(key): value for key, value in draft.section(roles.get("arguments"), "arguments").items()}
     backends = roles.get("datasets") or _read(draft, given, files, "data_backend_config")
-    common = {key: given[key] for key in BACKEND_ARGUMENTS if key in given and not is_off(given[key])}
-    carry_datasets(draft, draft.sections(backends, "datasets"), common)
-    draft.samples, draft.uncounted = files.count_media(draft.values.get("datasets", []))
-    if library := draft.section(_read(draft, given, files, "user_prompt_library"), "user_prompt_library"):
-        prompts: dict[str, Any] = {}
-        for number_, (name, item) in enumerate(library.items(), 1):
-            made = NAME_CHARACTERS.sub("-", name).strip("-._")[:90] or f"prompt-{number_}"
-            prompts[made if made not in prompts else f"{made}-{number_}"] = item
+    common = {key: given[key] for key in DATASET_ARGUMENTS if not is_off(given.get(key))}
+    _carry_datasets(draft, draft.sections(backends, "datasets"), common)
+    if "arguments" not in roles:
+        return
+    draft.samples = files.count_media(draft.values.get("datasets", []))
+    library = draft.section(_read(draft, given, files, "user_prompt_library"), "user_prompt_library")
+    prompts: dict[str, Any] = {}
+    for count, (name, item) in enumerate(library.items(), 1):
+        made = to.NAME_CHARACTERS.sub("-", name).strip("-._")[:90] or f"prompt-{count}"
+        prompts[made if made not in prompts else f"{made}-{count}"] = item
+    if prompts:
         draft.put(("validation", "prompts"), [_library_prompt(name, item, given) for name, item in prompts.items()])
-    draft.carry(SECTIONS["arguments"], given)
+    usual: dict[str, Any] = dict(DEFAULTS)
+    if prompts or not is_off(given.get("validation_prompt")):
+        usual |= VALIDATION_DEFAULTS
+    helper = ASSISTANTS.get(given.get("model_flavour", "turbo-ostris-v2"))
+    if _family_name(given) == "z_image" and helper:
+        usual["assistant_lora_path"] = helper
+    draft.carry(TABLES["arguments"], given, defaults=usual)
     if given.get("lora_type") == "lycoris" and (lycoris := _read(draft, given, files, "lycoris_config")):
-        draft.carry(SECTIONS["lycoris"], draft.section(lycoris, "lycoris_config"), "lycoris_config: ")
+        draft.carry(TABLES["lycoris"], draft.section(lycoris, "lycoris_config"), "lycoris_config: ")
+    if draft.get("train.adapter.type") == "full":
+        to.keep_data_as_target(draft, "is_regularisation_data")
     if not is_off(given.get("validation_disable")) and draft.get("validation.prompts"):
         draft.values["validation"].pop("prompts")
-
-
-def _library_prompt(name: str, item: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt of the library: its text, or a section with it."""
-    words = item.get("prompt", "") if isinstance(item, dict) else item
-    negative = given.get("validation_negative_prompt")
-    prompt = {"name": name, "prompt": str(words)}
-    return {**prompt, "negative_prompt": str(negative)} if negative else prompt
 
 
 def _read(draft: Draft, given: Mapping[str, Any], files: Files, key: str) -> Any:
     """The content of the file that an argument names."""
     name = given.get(key)
-    if isinstance(name, dict | list):
-        return name
-    if is_off(name):
-        return None
+    if is_off(name) or isinstance(name, dict | list):
+        return name or None
     content = files.read(str(name))
     if not isinstance(content, dict | list):
-        draft.say(f"{key} (its file)", "refused", f"{name} is not found; name it as another file of the command")
+        draft.say(f"{key} (its file)", "not carried over", f"{shown(name)} is not found")
         return None
     return content
+
+
+TRAINER = Trainer("SimpleTuner", TABLES, claims, carry)

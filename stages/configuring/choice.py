@@ -252,8 +252,8 @@ def choose_frames(candidate: Candidate, family: Family, media: Media) -> dict[st
     """num_frames and min_frames: the recipe's, or fewer if most clips are shorter."""
     paths = [(*DATASET, "video", key) for key in ("num_frames", "min_frames")]
     most, least = (int(candidate.settings.get(path, default_at(path))) for path in paths)
-    rate = float(candidate.settings.get((*DATASET, "video", "frame_rate"), family.frame_rate))
-    available = np.sort(frames_available(media.duration, rate))
+    rate = candidate.settings.get((*DATASET, "video", "frame_rate"), family.frame_rate)
+    available = np.sort(frames_available(media.duration, family.frame_rate if rate == "source" else float(rate)))
     typical = int(available[int(MOST_SMALL * len(available))])  # that four fifths have
     stride = family.temporal_stride
     frames = int(largest_valid_frames(max(stride + 1, min(most, typical)), stride))

@@ -1,119 +1,166 @@
-"""Shell scripts as data: assignments, and the options of a command. Nothing of a script is ever run."""
+"""Shell scripts as data: assignments, and the options of a command. Nothing of a script is ever run.
+
+A script is read in one pass, and what its variables grow to is limited, so that a crafted one ends in an error at once.
+"""
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-x\s+)?)?([A-Za-z_][A-Za-z0-9_]*)(\+?)=", re.ASCII)
-_SINGLE_QUOTED = re.compile(r"'[^']*'")
-_SUBSTITUTION = re.compile(r"\$\(|`|<\(")
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)(:?[-+=?][^}]*)?\}|([A-Za-z_][A-Za-z0-9_]*))", re.ASCII)
+ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-x\s+)?)?([A-Za-z_]\w*)(\+?)=", re.ASCII)
+MAX_CHARACTERS = 4 * 1024 * 1024  # of all words of a script, with the values of its variables
+_TOKEN = re.compile(
+    r"""(?P<join>\\\n) | (?P<space>[ \t\r]+) | (?P<end>[\n;&|]+) | (?P<single>'[^']*')
+    | (?P<double>"[^"\\]*(?:\\.[^"\\]*)*") | (?P<variable>\$(?:\{[A-Za-z_]\w*\}|[A-Za-z_]\w*)) | (?P<escaped>\\.)
+    | (?P<plain>[^\s'"\\$`;&|]+) | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL | re.ASCII,
+)
+_INSIDE = re.compile(
+    r"\\(?P<escaped>[\"\\$`\n])|(?P<variable>\$(?:\{[A-Za-z_]\w*\}|[A-Za-z_]\w*))|(?P<other>[$`])", re.ASCII
+)
 #: Words after which a line is only there for the shell.
-_CONTROL = {"if", "then", "else", "elif", "fi", "for", "do", "done", "while", "case", "esac", "set", "cd", "source",
-          ".",
-            "echo", "exit", "unset", "true", "false", "[", "[["}  # fmt: skip
+_CONTROL = """if then else elif fi for do done while case esac set cd source . echo exit unset true false [ [["""
+
+
+class ScriptError(ValueError):
+    """A script that can't be read."""
 
 
 @dataclass
 class Script:
-    """values: assignments. command: words of the command that has options. problems: (place, why) of what is
-    not read."""
+    """values: assignments. command: words of the command that has options. problems: (place, why) of what is not
+    read."""
 
     values: dict[str, str] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
 
-def read_script(text: str) -> Script:
-    script = Script()
-    for number, raw in _logical_lines(text):
-        if not (stripped := raw.strip()) or stripped.startswith("#"):
-            continue
-        match = ASSIGNMENT.match(stripped)
-        name = match[1] if match else f"line {number}"
-        try:
-            words = _expand(stripped, script.values)
-        except ValueError as error:
-            script.problems.append((name, str(error)))
-            continue
-        if words and (match or ASSIGNMENT.match(words[0])):
-            rest = words[1:] if words[0] in ("export", "declare") else words
-            for word in rest:
-                _assign(script, word, number)
+class _Reader:
+    """The command that is being read. unknown: its words hold what only a shell knows."""
+
+    def __init__(self) -> None:
+        self.script, self.size, self.line = Script(), 0, 1
+        self.words, self.word, self.unknown = list[str](), list[str](), ""
+
+    def read(self, text: str) -> Script:
+        position, first = 0, 1
+        while position < len(text):
+            token = _TOKEN.match(text, position)
+            assert token is not None, "any character is a token"
+            kind, part, position = token.lastgroup, token[0], token.end()
+            if kind == "plain" and part.startswith("#") and not self.word:
+                end = text.find("\n", position)
+                position = len(text) if end < 0 else end
+            elif kind == "other" and part in "'\"":
+                raise ScriptError(f"line {self.line}: a quotation is not closed")
+            elif kind in ("space", "end", "join"):
+                self._end_word()
+                self.line += part.count("\n")
+                if kind == "end":
+                    self._end_command(first)
+                    first = self.line
+            else:
+                self._add(kind, part)
+                self.line += part.count("\n")
+        self._end_word()
+        self._end_command(first)
+        return self.script
+
+    def _add(self, kind: str | None, part: str) -> None:
+        if kind == "single":
+            part = part[1:-1]
+        elif kind == "double":
+            part = _INSIDE.sub(self._expand, part[1:-1])
+        elif kind == "escaped":
+            part = part[1:]
+        elif kind == "variable":
+            part = self._value(part)
+        elif kind == "other":
+            self.unknown = self.unknown or "the output of a command"
+        self.size += len(part)
+        if self.size > MAX_CHARACTERS:
+            raise ScriptError(f"line {self.line}: its values are longer than {MAX_CHARACTERS:,} characters")
+        self.word.append(part)
+
+    def _expand(self, match: re.Match[str]) -> str:
+        if match["variable"]:
+            return self._value(match["variable"])
+        if match["other"]:
+            self.unknown = self.unknown or "the output of a command"
+        return match["other"] or match["escaped"].removeprefix("\n")
+
+    def _value(self, variable: str) -> str:
+        name = variable.strip("${}")
+        if name not in self.script.values:
+            self.unknown = self.unknown or f"{variable}, which the file does not set"
+        return self.script.values.get(name, variable)
+
+    def _end_word(self) -> None:
+        if self.word:
+            self.words.append("".join(self.word))
+            self.word = []
+
+    def _end_command(self, line: int) -> None:
+        words, unknown, script = self.words, self.unknown, self.script
+        self.words, self.unknown = [], ""
+        if not words:
+            return
+        assigned = [word for word in words if ASSIGNMENT.match(word)]
+        if len(assigned) == len(words) or words[0] in ("export", "declare"):
+            for word in assigned:
+                self._assign(word, unknown)
         elif any(word.startswith("--") for word in words):
             if not script.command or _trains(words) or not _trains(script.command):
                 script.command = words
-        elif words and words[0] not in _CONTROL:
-            script.problems.append((name, "it is no assignment and has no options; commands are never run"))
-    return script
+            if unknown:
+                script.problems.append((f"line {line}", unknown))
+        elif words[0] not in _CONTROL.split():
+            script.problems.append((f"line {line}", "commands are never run"))
+
+    def _assign(self, word: str, unknown: str) -> None:
+        name, _, value = word.partition("=")
+        if unknown:
+            self.script.problems.append((name.rstrip("+"), unknown))
+        else:
+            before = self.script.values.get(name[:-1], "") if name.endswith("+") else ""
+            self.script.values[name.rstrip("+")] = before + value
+
+
+def read_script(text: str) -> Script:
+    """Raises ScriptError."""
+    return _Reader().read(text)
 
 
 def _trains(words: Sequence[str]) -> bool:
-    """Tell a command that trains from those that encode before it, or make samples after it."""
+    """Whether a command trains; others encode before it, or make samples after it."""
     return any("train" in re.split(r"[\\/]", word)[-1] for word in words if word.endswith((".py", "-train")))
 
 
-def _assign(script: Script, word: str, number: int) -> None:
-    name, equals, value = word.partition("=")
-    if not equals or not name.rstrip("+").isidentifier():
-        script.problems.append((f"line {number}", "more than an assignment; commands are never run"))
-    elif name.endswith("+"):
-        script.values[name[:-1]] = script.values.get(name[:-1], "") + value
-    else:
-        script.values[name] = value
-
-
-def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with those that a backslash or an open quotation joins to them, and the number of the first."""
-    kept, first = "", 0
-    for number, line in enumerate(text.splitlines(), 1):
-        kept, first = f"{kept}\n{line}" if kept else line, first or number
-        if kept.endswith("\\"):
-            kept = kept[:-1].rstrip() + " "
-            continue
-        try:
-            shlex.split(kept, comments=True)
-        except ValueError:
-            continue
-        yield first, kept
-        kept, first = "", 0
-    if kept:
-        yield first, kept
-
-
-def _expand(line: str, values: Mapping[str, str]) -> list[str]:
-    """The words of a line, variables of the script itself replaced. ValueError for what only a shell can know."""
-    outside = _SINGLE_QUOTED.sub("''", line)
-    if _SUBSTITUTION.search(outside):
-        raise ValueError("its value is the output of a command, and no command is run; write the value itself")
-    known = "$" in outside
-
-    def replace(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        if name in values and not match[2]:
-            return values[name]
-        raise ValueError(f"it refers to ${name}, which the file does not set; write the value itself")
-
-    words = shlex.split(line, comments=True)
-    return [_VARIABLE.sub(replace, word) for word in words] if known else words
-
-
-def read_options(words: list[str]) -> dict[str, Any]:
+def read_options(words: Sequence[str]) -> dict[str, Any]:
     """The options of a command, as argparse reads them: --a 1, --a=1, --flag, --many x y. Of a launcher with a program
-    (accelerate launch … train.py …) those after the program."""
-    program = next((i for i, word in enumerate(words) if word.endswith((".py", "-train"))), -1)
+    (accelerate launch ... train.py ...) those after the program."""
+    program = next((index for index, word in enumerate(words) if word.endswith((".py", "-train"))), -1)
     options: dict[str, Any] = {}
-    key = ""
+    given: list[str] = []
     for word in words[program + 1 :]:
         if word.startswith("--") and len(word) > 2:
             key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            options[key] = value if equals else True
-        elif key and not word.startswith(("&&", "|", ";", ">")):
-            before = options[key]
-            options[key] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
-        elif key:
+            given = [value] if equals else []
+            options[key.replace("-", "_")] = given
+        elif word.startswith(">"):
             break
-    return options
+        else:
+            given.append(word)
+    return {key: _single(values) for key, values in options.items()}
+
+
+def _single(values: list[str]) -> Any:
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def as_arguments(script: Script) -> Mapping[str, Any]:
+    """The assignments of config.env, with the options in TRAINER_EXTRA_ARGS."""
+    options: dict[str, Any] = dict(script.values)
+    return options | read_options(read_script(options.pop("TRAINER_EXTRA_ARGS", "").replace("\n", " ")).command)

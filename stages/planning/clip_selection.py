@@ -43,7 +43,8 @@ def frame_strides(family: Family, video: Video) -> tuple[int, ...]:
 
 def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: CandidateItems) -> None:
     """Drop videos that yield no clip, that are too long or too slow, and items that can't be clips at all."""
-    video, rate = dataset.video, dataset.video.frame_rate
+    video, rates = dataset.video, partial(_target_rates, family, dataset)
+    rate = "its own rate" if video.frame_rate == "source" else f"{video.frame_rate:g} per second"
     condition = family.conditions.get(task)
     if condition is not None and condition.kind == "first-frame":
         items.drop(~items.videos, "no-motion", f"is a still image; {task} learns from videos only")
@@ -54,19 +55,19 @@ def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: Ca
         items.drop(items.videos, "in-motion", advice)
         return
     if video.max_frames is not None:
-        limit = f" s, at {rate:g} per second more than max_frames = {video.max_frames}"
+        limit = f" s, at {rate} more than max_frames = {video.max_frames}"
         items.drop(
-            items.videos & (frames_available(items.numbers("duration"), rate) > video.max_frames),
+            items.videos & (frames_available(items.numbers("duration"), rates(items)) > video.max_frames),
             "too-long",
             lambda gone: message_column("lasts ", gone.column("duration"), limit),
         )
     if video.max_repeated_frames is not None:
         repeats = (
-            f" frames per second, and at {rate:g} more than {video.max_repeated_frames:.0%} of them repeat; "
+            f" frames per second, and at {rate} more than {video.max_repeated_frames:.0%} of them repeat; "
             "lower frame_rate, raise max_repeated_frames, or remove it"
         )
         items.drop(
-            items.videos & (_repeated_share(items, rate) > video.max_repeated_frames),
+            items.videos & (_repeated_share(items, rates(items)) > video.max_repeated_frames),
             "repeats-frames",
             lambda gone: message_column("has ", gone.column("rate"), repeats),
         )
@@ -76,8 +77,9 @@ def drop_unusable_videos(family: Family, dataset: Dataset, task: Task, items: Ca
     in_scene = " and less in a scene" if video.scenes else ""
 
     def message(gone: CandidateItems) -> pa.Array:
-        frames = frames_available(gone.numbers("duration"), _native_rates(gone, rate))
-        needs = f" frames at {rate:g} per second{in_scene}; a clip needs {least}"
+        own = match_frame_rates(_source_rates(gone), rates(gone))
+        frames = frames_available(gone.numbers("duration"), own)
+        needs = f" frames at {rate}{in_scene}; a clip needs {least}"
         return message_column("lasts ", gone.column("duration"), " s, which is ", frames, needs)
 
     items.drop(too_short, "too-short", message)
@@ -113,13 +115,17 @@ def _source_rates(items: CandidateItems) -> np.ndarray:
     return np.where(constant, items.numbers("rate"), np.nan)
 
 
-def _native_rates(items: CandidateItems, rate: float) -> np.ndarray:
-    return match_frame_rates(_source_rates(items), rate)
+def _target_rates(family: Family, dataset: Dataset, items: CandidateItems) -> np.ndarray:
+    """frame_rate for each item; if it is source, the video's own rate, or the family's if that is not known."""
+    if dataset.video.frame_rate != "source":
+        return np.full(len(items), dataset.video.frame_rate)
+    own = items.numbers("rate")
+    return np.where(np.isfinite(own) & (own > 0), own, family.frame_rate)
 
 
-def _repeated_share(items: CandidateItems, rate: float) -> np.ndarray:
+def _repeated_share(items: CandidateItems, rates: np.ndarray) -> np.ndarray:
     """Share of a clip's frames that repeat the one before; 0 for an image."""
-    share = 1 - items.numbers("rate") / _native_rates(items, rate)
+    share = 1 - items.numbers("rate") / match_frame_rates(_source_rates(items), rates)
     return np.where(items.videos, np.maximum(0.0, share), 0.0)
 
 
@@ -131,7 +137,8 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
     seeds = derive_seeds(items.column("media_id"), "clips")[owner] if len(owner) else np.zeros(0, np.uint64)
     # Each scene of a video draws for itself; the first scene draws as a video without scenes does.
     seeds = np.where(begin > 0, mix_bits(seeds ^ begin.view(np.uint64)), seeds)
-    rate = np.full(len(owner), video.frame_rate)
+    target = _target_rates(family, dataset, items)
+    rate = target[owner]
 
     select = partial(
         select_clips,
@@ -146,18 +153,19 @@ def _select_video_clips(family: Family, dataset: Dataset, items: CandidateItems)
         clip_stride=video.clip_stride,
     )
     clips = select(rate=rate)
-    native = _native_rates(items, video.frame_rate)[owner]
-    near = native[clips.segment] != video.frame_rate
+    native = match_frame_rates(_source_rates(items), target)[owner]
+    near = native[clips.segment] != target[owner[clips.segment]]
     if near.any():
         segment = clips.segment[near]
         source, start = _source_rates(items)[owner[segment]], begin[segment] + clips.start[near]
-        uneven = owner[segment[~takes_every_kth_frame(start, clips.frames[near], source, video.frame_rate)]]
+        even = takes_every_kth_frame(start, clips.frames[near], source, target[owner[segment]])
+        uneven = owner[segment[~even]]
         rate = np.where(np.isin(owner, uneven), native, rate)
         clips = select(rate=rate)
     item, rate, segment = owner[clips.segment], rate[clips.segment], clips.segment
     unrounded = np.minimum(frames_available((end - begin)[segment], rate), video.num_frames)
     rounded = int((clips.frames < unrounded).sum())
-    repeating = int((_repeated_share(items, video.frame_rate)[item] > 0).sum())
+    repeating = int((_repeated_share(items, target)[item] > 0).sum())
     return SelectedClips(item, begin[segment] + clips.start, rate, clips.frames, rounded, repeating)
 
 

@@ -194,7 +194,8 @@ def _probe_image(config: Config, prompt: Prompt, probe: Callable[[Path, str], Ta
     (path,) = listed(prompt.image)
     clip: TableRow = {"kind": "image"}
     if bucket.frames > 1:
-        rates = [dataset.video.frame_rate for dataset in config.datasets if dataset.dataset_type == "video"]
+        own = config.model.family_spec.frame_rate
+        rates = [dataset.video.rate_or(own) for dataset in config.datasets if dataset.dataset_type == "video"]
         clip = {"kind": "video", "start": 0.0, "rate": rates[0]}
     image = probe(Path(path), clip["kind"])
     if clip["kind"] == "video" and frames_available(image["duration"], clip["rate"]) < bucket.frames:

@@ -8,6 +8,7 @@ import os
 import posixpath
 import re
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,15 +41,17 @@ CAPTION_READER_VERSION = 1
 _WRITE_ADVICE = "write a caption, one alternative a line"
 ZERO_BYTES_ADVICE = "save it as UTF-8: it is probably UTF-16 without a byte order mark"
 _text = pa.string()
+PerFile = Literal["one", "lines"]
 
 
 def hash_reading(dataset: Dataset) -> str:
     """Hash of what determines captions besides files and tables: if it changes, all captions are read again."""
-    return hash_json([CAPTION_READER_VERSION, dataset.resolved_caption_strategy, list(dataset.caption_column)])
+    options = [dataset.resolved_caption_strategy, list(dataset.caption_column), dataset.captions_per_file]
+    return hash_json([CAPTION_READER_VERSION, *options])
 
 
-def read_caption_file(path: MediaPath) -> list[str]:
-    """The alternatives in a caption file: its lines, trimmed, without empty and repeated ones.
+def read_caption_file(path: MediaPath, per_file: PerFile = "lines") -> list[str]:
+    """The alternatives in a caption file: its lines, trimmed, without empty and repeated ones, or all of it.
 
     Raises MediaError: no-caption, caption-too-long, unreadable, and as `parse_captions`.
     """
@@ -67,24 +70,25 @@ def read_caption_file(path: MediaPath) -> list[str]:
         data = b""
     except OSError as error:
         raise unreadable_error(path, error) from error
-    return parse_captions(data, path)
+    return parse_captions(data, path, per_file)
 
 
-def parse_captions(data: bytes, path: MediaPath) -> list[str]:
+def parse_captions(data: bytes, path: MediaPath, per_file: PerFile = "lines") -> list[str]:
     """The alternatives in the content of a caption file, or of a text member of a tar: UTF-8, with or without a byte
     order mark.
 
     Raises MediaError: empty-caption, caption-not-utf8, caption-zero-bytes.
     """
     try:
-        captions = list(dict.fromkeys(split_lines(data.decode("utf-8-sig"))))
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise MediaError("caption-not-utf8", path, f"is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
-    if not captions:
+    if not (lines := split_lines(text)):
         raise MediaError("empty-caption", path, "holds no text", _WRITE_ADVICE)
     if b"\0" in data:
         raise MediaError("caption-zero-bytes", path, "holds zero bytes", ZERO_BYTES_ADVICE)
-    return captions
+    whole = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+    return [whole] if per_file == "one" else list(dict.fromkeys(lines))
 
 
 def refuse_zero_bytes(columns: dict[str, pa.Array]) -> None:

@@ -205,4 +205,4 @@ class CommonSource(Source):
         return self.open_companion(role, path) if role else self.open(path)
 
     def read_captions(self, path: str) -> list[str]:
-        return read_caption_file(self.open(path))
+        return read_caption_file(self.open(path), self._dataset.captions_per_file)

@@ -55,7 +55,9 @@ class WebDatasetSource(CommonSource):
         self._columns = list(dataset.caption_column) if self._own_captions else []
         self._from_json = "caption_column" in dataset.model_fields_set
         #: The settings on which the rows of a tar depend.
-        settings = [dataset.dataset_type, self._own_captions, self._columns, self._from_json, self._roles]
+        self._per_file = dataset.captions_per_file
+        columns = [self._columns, self._from_json, self._per_file]
+        settings = [dataset.dataset_type, self._own_captions, *columns, self._roles]
         self._settings = hash_json([*settings, CAPTION_READER_VERSION])[:12]
         self._base, self._patterns = parse_patterns(dataset)
 
@@ -199,7 +201,7 @@ class WebDatasetSource(CommonSource):
             if key.text is None:
                 continue
             try:
-                captions[row], problems[row] = parse_captions(key.text, ""), None
+                captions[row], problems[row] = parse_captions(key.text, "", self._per_file), None
             except MediaError as error:
                 captions[row], problems[row] = [], f"{error.reason}: has a caption that {error.problem}"
                 advices[row] = error.advice

@@ -13,6 +13,7 @@ from cache.store.files import (
     replacing_folder,
     restore_folders,
     temporary,
+    write_new,
 )
 
 
@@ -97,3 +98,10 @@ def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new_one(tmp_pat
     write("newest")
     restore_folders(tmp_path)
     assert (path / "a").read_text() == "newest" and not list(tmp_path.glob("*.former"))
+
+
+def test_a_new_file_never_replaces_one_that_appeared(tmp_path: Path) -> None:
+    write_new(tmp_path / "sub/a.yaml", "one")
+    with pytest.raises(FileExistsError):
+        write_new(tmp_path / "sub/a.yaml", "two")
+    assert (tmp_path / "sub/a.yaml").read_text() == "one"

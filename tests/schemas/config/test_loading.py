@@ -3,10 +3,9 @@ from pathlib import Path
 import pytest
 
 from schemas.catalog import FAMILIES
-from schemas.config.error_messages import hints, type_at
+from schemas.config.error_messages import type_at
 from schemas.config.loading import ConfigError, dump_yaml, load_config
 from schemas.config.pipeline import Config
-from tests.schemas.config.test_example import every_key
 
 OPTIMIZER_KEYS = (
     "name, arguments, lr, betas, weight_decay, eps, groups, schedule, warmup, lr_end, cycles, power, max_grad_norm"
@@ -314,29 +313,10 @@ def test_a_file_url_is_a_path_like_any_other(write, tmp_path):
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("datasets.photos.type=local", "datasets.photos.type: unknown key; here source: folder (its local)"),
-        ("datasets.photos.metadata_backend=discovery", "unknown key; not needed: discover reads sizes"),
-        ("datasets.photos.cache_dir_vae=x", "unknown key; not needed: caches are under root"),
-        ("datasets.photos.num_repeats=1", "unknown key; here repeats: extra passes"),
-        ("datasets.photos.probability=1", "unknown key; here weight"),
-        ("train_batch_size=1", "--set train_batch_size: unknown key; here train.batch_size"),
-        ("model.model_family=sana", "unknown key; here model.family"),
-        ("datasets.photos.trigger_word=ohwx", "unknown key; here prepend: words before"),
-        ("train.base_model_precision=int8-quanto", "unknown key; here train.base_precision"),
-        ("train.sample_every=250", "unknown key; here validation.every"),
-        ("network={}", "unknown key; here train.adapter, with type: lora or lokr"),
-        ("write_batch_size=1", "unknown key; not needed: stages.<stage>.workers"),
-        ("train.learning_rate=1e-4", "unknown key; here train.optimizer.lr"),
         ("instance_data_dir=x", "unknown key; it belongs to datasets.N; valid: root, "),
         ("type=lora", "unknown key; it belongs to train.loss or train.adapter"),
     ],
 )
-def test_a_key_of_another_trainer_is_told_what_it_is_called_here(write, place, expected):
+def test_an_unknown_key_is_told_where_it_belongs(write, place, expected):
     (error,) = errors(write(), place)
     assert expected in error
-
-
-def test_hints_are_for_keys_that_are_unknown():
-    known = {key for _, key in every_key(Config)}
-    assert len(hints()) > 500
-    assert [key for key in hints() if key in known] == []

@@ -1,55 +1,32 @@
-"""The tables of other trainers' keys: what they name is there."""
+"""The tables of other trainers' keys: the options that they name exist, and no key has two answers."""
 
-import re
+from typing import Any
 
 import pytest
 
 from schemas.config.error_messages import type_at
+from schemas.foreign.rows import Draft, Table
 from schemas.foreign.trainers import TRAINERS
-
-ROWS = [
-    (f"{trainer.name}: {section.title}: {key}", section.in_dataset, row)
-    for trainer in TRAINERS.values()
-    for section in trainer.sections.values()
-    for key, row in section.rows.items()
-]
-SECTIONS = r"train|model|text|latents|validation|video|cache|stages|hub|notify|vision|root|datasets\.N"
-
-
-def exists(path: str, in_dataset: bool) -> bool:
-    steps = tuple(path.removeprefix("datasets.N.").split("."))
-    below = in_dataset or path.startswith("datasets.N.")
-    return type_at(("datasets", 0, *steps)) is not None if below else type_at(steps) is not None
 
 
 @pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS)
-def test_every_key_has_one_answer_and_leads_to_a_key_that_is_there(trainer):
-    own = [(name, in_dataset, row) for name, in_dataset, row in ROWS if name.startswith(f"{trainer.name}: ")]
-    assert own
-    for name, in_dataset, row in own:
-        assert sum(map(bool, (row.to, row.drop, row.refuse, row.secret))) == 1, name
-        if row.to:
-            place = in_dataset and not row.to.startswith("train.")
-            assert exists(row.to, place), name
+def test_every_row_names_an_option_and_every_key_has_one_answer(trainer: Any) -> None:
+    for section, table in trainer.tables.items():
+        assert not table.rows.keys() & {*table.idle.split()}
+        assert table.defaults.keys() <= table.rows.keys()
+        for option in (*(option for option, _ in table.rows.values()), *table.fixed):
+            steps = tuple(option.split("."))
+            above = ("datasets", 0) if section in ("datasets", "video") and steps[0] != "train" else ()
+            assert type_at((*above, *steps)) is not None, (section, option)
 
 
-def test_reasons_name_keys_that_exist():
-    for name, _, row in ROWS:
-        for words in (row.note, row.drop, row.refuse):
-            for path in re.findall(rf"(?<![\w./-])(?:{SECTIONS})\.[a-z_]+(?:\.[a-z_]+)*", words):
-                if path.startswith(("stages.", "root.")):
-                    continue
-                found = path.removeprefix("datasets.N.")
-                assert exists(path, found.startswith("video.")), (name, path)
-
-
-def test_trainers_are_told_apart_by_content():
-    claimed = {
+def test_trainers_are_told_apart_by_content() -> None:
+    claimed: dict[str, Any] = {
         "simpletuner": {"--model_family": "sana", "--data_backend_config": "b.json"},
         "musubi-tuner": {"(program)": "src/musubi_tuner/wan_train_network.py", "dataset_config": "d.toml", "dit": "x"},
         "ai-toolkit": {"job": "extension", "config": {"name": "a", "process": [{"type": "sd_trainer"}]}},
     }
-    datasets = {
+    datasets: dict[str, Any] = {
         "simpletuner": [{"id": "a", "type": "local", "instance_data_dir": "p"}],
         "musubi-tuner": {"datasets": [{"image_directory": "p"}]},
     }
@@ -57,3 +34,16 @@ def test_trainers_are_told_apart_by_content():
         for name, content in contents.items():
             found = {other: trainer.claims(content) for other, trainer in TRAINERS.items()}
             assert {other: word for other, word in found.items() if word} == {name: role}
+
+
+def test_a_key_without_a_row_is_reported_unless_it_is_off() -> None:
+    draft = Draft()
+    given = {"idle": 3, "hub_token": "hf_1", "other": [1], "place": "s3://me:word@host/x"}
+    draft.carry(
+        Table({}, "idle"), given | {f"off{number}": value for number, value in enumerate((0.0, "", [], {}, False))}
+    )
+    outcomes = {line.key: (line.outcome, line.note) for line in draft.lines}
+    assert outcomes.pop("idle")[0] == "needs nothing"
+    assert outcomes.pop("hub_token") == ("secret", "secrets stay in the environment")
+    assert outcomes.pop("other") == ("not carried over", "[1]") and "word" not in outcomes.pop("place")[1]
+    assert {outcome for outcome, _ in outcomes.values()} == {"needs nothing"} and len(outcomes) == 5

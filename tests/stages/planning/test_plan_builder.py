@@ -138,6 +138,12 @@ def test_captions_are_filtered_then_joined_then_cleaned():
     assert reasons(plan) == {"001.jpg": "empty-caption"}
 
 
+def test_a_trigger_word_is_put_before_captions_without_it():
+    options = config(prepend="a photo of ", trigger_word="ohwx")
+    given = [row(0, captions=["a cat"]), row(1, captions=["the ohwx cat"])]
+    assert captions(planned(options, given)) == [["a photo of ohwx a cat"], ["a photo of the ohwx cat"]]
+
+
 def test_a_filter_that_is_no_regular_expression_is_an_error_that_names_it():
     with pytest.raises(LatentpressError, match=r"datasets\.a\.caption_filter: '/\(/' is no regular expression"):
         planned(config(caption_filter=["/(/"]), [row(0)])

@@ -32,6 +32,13 @@ def at_24(rate: float, constant: bool | None = True, duration: float = 20.0, **v
     return planned(settings_, [clip(1, duration, rate=rate, constant_rate=constant)])
 
 
+def test_each_video_keeps_its_own_rate() -> None:
+    settings_ = videos(frame_rate="source", num_frames=61, max_repeated_frames=0.0)
+    for rate, constant in ((30.0, True), (29.5, False)):
+        plan = planned(settings_, [clip(1, 20.0, rate=rate, constant_rate=constant)])
+        assert plan.samples.to_pylist()[0]["rate"] == rate and plan.notes["a"].repeating == 0
+
+
 SELECTIONS = [
     {"clip": "head"},
     {"clip": "middle"},

@@ -44,6 +44,11 @@ def test_lines_of_a_text_file_are_alternatives(tmp_path: Path, data: bytes, capt
     assert read_caption_file(str(tmp_path / "a.txt")) == captions
 
 
+def test_with_captions_per_file_one_all_lines_are_a_caption(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\n a cat\r\n\r\n  on a wall\ra cat\n")
+    assert read_caption_file(str(tmp_path / "a.txt"), "one") == ["a cat\n\n  on a wall\na cat"]
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

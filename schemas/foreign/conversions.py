@@ -1,0 +1,361 @@
+"""Conversions of single values, for the tables of all trainers' keys."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from schemas.catalog import FAMILIES
+from schemas.foreign.rows import NOTHING, Convert, Draft, Nearest, Path, Several, is_off
+from schemas.text_format import shorten
+
+NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+WHOLE_MATRICES = 65_536  # a rank above every side of a matrix: a LoKr then has whole matrices, as in peft
+NO_LIMIT = 1e9  # a norm that no gradient has
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16"), "float16"),
+    **dict.fromkeys(("no", "fp32", "float32", "float", "none"), "float32"),
+}
+ATTENTION = {
+    **dict.fromkeys(("diffusers", "native", "sdpa"), "native"),
+    **dict.fromkeys(("flash", "flash-attn", "flash-attn-2"), "flash"),
+    **dict.fromkeys(("flash-attn-3", "flash3", "_flash_3", "_flash_3_hub"), "_flash_3_hub"),
+    "xformers": "xformers", "cudnn": "_native_cudnn", "native-flash": "_native_flash",
+    "native-efficient": "_native_efficient", "native-math": "_native_math",
+}  # fmt: skip
+QUANTIZED = {
+    **dict.fromkeys(("no_change", "none"), "no_change"),
+    **{name: name for name in ("int8-quanto", "int8-torchao", "fp8-torchao", "nf4-bnb")},
+    **dict.fromkeys(("fp8-quanto", "fp8uz-quanto", "qfloat8", "float8"), "fp8-torchao"),
+    "qint8": "int8-quanto", "int8": "int8-torchao",
+}  # fmt: skip
+#: Repositories of published checkpoints, in lower case -> family and flavour.
+REPOS = {flavour.repo.lower(): (name, key) for name, family in reversed(FAMILIES.items())
+         for key, flavour in reversed(family.flavours.items())}  # fmt: skip
+
+
+def boolean(value: Any, draft: Draft | None = None) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word not in ("true", "1", "yes", "on", "false", "0", "no", "off", "none", ""):
+        raise ValueError(value)
+    return word in ("true", "1", "yes", "on")
+
+
+def number(value: Any, draft: Draft | None = None) -> float:
+    if isinstance(value, bool) or not math.isfinite(result := float(value)):
+        raise ValueError(value)
+    return result
+
+
+def whole(value: Any, draft: Draft | None = None) -> int:
+    if number(value) != int(number(value)):
+        raise ValueError(value)
+    return int(number(value))
+
+
+def above_zero(value: Any, draft: Draft | None = None) -> Any:
+    """0 is "never", or "no limit"."""
+    return whole(value) if number(value) > 0 else NOTHING
+
+
+def text(value: Any, draft: Draft | None = None) -> str:
+    if isinstance(value, dict | list | bool):
+        raise ValueError(value)
+    return str(value)
+
+
+def texts(value: Any, draft: Draft | None = None) -> list[str]:
+    return [text(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def run_name(value: Any, draft: Draft | None = None) -> str:
+    """The name of a run or dataset, with "-" for characters that it can't have here."""
+    if not (name := NAME_CHARACTERS.sub("-", text(value)).strip("-._")[:100]):
+        raise ValueError(value)
+    return name
+
+
+def one_of(choices: Mapping[str, Any], nearest: Any = None) -> Convert:
+    """By a table of values in lower case; `nearest` for a value that is not in it."""
+
+    def convert(value: Any, draft: Draft) -> Any:
+        name = ("true" if value else "false") if isinstance(value, bool) else text(value).strip().lower()
+        if name not in choices and nearest is None:
+            raise ValueError(value)
+        return choices[name] if name in choices else Nearest(nearest)
+
+    return convert
+
+
+def flag(on: Any = True, off: Any = NOTHING) -> Convert:
+    """A value of ours while a key is on, and another while it is off."""
+    return lambda value, draft: on if boolean(value) else off
+
+
+def inverted(value: Any, draft: Draft) -> bool:
+    return not boolean(value)
+
+
+def some(value: Any, draft: Draft) -> Any:
+    """Whether a number is above 0, if it is."""
+    return True if number(value) > 0 else NOTHING
+
+
+def only_with(key: str, convert: Convert) -> Convert:
+    """A value that counts only while another key is on."""
+    return lambda value, draft: NOTHING if is_off(draft.given.get(key)) else convert(value, draft)
+
+
+def unless(key: str, convert: Convert) -> Convert:
+    """A value that counts only while another key is off."""
+    return lambda value, draft: convert(value, draft) if is_off(draft.given.get(key)) else NOTHING
+
+
+def dtype(value: Any, draft: Draft) -> str:
+    return DTYPES[text(value).lower()]
+
+
+def precision(value: Any, draft: Draft) -> Several:
+    """The dtype of the whole model: of training and of the encoders."""
+    name = DTYPES[text(value).lower()]
+    return Several({"model.precision": name, **({"train.precision": "float32"} if name == "float16" else {})})
+
+
+def repeats(value: Any, draft: Draft) -> int:
+    """num_repeats, with 1 for once."""
+    return max(whole(value), 1) - 1
+
+
+def resolutions(value: Any, draft: Draft) -> Several:
+    """Edges of squares, or a list of them or of widths with heights: edges of the squares of the same area."""
+    edges = [area_edge(item) for item in (value if isinstance(value, list) else [value])]
+    return Several({"resolution": edges[0] if len(edges) == 1 else edges, "resolution_type": "pixel_area"})
+
+
+def area_edge(size: Any) -> float:
+    width, height = size if isinstance(size, list | tuple) else (size, size)
+    return compact(round(math.sqrt(number(width) * number(height)), 3))
+
+
+def compact(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def text_files(value: Any, draft: Draft) -> str:
+    """The ending of caption files: here .txt alone."""
+    if text(value).lstrip(".").lower() != "txt":
+        raise ValueError(value)
+    return "textfile"
+
+
+def epochs(value: Any, draft: Draft) -> Any:
+    """Optimizer steps of so many epochs, if the files could be counted."""
+    if number(value) <= 0:
+        return NOTHING
+    if draft.samples is None:
+        raise ValueError("files x (repeats + 1) / (batch x accumulation) are not known")
+    batch = draft.get("train.batch_size", 1) * draft.get("train.accumulate", 1)
+    return max(1, math.ceil(number(value) * draft.samples / batch))
+
+
+def pairs(value: Any) -> dict[str, Any]:
+    """Arguments as "name=value" texts, in a list or divided by commas outside of brackets, or a mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    words = value if isinstance(value, list) else re.split(r",(?=\s*[A-Za-z_]\w*=)", text(value))
+    arguments = {}
+    for word in words:
+        name, right = text(word).split("=", 1)
+        arguments[name.strip()] = literal(right.strip())
+    return arguments
+
+
+def literal(word: str) -> Any:
+    """A value as Python or a shell writes it: numbers, truth values, lists of numbers, else text."""
+    if word.lower() in ("true", "false", "none", "null"):
+        return {"true": True, "false": False}.get(word.lower())
+    inside = word.strip("()[]")
+    if inside != word or ("," in word and re.fullmatch(r"[-+0-9.eE, ]+", word)):
+        return [literal(part.strip()) for part in inside.split(",") if part.strip()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word.strip("'\"")
+
+
+def compiled(value: Any, draft: Draft) -> Any:
+    """A backend of torch.compile."""
+    name = text(value).lower()
+    backend = {} if name == "inductor" else {"train.compile_backend": name}
+    return NOTHING if name == "no" else Several({"train.compile": "blocks", **backend})
+
+
+# -- models
+
+
+def flavour_of_repo(name: str) -> tuple[str, str] | None:
+    """Family and flavour of a repository, also of one with the original checkpoint, in another layout."""
+    word = name.lower().rstrip("/").removeprefix("hf://")
+    for candidate in (word, f"{word}-diffusers", f"{word}_diffusers"):
+        if candidate in REPOS:
+            return REPOS[candidate]
+    last = word.rpartition("/")[2].removesuffix("-bf16").removesuffix("-diffusers")
+    same = (own for repo, own in REPOS.items() if repo.rpartition("/")[2].removesuffix("-diffusers") == last)
+    return next(same, None)
+
+
+def chosen(family: str, flavour: str | None = None, expert: str | None = None) -> Several:
+    values = {"model.family": family, "model.flavour": flavour, "train.experts": expert}
+    return Several({key: value for key, value in values.items() if value})
+
+
+def checkpoint(value: Any, draft: Draft) -> Several:
+    """The flavour of a published checkpoint, else a folder or repository as model.path."""
+    published = flavour_of_repo(text(value))
+    if published is not None and draft.get("model.family", published[0]) == published[0]:
+        return chosen(*published)
+    if text(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
+        raise ValueError("a checkpoint is a folder or repository in diffusers' layout")
+    return Several({"model.path": text(value)})
+
+
+def assistant(value: Any, draft: Draft) -> Any:
+    """An assistant's file; of a file in a repository its name, as it has to be downloaded."""
+    path = text(value)
+    is_in_repo = path.count("/") == 2 and not path.startswith((".", "/", "~"))
+    return Nearest(f"./{path.rpartition('/')[2]}") if is_in_repo else path
+
+
+# -- optimizers and schedules
+
+_ADAM, _OPTIMI = {"betas": [0.9, 0.999]}, {"betas": [0.9, 0.99]}  # the libraries' defaults that differ from ours
+#: Name there, in lower case -> name here, and settings that it has without any.
+OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **dict.fromkeys(("adamw", "torch.optim.adamw", "adamw_optimi_torch"), ("adamw", _ADAM)),
+    "adamw_bf16": ("adamw", {**_ADAM, "eps": 1e-6}),
+    **dict.fromkeys(("adam", "torch.optim.adam"), ("adamw", {**_ADAM, "weight_decay": 0.0})),
+    **dict.fromkeys(("adamw8bit", "adamw8", "bnb-adamw8bit"), ("bnb-adamw8bit", _ADAM)),
+    **dict.fromkeys(("adam8bit", "adam8"), ("bnb-adamw8bit", {**_ADAM, "weight_decay": 0.0})),
+    **dict.fromkeys(("pagedadamw8bit", "bnb-adamw8bit-paged", "bitsandbytes.optim.pagedadamw8bit"),
+                    ("bnb-adamw8bit-paged", _ADAM)),
+    **dict.fromkeys(("lion8bit", "bnb-lion8bit"), ("bnb-lion8bit", {})),
+    **dict.fromkeys(("pagedlion8bit", "bnb-lion8bit-paged"), ("bnb-lion8bit-paged", {})),
+    **dict.fromkeys(("optimi-adamw", "adamw_optimi"), ("optimi-adamw", _OPTIMI)),
+    **dict.fromkeys(("optimi-lion", "lion"), ("optimi-lion", {})),
+    **dict.fromkeys(("optimi-stableadamw", "stableadamw"), ("optimi.StableAdamW", {})),
+    **{f"optimi-{name.lower()}": (f"optimi.{name}", {}) for name in ("RAdam", "Ranger", "Adan", "Adam", "SGD")},
+    **dict.fromkeys(("prodigy", "prodigyopt.prodigy"), ("prodigy", {})),
+    **dict.fromkeys(("adamw_schedulefree", "adamwschedulefree", "schedulefree.adamwschedulefree"),
+                    ("adamw-schedulefree", {})),
+}  # fmt: skip
+NEAREST_OPTIMIZER = {"train.optimizer.name": "adamw", "train.optimizer.lr": 1e-4}
+
+
+def _optimizer_there(draft: Draft) -> str:
+    return str(draft.given.get("optimizer", draft.given.get("optimizer_type", "adamw"))).strip()
+
+
+def optimizer(value: Any, draft: Draft) -> Any:
+    name = text(value).strip()
+    if name.lower() in OPTIMIZERS:
+        ours, settings = OPTIMIZERS[name.lower()]
+        own = {f"train.optimizer.{key}": item for key, item in settings.items()}
+        return Several({"train.optimizer.name": ours, **own})
+    return name if "." in name else Nearest(Several(NEAREST_OPTIMIZER))
+
+
+def with_optimizer(convert: Convert) -> Convert:
+    """A rate or arguments, which mean nothing to the nearest of an optimizer that does not exist here."""
+
+    def wrapped(value: Any, draft: Draft) -> Any:
+        name = _optimizer_there(draft)
+        if "." not in name and name.lower() not in OPTIMIZERS:
+            raise ValueError(value)
+        return convert(value, draft)
+
+    return wrapped
+
+
+def arguments(value: Any, draft: Draft) -> Several:
+    """Further arguments of the optimizer: those that have options here are these."""
+    values = {}
+    for name, item in pairs(value).items():
+        has_option = name in ("weight_decay", "betas", "eps")
+        values[f"train.optimizer.{'' if has_option else 'arguments.'}{name}"] = item
+    return Several(values)
+
+
+def beta(index: int) -> Convert:
+    def convert(value: Any, draft: Draft) -> list[float]:
+        both = list(draft.get("train.optimizer.betas") or (0.9, 0.999))
+        both[index] = number(value)
+        return both
+
+    return convert
+
+
+def schedule(value: Any, draft: Draft) -> Any:
+    """diffusers' schedules. Its `constant` has no warm-up."""
+    name = text(value).strip()
+    ours = next((one for one in ("constant", "linear", "cosine", "polynomial") if name.startswith(one)), None)
+    more: dict[str, Any] = {"train.optimizer.warmup": 0} if name == "constant" else {}
+    more |= {"train.optimizer.lr_end": 1e-7} if name == "polynomial" else {}
+    return Several({"train.optimizer.schedule": ours, **more}) if ours else Nearest("cosine")
+
+
+def warmup(value: Any, draft: Draft) -> Any:
+    """Steps; a fraction is of all steps."""
+    if draft.given.get("lr_scheduler") == "constant":
+        return NOTHING
+    steps = number(value)
+    return round(steps * draft.get("train.steps", 1000)) if 0 < steps < 1 else whole(value)
+
+
+# -- datasets
+
+
+def new_dataset(draft: Draft, source: Any, ending: str = "") -> tuple[Path, str]:
+    """A further dataset, named as its folder or file `source`: its path, and its id, which no other has."""
+    folder = re.split(r"[\\/]", str(source or "").rstrip("\\/"))[-1]
+    name = NAME_CHARACTERS.sub("-", folder).strip("-._")[:80] or "dataset"
+    datasets = draft.values.setdefault("datasets", [])
+    at: Path = ("datasets", len(datasets))
+    taken, count = {dataset.get("id") for dataset in datasets}, 2
+    dataset_id = f"{name}{ending}"
+    while dataset_id in taken:
+        dataset_id, count = f"{name}{ending}-{count}", count + 1
+    draft.put((*at, "id"), dataset_id)
+    return at, dataset_id
+
+
+def share(draft: Draft, key: str, dotted: str, values: Iterable[Any], default: float) -> None:
+    """Take the largest of values that each dataset has there, and all have together here."""
+    rates = []
+    for value in values:
+        try:
+            rates.append(number(default if value is None else value))
+        except (TypeError, ValueError, OverflowError):
+            draft.say(key, "not carried over", shorten(str(value)))
+    if rates:
+        largest = compact(max(rates))
+        path = tuple(dotted.split("."))
+        draft.put(path, largest if isinstance(default, int) else float(largest))
+        note = f"nearest to {', '.join(f'{rate:g}' for rate in rates)}" if len(set(rates)) > 1 else ""
+        draft.say(key, "carried over", note, path)
+
+
+def use_masks(draft: Draft) -> None:
+    draft.values.setdefault("train", {}).setdefault("methods", {}).setdefault("masked_loss", {})
+
+
+def keep_data_as_target(draft: Draft, key: str) -> None:
+    """Regularization data that are trained on as they are, not as the base model predicts them."""
+    if any(dataset.get("is_regularization_data") for dataset in draft.values.get("datasets", [])):
+        path = ("train", "methods", "regularization", "target")
+        draft.put(path, "data")
+        draft.say(key, "carried over", "", path)
