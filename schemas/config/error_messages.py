@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.config.pipeline import Config
 from schemas.config.section import ONE_TAG, PATTERNS, SEVERAL_TAG, InconsistentValues, Problem, Section
+from schemas.config.sharing import URL_ADVICE
 from schemas.config.yaml_reader import KeyPath, parse_yaml
 from schemas.text_format import shorten
 
@@ -68,6 +69,8 @@ def explain_error(error: ErrorDetails) -> list[Problem]:
 def _describe(kind: str, path: KeyPath, value: Any, context: Mapping[str, Any], message: str) -> str:
     if kind == "extra_forbidden":
         key, valid = str(path[-1]), list(section_fields(type_at(path[:-1])))
+        if path[0] == "notify" and key in ("url", "webhook_url"):
+            return f"unknown key; here url_env; {URL_ADVICE}"
         hint = _suggest(key, valid)
         if not hint and (sections := list(find_sections_with(key))):
             hint = f"; it belongs to {' or '.join(sections)}"

@@ -7,26 +7,23 @@ from typing import Any
 from schemas.foreign import conversions as to
 from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
 
-ARCHITECTURES: dict[str, tuple[str, str | None]] = {
-    "wan21": ("wan2.1", None),
-    "wan22_5b": ("wan2.2-5b", "t2v-5b"),
-    "wan22_14b": ("wan2.2-a14b", "t2v-a14b"),
-    "wan22_14b_i2v": ("wan2.2-a14b", "i2v-a14b"),
-    "qwen_image": ("qwen-image", None),
-    "qwen_image_edit": ("qwen-image-edit", None),
-    "qwen_image_edit_plus": ("qwen-image-edit-plus", None),
-    "zimage": ("z-image", None),
-    "flux2_klein_4b": ("flux2-klein", "klein-base-4b"),
+#: Architecture there -> family and flavour here, None for the family's own default.
+ARCHITECTURES = {
+    "wan21": ("wan2.1", None), "wan22_5b": ("wan2.2-5b", "t2v-5b"), "wan22_14b": ("wan2.2-a14b", "t2v-a14b"),
+    "wan22_14b_i2v": ("wan2.2-a14b", "i2v-a14b"), "qwen_image": ("qwen-image", None),
+    "qwen_image_edit": ("qwen-image-edit", None), "qwen_image_edit_plus": ("qwen-image-edit-plus", None),
+    "zimage": ("z-image", None), "flux2_klein_4b": ("flux2-klein", "klein-base-4b"),
     "flux2_klein_9b": ("flux2-klein", "klein-base-9b"),
-}
+}  # fmt: skip
 #: Steps at which a sample is drawn, of so many.
 FIXED_STEPS = {"one_step": 1, "two_step": 2, "four_step": 4, "eight_step": 8}
 
 
 def _architecture(value: Any, draft: Draft) -> Several:
-    family_and_flavour = ARCHITECTURES[to.text(value).partition(":")[0].lower()]
+    family, flavour = ARCHITECTURES[to.text(value).partition(":")[0].lower()]
     exact = to.flavour_of_repo(str(draft.given.get("name_or_path", "")))
-    return to.chosen(*(exact if exact and exact[0] == family_and_flavour[0] else family_and_flavour))
+    flavour = exact if exact and to.FLAVOURS[exact] == family else flavour
+    return to.chosen(flavour) if flavour else Several({"model.family": family})
 
 
 def _quantized(value: Any, draft: Draft) -> Any:

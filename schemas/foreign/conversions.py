@@ -30,9 +30,13 @@ QUANTIZED = {
     **dict.fromkeys(("fp8-quanto", "fp8uz-quanto", "qfloat8", "float8"), "fp8-torchao"),
     "qint8": "int8-quanto", "int8": "int8-torchao",
 }  # fmt: skip
-#: Repositories of published checkpoints, in lower case -> family and flavour.
-REPOS = {flavour.repo.lower(): (name, key) for name, family in reversed(FAMILIES.items())
-         for key, flavour in reversed(family.flavours.items())}  # fmt: skip
+#: Flavour -> family. Repository of a published checkpoint, in lower case -> flavour.
+FLAVOURS = {flavour: name for name, family in FAMILIES.items() for flavour in family.flavours}
+REPOS = {
+    flavour.repo.lower(): name
+    for family in reversed(FAMILIES.values())
+    for name, flavour in reversed(family.flavours.items())
+}
 
 
 def boolean(value: Any, draft: Draft | None = None) -> bool:
@@ -198,8 +202,8 @@ def compiled(value: Any, draft: Draft) -> Any:
 # -- models
 
 
-def flavour_of_repo(name: str) -> tuple[str, str] | None:
-    """Family and flavour of a repository, also of one with the original checkpoint, in another layout."""
+def flavour_of_repo(name: str) -> str | None:
+    """The flavour of a repository, also of one with the original checkpoint, in another layout."""
     word = name.lower().rstrip("/").removeprefix("hf://")
     for candidate in (word, f"{word}-diffusers", f"{word}_diffusers"):
         if candidate in REPOS:
@@ -209,16 +213,16 @@ def flavour_of_repo(name: str) -> tuple[str, str] | None:
     return next(same, None)
 
 
-def chosen(family: str, flavour: str | None = None, expert: str | None = None) -> Several:
-    values = {"model.family": family, "model.flavour": flavour, "train.experts": expert}
-    return Several({key: value for key, value in values.items() if value})
+def chosen(flavour: str, expert: str | None = None) -> Several:
+    more = {"train.experts": expert} if expert else {}
+    return Several({"model.family": FLAVOURS[flavour], "model.flavour": flavour, **more})
 
 
 def checkpoint(value: Any, draft: Draft) -> Several:
     """The flavour of a published checkpoint, else a folder or repository as model.path."""
     published = flavour_of_repo(text(value))
-    if published is not None and draft.get("model.family", published[0]) == published[0]:
-        return chosen(*published)
+    if published is not None and draft.get("model.family", FLAVOURS[published]) == FLAVOURS[published]:
+        return chosen(published)
     if text(value).endswith((".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".sft")):
         raise ValueError("a checkpoint is a folder or repository in diffusers' layout")
     return Several({"model.path": text(value)})

@@ -9,35 +9,26 @@ from schemas.foreign import conversions as to
 from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, Several, Table, Trainer, is_off, shown
 from schemas.text_format import split_lines
 
-#: Beginning of a training script's name -> the family, and by --task or --model_version the family and flavour.
-SCRIPTS: dict[str, tuple[str | None, Mapping[str, tuple[str, str]]]] = {
+#: Beginning of a training script's name -> the family, and by --task or --model_version the flavour.
+SCRIPTS: dict[str, tuple[str | None, Mapping[str, str]]] = {
     "kandinsky5": ("kandinsky5-video", {
-        "k5-lite-t2v-5s-sd": ("kandinsky5-video", "t2v-lite-sft-5s"),
-        "k5-lite-t2v-10s-sd": ("kandinsky5-video", "t2v-lite-sft-10s"),
-        "k5-lite-i2v-5s-sd": ("kandinsky5-video", "i2v-lite-5s"),
-        "k5-pro-t2v-5s-sd": ("kandinsky5-video", "t2v-pro-sft-5s-hd"),
-        "k5-pro-t2v-5s-hd": ("kandinsky5-video", "t2v-pro-sft-5s-hd"),
-        "k5-pro-t2v-10s-sd": ("kandinsky5-video", "t2v-pro-sft-10s-hd"),
-        "k5-pro-t2v-10s-hd": ("kandinsky5-video", "t2v-pro-sft-10s-hd"),
-        "k5-pro-i2v-5s-sd": ("kandinsky5-video", "i2v-pro-sft-5s"),
-        "k5-pro-i2v-5s-hd": ("kandinsky5-video", "i2v-pro-sft-5s"),
+        "k5-lite-t2v-5s-sd": "t2v-lite-sft-5s", "k5-lite-t2v-10s-sd": "t2v-lite-sft-10s",
+        "k5-lite-i2v-5s-sd": "i2v-lite-5s", "k5-pro-t2v-5s-sd": "t2v-pro-sft-5s-hd",
+        "k5-pro-t2v-5s-hd": "t2v-pro-sft-5s-hd", "k5-pro-t2v-10s-sd": "t2v-pro-sft-10s-hd",
+        "k5-pro-t2v-10s-hd": "t2v-pro-sft-10s-hd", "k5-pro-i2v-5s-sd": "i2v-pro-sft-5s",
+        "k5-pro-i2v-5s-hd": "i2v-pro-sft-5s",
     }),
     "wan": (None, {
-        "t2v-1.3b": ("wan2.1", "t2v-1.3b"),
-        "t2v-14b": ("wan2.1", "t2v-14b"),
-        "t2i-14b": ("wan2.1", "t2v-14b"),
-        "t2v-a14b": ("wan2.2-a14b", "t2v-a14b"),
-        "i2v-a14b": ("wan2.2-a14b", "i2v-a14b"),
+        "t2v-1.3b": "t2v-1.3b", "t2v-14b": "t2v-14b", "t2i-14b": "t2v-14b", "t2v-a14b": "t2v-a14b",
+        "i2v-a14b": "i2v-a14b",
     }),
     "qwen_image": ("qwen-image", {
-        "original": ("qwen-image", "qwen-image"),
-        "edit": ("qwen-image-edit", "qwen-image-edit"),
-        "edit-2509": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
-        "edit-2511": ("qwen-image-edit-plus", "qwen-image-edit-2511"),
+        "original": "qwen-image", "edit": "qwen-image-edit", "edit-2509": "qwen-image-edit-2509",
+        "edit-2511": "qwen-image-edit-2511",
     }),
     "zimage": ("z-image", {}),
     "flux_2": ("flux2-klein", {
-        name: ("flux2-klein", name) for name in ("klein-base-4b", "klein-base-9b", "klein-4b", "klein-9b")
+        name: name for name in ("klein-base-4b", "klein-base-9b", "klein-4b", "klein-9b")
     }),
 }  # fmt: skip
 
@@ -57,7 +48,7 @@ def _script(given: Mapping[str, Any]) -> str:
 
 
 def _model(value: Any, draft: Draft) -> Several:
-    return to.chosen(*SCRIPTS[_script(draft.given)][1][to.text(value).lower()])
+    return to.chosen(SCRIPTS[_script(draft.given)][1][to.text(value).lower()])
 
 
 def _weights(value: Any, draft: Draft) -> Any:
@@ -333,9 +324,8 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
         draft.put(("model", "family"), family)
     named = files.read(str(given["dataset_config"])) if "dataset_config" in given else None
     datasets = roles.get("datasets") or named
-    task = SCRIPTS.get(_script(given), (None, {}))[1].get(str(given.get("task", "")).lower())
-    if task is not None:
-        draft.put(("model", "family"), task[0])
+    if (flavour := SCRIPTS.get(_script(given), (None, {}))[1].get(str(given.get("task", "")).lower())) is not None:
+        draft.put(("model", "family"), to.FLAVOURS[flavour])
     _carry_datasets(draft, datasets if isinstance(datasets, dict) else {})
     if "arguments" not in roles:
         return

@@ -9,38 +9,24 @@ from schemas.foreign.rows import NOTHING, Convert, Draft, Files, Nearest, Rows, 
 
 # -- the model
 
-#: Family there, flavour there -> family and flavour here. The first flavour is the default there.
-FLAVOURS: dict[str, dict[str, tuple[str, str]]] = {
+#: Family there, flavour there -> flavour here. The first flavour is the default there.
+FLAVOURS = {
     "sana": {
-        "sana1.5-4.8b-1024": ("sana", "sana1.5-4.8b-1024px"),
-        "sana1.5-1.6b-1024": ("sana", "sana1.5-1.6b-1024px"),
-        "sana1.0-1.6b-2048": ("sana", "sana-1600m-2kpx-bf16"),
-        "sana1.0-1.6b-1024": ("sana", "sana-1600m-1024px-bf16"),
-        "sana1.0-600m-1024": ("sana", "sana-600m-1024px"),
-        "sana1.0-600m-512": ("sana", "sana-600m-512px"),
+        "sana1.5-4.8b-1024": "sana1.5-4.8b-1024px", "sana1.5-1.6b-1024": "sana1.5-1.6b-1024px",
+        "sana1.0-1.6b-2048": "sana-1600m-2kpx-bf16", "sana1.0-1.6b-1024": "sana-1600m-1024px-bf16",
+        "sana1.0-600m-1024": "sana-600m-1024px", "sana1.0-600m-512": "sana-600m-512px",
     },
-    "z_image": {
-        "turbo-ostris-v2": ("z-image", "z-image-turbo"),
-        "turbo": ("z-image", "z-image-turbo"),
-        "base": ("z-image", "z-image"),
-    },
+    "z_image": {"turbo-ostris-v2": "z-image-turbo", "turbo": "z-image-turbo", "base": "z-image"},
     "qwen_image": {
-        "v2.0": ("qwen-image", "qwen-image-2512"),
-        "v1.0": ("qwen-image", "qwen-image"),
-        "edit-v1": ("qwen-image-edit", "qwen-image-edit"),
-        "edit-v2": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
-        "edit-v2+": ("qwen-image-edit-plus", "qwen-image-edit-2509"),
-        "edit-v3": ("qwen-image-edit-plus", "qwen-image-edit-2511"),
+        "v2.0": "qwen-image-2512", "v1.0": "qwen-image", "edit-v1": "qwen-image-edit",
+        "edit-v2": "qwen-image-edit-2509", "edit-v2+": "qwen-image-edit-2509", "edit-v3": "qwen-image-edit-2511",
     },
     "wan": {
-        "t2v-480p-1.3b-2.1": ("wan2.1", "t2v-1.3b"),
-        "t2v-480p-14b-2.1": ("wan2.1", "t2v-14b"),
-        "ti2v-5b-2.2": ("wan2.2-5b", "t2v-5b"),
-        "i2v-14b-2.2-high": ("wan2.2-a14b", "i2v-a14b"),
-        "i2v-14b-2.2-low": ("wan2.2-a14b", "i2v-a14b"),
+        "t2v-480p-1.3b-2.1": "t2v-1.3b", "t2v-480p-14b-2.1": "t2v-14b", "ti2v-5b-2.2": "t2v-5b",
+        "i2v-14b-2.2-high": "i2v-a14b", "i2v-14b-2.2-low": "i2v-a14b",
     },
-    "flux2": {"klein-9b": ("flux2-klein", "klein-base-9b"), "klein-4b": ("flux2-klein", "klein-base-4b")},
-}
+    "flux2": {"klein-9b": "klein-base-9b", "klein-4b": "klein-base-4b"},
+}  # fmt: skip
 #: Flavour there -> the assistant with which it is trained.
 ASSISTANTS = {name: f"ostris/zimage_turbo_training_adapter/zimage_turbo_training_adapter_{version}.safetensors"
               for name, version in (("turbo-ostris-v2", "v2"), ("turbo", "v1"))}  # fmt: skip
@@ -54,10 +40,10 @@ def _family_name(given: Mapping[str, Any]) -> str:
 def _family(value: Any, draft: Draft) -> Several:
     name, word = _family_name(draft.given), draft.given.get("model_flavour")
     if name.startswith("kandinsky5-"):
-        return to.chosen(name)
+        return Several({"model.family": name})
     path = draft.given.get("pretrained_model_name_or_path")
     if word is None and path and (published := to.flavour_of_repo(str(path))):
-        return to.chosen(*published)
+        return to.chosen(published)
     return _flavour(word or next(iter(FLAVOURS[name])), draft)
 
 
@@ -65,7 +51,7 @@ def _flavour(value: Any, draft: Draft) -> Several:
     name, word = _family_name(draft.given), to.text(value)
     if name.startswith("kandinsky5-"):
         return Several({"model.flavour": word})
-    return to.chosen(*FLAVOURS[name][word], word.rpartition("-")[2] if word.endswith(("-high", "-low")) else None)
+    return to.chosen(FLAVOURS[name][word], word.rpartition("-")[2] if word.endswith(("-high", "-low")) else None)
 
 
 # -- training
@@ -222,10 +208,8 @@ ARGUMENTS: Rows = {
     "optimizer": ("train.optimizer.name", to.optimizer),
     "learning_rate": ("train.optimizer.lr", to.with_optimizer(to.number)),
     "optimizer_config": ("train.optimizer.arguments", to.with_optimizer(to.arguments)),
-    "optimizer_beta1": ("train.optimizer.betas", to.beta(0)),
-    "adam_beta1": ("train.optimizer.betas", to.beta(0)),
-    "optimizer_beta2": ("train.optimizer.betas", to.beta(1)),
-    "adam_beta2": ("train.optimizer.betas", to.beta(1)),
+    **dict.fromkeys(("optimizer_beta1", "adam_beta1"), ("train.optimizer.betas", to.beta(0))),
+    **dict.fromkeys(("optimizer_beta2", "adam_beta2"), ("train.optimizer.betas", to.beta(1))),
     "adam_weight_decay": ("train.optimizer.weight_decay", to.number),
     "adam_epsilon": ("train.optimizer.eps", to.number),
     "lr_scheduler": ("train.optimizer.schedule", _schedule),
@@ -274,33 +258,28 @@ ARGUMENTS: Rows = {
     "tread_config": ("train.methods.tread.routes", _tread),
     "crepa_enabled": _crepa("block_index", lambda value, draft: to.whole(draft.given.get("crepa_block_index", 8))),
     "crepa_lambda": _crepa("weight", to.number),
+    "crepa_lambda_end": _crepa("weight_end", to.number),
     "crepa_adjacent_distance": _crepa("adjacent_distance", to.whole),
-    "crepa_adjacent_tau": _crepa("adjacent_tau", to.number),
     "crepa_cumulative_neighbors": _crepa("cumulative_neighbors", to.flag()),
     "crepa_normalize_by_frames": _crepa("normalize_by_frames", to.boolean),
+    "crepa_scheduler": _crepa("schedule", to.text),
+    "crepa_warmup_steps": _crepa("warmup", to.whole),
+    "crepa_threshold_mode": _crepa("threshold_mode", to.text),
+    **{f"crepa_{name}": _crepa(name, to.above_zero) for name in ("decay_steps", "cutoff_step")},
+    **{f"crepa_{name}": _crepa(name, to.number)
+       for name in ("adjacent_tau", "power", "similarity_threshold", "similarity_ema_decay")},
     "crepa_model": _crepa("vision.model", to.one_of({
         name: name for name in ("dinov2_vitg14", "dinov2_vits14")}, "dinov2_vitg14")),
     "crepa_encoder_image_size": _crepa("vision.size", to.whole),
     "crepa_encoder_frames_batch_size": _crepa("vision.batch_size", to.above_zero),
-    "crepa_scheduler": _crepa("schedule", to.text),
-    "crepa_warmup_steps": _crepa("warmup", to.whole),
-    "crepa_decay_steps": _crepa("decay_steps", to.above_zero),
-    "crepa_lambda_end": _crepa("weight_end", to.number),
-    "crepa_power": _crepa("power", to.number),
-    "crepa_cutoff_step": _crepa("cutoff_step", to.above_zero),
-    "crepa_similarity_threshold": _crepa("similarity_threshold", to.number),
-    "crepa_similarity_ema_decay": _crepa("similarity_ema_decay", to.number),
-    "crepa_threshold_mode": _crepa("threshold_mode", to.text),
     "scheduled_sampling_max_step_offset": _rollout("max_step_offset", to.above_zero),
     "scheduled_sampling_probability": _rollout("probability", to.unless("scheduled_sampling_ramp_steps", to.number)),
     "scheduled_sampling_prob_end": _rollout("probability", to.only_with("scheduled_sampling_ramp_steps", to.number)),
     "scheduled_sampling_prob_start": _rollout("prob_start", to.only_with("scheduled_sampling_ramp_steps", to.number)),
-    "scheduled_sampling_start_step": _rollout("start_step", to.whole),
-    "scheduled_sampling_ramp_steps": _rollout("ramp_steps", to.whole),
+    **{f"scheduled_sampling_{name}": _rollout(name, to.whole) for name in ("start_step", "ramp_steps")},
     "scheduled_sampling_ramp_shape": _rollout("ramp_shape", to.only_with("scheduled_sampling_ramp_steps", to.text)),
     "scheduled_sampling_strategy": _rollout("strategy", to.text),
-    "checkpoint_step_interval": ("train.checkpoint_every", to.above_zero),
-    "checkpointing_steps": ("train.checkpoint_every", to.above_zero),
+    **dict.fromkeys(("checkpoint_step_interval", "checkpointing_steps"), ("train.checkpoint_every", to.above_zero)),
     "checkpoint_epoch_interval": ("train.checkpoint_every", to.epochs),
     "checkpoints_total_limit": ("train.keep_checkpoints", to.above_zero),
     "resume_from_checkpoint": ("train.resume", to.one_of({"latest": NOTHING})),
@@ -314,8 +293,7 @@ ARGUMENTS: Rows = {
     "validation_guidance": ("validation.guidance", to.number),
     "validation_num_inference_steps": ("validation.steps", to.whole),
     "validation_seed": ("validation.seed", to.whole),
-    "validation_step_interval": ("validation.every", to.above_zero),
-    "validation_steps": ("validation.every", to.above_zero),
+    **dict.fromkeys(("validation_step_interval", "validation_steps"), ("validation.every", to.above_zero)),
     "validation_epoch_interval": ("validation.every", to.epochs),
     "validation_disable": ("validation.every", to.flag(10**9)),
     "num_eval_images": ("validation.eval_samples", to.whole),
@@ -329,41 +307,30 @@ IDLE = """
     lycoris_config data_backend_config user_prompt_library validation_prompt_library validation_negative_prompt
     validation_num_video_frames ema_decay crepa_block_index crepa_feature_source flow_schedule_auto_shift
     disable_assistant_lora grad_clip_method group_offload_type push_to_hub pretrained_evaluation_model_name_or_path
-    lr_num_cycles model_card_note model_card_safe_for_work modelspec_comment text_encoder_2_precision
-    text_encoder_3_precision text_encoder_4_precision base_model_default_dtype sana_complex_human_instruction variant
-    trust_remote_code peft_lora_mode singlora_ramp_up_steps validation_lycoris_strength snr_gamma snr_weight
-    use_soft_min_snr soft_min_snr_sigma_data noise_offset noise_offset_probability text_encoder_lr
-    scheduled_sampling_sampler scheduled_sampling_order scheduled_sampling_reflexflow
-    scheduled_sampling_reflexflow_alpha scheduled_sampling_reflexflow_beta1 scheduled_sampling_reflexflow_beta2
-    crepa_drop_vae_encoder crepa_spatial_align crepa_use_tae validation_using_datasets eval_dataset_id
-    validation_image_format validation_image_quality validation_stitch_input_location validation_preview
-    validation_preview_steps validation_seed_source validation_torch_compile wan_validation_load_other_stage
-    disable_benchmark validation_on_startup eval_steps_interval eval_epoch_interval eval_dataset_pooling eval_timesteps
-    num_validation_images tracker_project_name push_checkpoints_to_hub push_to_hub_background vae_batch_size
-    text_encoder_batch_size vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable
-    text_embed_full_cache vae_cache_scan_behaviour compress_disk_cache preserve_data_backend_cache
-    override_dataset_config keep_vae_loaded cache_dir cache_dir_text cache_dir_vae cache_dir_conditioning_image_embeds
-    conditioning_image_embed_batch_size offload_during_startup fully_unload_text_encoder offload_during_save
-    delete_model_after_load num_processes num_machines local_rank accelerate_config accelerate_extra_args
-    num_cpu_threads_per_process max_workers read_batch_size write_batch_size image_processing_batch_size
-    aspect_bucket_worker_count enable_multiprocessing aws_max_pool_connections dataloader_prefetch
-    dataloader_prefetch_qlen metadata_update_interval aspect_bucket_disable_rebuild aspect_bucket_rounding
-    disable_bucket_pruning data_backend_sampling allow_dataset_oversubscription delete_unwanted_images
-    delete_problematic_images delete_nsfw_images delete_invalid_checkpoints ignore_missing_files print_filenames
-    print_sampler_statistics debug_aspect_buckets debug_dataset_loader logging_dir tracker_image_layout
-    i_know_what_i_am_doing disable_tf32 allow_tf32 set_grads_to_none accelerator_cache_clear_interval dynamo_mode
-    dynamo_fullgraph dynamo_dynamic dynamo_use_regional_compilation fuse_optimizer gradient_precision
-    optimizer_release_gradients seed_for_each_device unet_attention_slice fuse_qkv_projections ema_cpu_only
-    ema_foreach_disable ema_update_interval ema_warmup_steps config_backend env venv_path disk_low_threshold
-    disk_low_action checkpointing_use_tempdir simpletuner_log_level training_dynamo_backend save_text_encoder
-    disable_segmented_timestep_sampling strict_epoch_limit enable_watermark quantize_activations flow_timesteps_mode
-    t5_padding flux_guidance_mode flux_guidance_value flux_guidance_min flux_guidance_max flux_attention_masked_training
-    ltx_train_mode training_scheduler_timestep_spacing inference_scheduler_timestep_spacing rescale_betas_zero_snr
-    distillation_config hidream_use_load_balancing_loss hidream_load_balancing_loss_weight ramtorch_transformer_percent
-    ramtorch_text_encoder_percent ramtorch_text_encoder ramtorch_vae enable_model_cpu_offload
-    resolution resolution_type minimum_image_size maximum_image_size target_downsample_size caption_strategy
-    instance_prompt prepend_instance_prompt only_instance_prompt aspect_bucket_alignment max_upscale_threshold
-    skip_file_discovery parquet_caption_column parquet_filename_column disable_multiline_split
+    lr_num_cycles model_card_note model_card_safe_for_work text_encoder_2_precision base_model_default_dtype
+    sana_complex_human_instruction variant trust_remote_code snr_gamma snr_weight use_soft_min_snr
+    soft_min_snr_sigma_data noise_offset noise_offset_probability text_encoder_lr crepa_drop_vae_encoder
+    crepa_spatial_align crepa_use_tae validation_using_datasets eval_dataset_id validation_image_format
+    validation_image_quality validation_stitch_input_location validation_preview validation_preview_steps
+    validation_seed_source disable_benchmark validation_on_startup eval_steps_interval eval_epoch_interval
+    eval_dataset_pooling eval_timesteps num_validation_images tracker_project_name push_checkpoints_to_hub
+    push_to_hub_background vae_batch_size text_encoder_batch_size vae_cache_ondemand vae_cache_disable
+    text_cache_ondemand text_cache_disable text_embed_full_cache vae_cache_scan_behaviour compress_disk_cache
+    preserve_data_backend_cache override_dataset_config keep_vae_loaded cache_dir cache_dir_text cache_dir_vae
+    offload_during_startup fully_unload_text_encoder offload_during_save delete_model_after_load num_processes
+    num_machines accelerate_config max_workers read_batch_size write_batch_size image_processing_batch_size
+    aspect_bucket_worker_count enable_multiprocessing dataloader_prefetch dataloader_prefetch_qlen
+    metadata_update_interval aspect_bucket_disable_rebuild aspect_bucket_rounding disable_bucket_pruning
+    data_backend_sampling allow_dataset_oversubscription delete_unwanted_images delete_problematic_images
+    delete_nsfw_images ignore_missing_files print_filenames print_sampler_statistics debug_aspect_buckets
+    debug_dataset_loader logging_dir tracker_image_layout disable_tf32 allow_tf32 set_grads_to_none
+    accelerator_cache_clear_interval dynamo_mode dynamo_fullgraph dynamo_dynamic dynamo_use_regional_compilation
+    fuse_optimizer gradient_precision optimizer_release_gradients seed_for_each_device ema_cpu_only
+    ema_foreach_disable ema_update_interval ema_warmup_steps training_dynamo_backend save_text_encoder
+    disable_segmented_timestep_sampling strict_epoch_limit enable_model_cpu_offload resolution resolution_type
+    minimum_image_size maximum_image_size target_downsample_size caption_strategy instance_prompt
+    prepend_instance_prompt only_instance_prompt aspect_bucket_alignment max_upscale_threshold skip_file_discovery
+    parquet_caption_column parquet_filename_column disable_multiline_split
 """
 
 # -- datasets
@@ -443,17 +410,13 @@ DATASET: Rows = {
     "id": ("id", to.run_name),
     "type": ("source", to.one_of({"local": NOTHING, "aws": NOTHING, "huggingface": "huggingface", "csv": "manifest"})),
     "dataset_type": ("dataset_type", to.one_of({"image": NOTHING, "video": "video"})),
-    "disabled": ("disabled", to.flag()),
-    "disable": ("disabled", to.flag()),
+    **dict.fromkeys(("disabled", "disable"), ("disabled", to.flag())),
     "instance_data_dir": ("instance_data_dir", _place),
     "aws_bucket_name": ("instance_data_dir", _place),
     "dataset_name": ("instance_data_dir", to.text),
     "csv_file": ("instance_data_dir", to.text),
-    "csv_caption_column": ("caption_column", to.texts),
-    "caption_column": ("caption_column", to.texts),
-    "parquet_caption_column": ("caption_column", to.texts),
-    "image_column": ("media_column", to.text),
-    "video_column": ("media_column", to.text),
+    **dict.fromkeys(("csv_caption_column", "caption_column", "parquet_caption_column"), ("caption_column", to.texts)),
+    **dict.fromkeys(("image_column", "video_column"), ("media_column", to.text)),
     "split": ("split", to.text),
     "caption_strategy": ("caption_strategy", _caption_strategy),
     "disable_multiline_split": ("captions_per_file", _per_file),
@@ -478,8 +441,7 @@ DATASET: Rows = {
     "aspect_bucket_alignment": ("bucket_step", to.whole),
     "repeats": ("repeats", to.whole),
     "probability": ("weight", to.number),
-    "is_regularisation_data": ("is_regularization_data", to.flag()),
-    "is_regularization_data": ("is_regularization_data", to.flag()),
+    **dict.fromkeys(("is_regularisation_data", "is_regularization_data"), ("is_regularization_data", to.flag())),
 }  # fmt: skip
 DATASET_IDLE = """
     cache_dir_vae cache_dir text_embeds image_embeds conditioning_image_embeds cache_dir_conditioning_image_embeds
