@@ -108,10 +108,8 @@ def _timesteps(value: Any, draft: Draft) -> Several:
 
 
 def _masked(convert: Convert) -> Convert:
-    def wrapped(value: Any, draft: Draft) -> Any:
-        return NOTHING if draft.get("train.methods.masked_loss") is None else convert(value, draft)
-
-    return wrapped
+    method = "train.methods.masked_loss"
+    return lambda value, draft: NOTHING if draft.get(method) is None else convert(value, draft)
 
 
 def _tread(value: Any, draft: Draft) -> list[dict[str, Any]]:
@@ -265,9 +263,12 @@ ARGUMENTS: Rows = {
     "crepa_scheduler": _crepa("schedule", to.text),
     "crepa_warmup_steps": _crepa("warmup", to.whole),
     "crepa_threshold_mode": _crepa("threshold_mode", to.text),
-    **{f"crepa_{name}": _crepa(name, to.above_zero) for name in ("decay_steps", "cutoff_step")},
-    **{f"crepa_{name}": _crepa(name, to.number)
-       for name in ("adjacent_tau", "power", "similarity_threshold", "similarity_ema_decay")},
+    "crepa_decay_steps": _crepa("decay_steps", to.above_zero),
+    "crepa_cutoff_step": _crepa("cutoff_step", to.above_zero),
+    "crepa_adjacent_tau": _crepa("adjacent_tau", to.number),
+    "crepa_power": _crepa("power", to.number),
+    "crepa_similarity_threshold": _crepa("similarity_threshold", to.number),
+    "crepa_similarity_ema_decay": _crepa("similarity_ema_decay", to.number),
     "crepa_model": _crepa("vision.model", to.one_of({
         name: name for name in ("dinov2_vitg14", "dinov2_vits14")}, "dinov2_vitg14")),
     "crepa_encoder_image_size": _crepa("vision.size", to.whole),
@@ -276,7 +277,8 @@ ARGUMENTS: Rows = {
     "scheduled_sampling_probability": _rollout("probability", to.unless("scheduled_sampling_ramp_steps", to.number)),
     "scheduled_sampling_prob_end": _rollout("probability", to.only_with("scheduled_sampling_ramp_steps", to.number)),
     "scheduled_sampling_prob_start": _rollout("prob_start", to.only_with("scheduled_sampling_ramp_steps", to.number)),
-    **{f"scheduled_sampling_{name}": _rollout(name, to.whole) for name in ("start_step", "ramp_steps")},
+    "scheduled_sampling_start_step": _rollout("start_step", to.whole),
+    "scheduled_sampling_ramp_steps": _rollout("ramp_steps", to.whole),
     "scheduled_sampling_ramp_shape": _rollout("ramp_shape", to.only_with("scheduled_sampling_ramp_steps", to.text)),
     "scheduled_sampling_strategy": _rollout("strategy", to.text),
     **dict.fromkeys(("checkpoint_step_interval", "checkpointing_steps"), ("train.checkpoint_every", to.above_zero)),
@@ -335,7 +337,7 @@ IDLE = """
 
 # -- datasets
 
-CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds")
+NOT_TRAINED = ("text_embeds", "image_embeds", "conditioning_image_embeds", "conditioning")
 #: Arguments that are the default of every dataset.
 DATASET_ARGUMENTS = (
     "resolution", "resolution_type", "minimum_image_size", "maximum_image_size", "target_downsample_size",
@@ -450,9 +452,7 @@ DATASET_IDLE = """
     metadata_update_interval parquet_filename_column skip_file_discovery conditioning_type source_dataset_id
     delete_unwanted_images delete_problematic_images delete_nsfw_images aws_data_prefix aws_endpoint_url aws_region_name
 """
-DATASET_DEFAULTS = {
-    "crop": False, "max_upscale_threshold": 1, "resolution": 1024, "caption_strategy": "filename",
-}  # fmt: skip
+DATASET_DEFAULTS = {"crop": False, "max_upscale_threshold": 1, "resolution": 1024, "caption_strategy": "filename"}
 VIDEO: Rows = {
     "num_frames": ("video.num_frames", to.whole),
     "min_frames": ("video.min_frames", to.whole),
@@ -468,9 +468,8 @@ def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common:
     count = 0
     for backend in backends:
         label, kind = f"{backend.get('id', 'dataset')}: ", backend.get("dataset_type", "image")
-        if kind in (*CACHES, "conditioning") or (
-            backend.get("type") == "local" and set(backend) <= {"id", "type", "cache_dir"}
-        ):
+        is_cache = backend.get("type") == "local" and set(backend) <= {"id", "type", "cache_dir"}
+        if kind in NOT_TRAINED or is_cache:
             draft.say(f"{label}dataset_type", "needs nothing")
             continue
         given, at = {**common, **backend}, ("datasets", count)
@@ -521,13 +520,12 @@ LYCORIS: Rows = {
     "decompose_both": ("train.adapter.decompose_both", to.boolean),
     "multiplier": ("train.adapter.alpha", to.one_of({"1": NOTHING, "1.0": NOTHING})),
 }
-LYCORIS_IDLE = "bypass_mode use_tucker rs_lora"
 TABLES: Mapping[str, Table] = {
     "arguments": Table(ARGUMENTS, IDLE, DEFAULTS),
     "datasets": Table(DATASET, DATASET_IDLE, DATASET_DEFAULTS),
     "video": Table(VIDEO, "is_i2v frame_rate", {"bucket_strategy": "aspect_ratio"},
                    {"video.frame_rate": "source"}),
-    "lycoris": Table(LYCORIS, LYCORIS_IDLE, {"algo": "lokr", "linear_dim": 4, "linear_alpha": 1}),
+    "lycoris": Table(LYCORIS, "bypass_mode use_tucker rs_lora", {"algo": "lokr", "linear_dim": 4, "linear_alpha": 1}),
 }  # fmt: skip
 #: Variables of config.env whose names are others than the arguments' in capitals.
 VARIABLES = {
