@@ -10,7 +10,7 @@ from cache.sets import rejects
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.cli.console import Console, Report
-from schemas.cli.interruption import StopHandler
+from schemas.cli.interruption import StopHandler, check_stop
 from schemas.cli.options import Partition
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.stage_state import (
@@ -80,7 +80,7 @@ class Tally:
         """The units that have no shard when their turn comes, until the time is up. None: there is none at the
         moment."""
         for unit in self._followed or self._units:
-            self._stop_handler.check()
+            check_stop()
             if time.monotonic() >= self._job.until:
                 return
             if self._followed is None and unit and self._job.find_shard(self._store, self._stage.kind, unit):
@@ -90,7 +90,6 @@ class Tally:
 
     def advance(self, members: int) -> None:
         """Count encoded members of units that are in work; negative if a unit starts again."""
-        self._stop_handler.check()
         self._progress.advance(members)
         self._reporter.advance(members)
         self._progress.total = max(self._progress.total or 0, self._progress.done)  # training may need a unit again
