@@ -17,6 +17,7 @@ from schemas.geometry import Bucket
 from stages import bucket, caption, discover, gc, status, verify
 from stages.encoding.captions import describer
 from stages.encoding.stage_registry import CAPTION
+from tests.forms import long
 from tests.model_hub import branch_that_moves
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
@@ -37,7 +38,11 @@ def photos(project: Any, tiny: Any) -> Project:
 
 @pytest.mark.parametrize(
     ("quantization", "layer"),
-    [("int8-quanto", optimum.quanto.QLinear), ("nf4-bnb", bitsandbytes.nn.Linear4bit), ("bf16", torch.nn.Linear)],
+    [
+        ("int8-quanto", optimum.quanto.QLinear),
+        long("nf4-bnb", bitsandbytes.nn.Linear4bit),
+        long("bf16", torch.nn.Linear),
+    ],
 )
 def test_of_quantized_weights_they_are_what_these_weights_write(
     photos: Project, monkeypatch: pytest.MonkeyPatch, quantization: str, layer: type

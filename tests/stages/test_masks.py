@@ -292,6 +292,7 @@ def test_run_makes_them_between_discover_and_bucket_and_training_reads_them(phot
     assert planned(photos).keys() == made(photos).keys()
 
 
+@pytest.mark.long
 def test_targets_of_edits_have_them(project: Any) -> None:
     home = masking(project, "qwen-image-edit-plus", **PERSON)
     home.settings["datasets"][0]["conditioning_data"] = "source"

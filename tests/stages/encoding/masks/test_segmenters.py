@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from cache.models.weights import WeightsError
 from schemas.config.masking import Masks
 from stages.encoding.masks.segmenters import Box, Segmenter, load_segmenter
+from tests.forms import long
 from tests.stages.segmenting import LABELS, build_segmenter
 
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def test_semantic(checkpoint, pictures) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, seed, threshold", [("mask2former", 5, None), ("mask2former", 5, 0.4), ("maskformer", 7, None)]
+    "kind, seed, threshold", [("mask2former", 5, 0.4), long("mask2former", 5, None), long("maskformer", 7, None)]
 )
 def test_universal(checkpoint, pictures, kind, seed, threshold) -> None:
     folder = checkpoint(kind, seed)
