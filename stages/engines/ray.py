@@ -75,11 +75,6 @@ def run_units(
             ray.shutdown()
 
 
-def question_pause(actors: int) -> float:
-    """Seconds between two questions to one of so many actors."""
-    return max(POLL_S, actors / QUESTIONS_PER_S)
-
-
 @dataclass(eq=False)
 class _Actor:
     """One actor. number: its place among the workers, from 0. call: what it does now. since: when it began that or made
@@ -188,11 +183,11 @@ class _ActorPool:
 
     def _open_calls(self) -> dict[ray.ObjectRef, _Actor]:
         now, calls = time.monotonic(), {actor.call: actor for actor in self._actors}
-        pause = question_pause(len(self._actors))
+        between = max(POLL_S, len(self._actors) / QUESTIONS_PER_S)
         for actor in self._actors:
             if actor.state != "encoding":
                 continue
-            if actor.question is None and now - actor.asked >= pause:
+            if actor.question is None and now - actor.asked >= between:
                 actor.question, actor.asked = actor.handle.progress.remote(actor.shown), now
             if actor.question is not None:
                 calls[actor.question] = actor
