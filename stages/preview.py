@@ -126,12 +126,12 @@ def _show_latents(
         )
     _require_media(table, chosen)
     with activity("loading torch and the autoencoder's code", at_once=True):
-        from stages.pages import result_comparison, result_page
+        from stages.pages import result_page
 
     with console.progress(total, "preview", "samples") as progress:
         resources = options.resources(table.config, "decode")
-        results = result_comparison.compare_samples(encoded, chosen, resources, progress)
-    result_comparison.add_to_report(results, report, with_samples=options.json)
+        results = result_page.compare_samples(encoded, chosen, resources, progress)
+    result_page.add_to_report(results, report, with_samples=options.json)
     report.details["buckets"] = rows = result_page.bucket_rows(encoded, results, buckets)
     size = _write_atomically(page, result_page.render_result_page(encoded, results, rows))
     report.details["written_mib"] = round(size / 2**20, 2)

@@ -25,8 +25,8 @@ from stages.encoding.stage import refuse_partition
 if TYPE_CHECKING:
     from stages.pages.ui.app import Site
     from stages.pages.ui.guard import Token
-    from stages.pages.ui.projects.open_projects import Projects
-    from stages.pages.ui.projects.places import Places
+    from stages.pages.ui.places import Places
+    from stages.pages.ui.projects import Projects
 
 
 class NoFolder(LatentpressError):
@@ -72,7 +72,7 @@ def run(
 ) -> Report:
     refuse_partition(options, "ui")
     # uvicorn and starlette are of the extra `ui`.
-    from stages.pages.ui.projects.proposals import Proposals
+    from stages.pages.ui.proposals import Proposals
     from stages.pages.ui.queue_page import go_on
     from stages.pages.ui.serve import answer_until_stopped, guarded_app, make_server, open_socket
 
@@ -136,7 +136,7 @@ def open_projects(configs: Sequence[Path], folder: Path | None, options: Options
     """The projects of the configurations that are given, and of those in a folder; of the one that --config has by
     default, where there is one, else of those in the working directory."""
     from stages.pages.ui.app import Site
-    from stages.pages.ui.projects.open_projects import Projects
+    from stages.pages.ui.projects import Projects
     from stages.pages.ui.serve import PAGES
 
     def open_site(path: Path, base: str) -> "Site":
@@ -157,7 +157,7 @@ def open_projects(configs: Sequence[Path], folder: Path | None, options: Options
 
 def places_of(projects: "Projects", folders: Sequence[Path]) -> "Places":
     """The folders that may be browsed: those that are given, else where the configurations are."""
-    from stages.pages.ui.projects.places import Places
+    from stages.pages.ui.places import Places
 
     for folder in folders:
         if not folder.is_dir():

@@ -21,11 +21,11 @@ from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable
 from stages.follow.upload import check_inside
-from stages.pages.pictures import PictureLimits, SmallPicture, read_pictures
+from stages.pages.pictures import SmallPicture, read_pictures
 
 CARD, PICTURES, TEMPLATE = "README.md", "images", Path(__file__).with_name("card.md.jinja")
 MOST_PICTURES = 12
-LIMITS = PictureLimits(1024, 600_000, 8_000_000)
+LIMITS = (1024, 600_000, 8_000_000)  # pixels of a side, bytes of a picture and of a clip
 PIPELINE_TAGS: dict[Task, str] = {
     "t2i": "text-to-image",
     "i2i": "image-to-image",
@@ -70,7 +70,7 @@ def gather_facts(config: Config, folder: Path, step: int) -> Facts:
     for latent, _ in describe_latents(config, folder, max(steps)) if steps else ():
         if picture := find_picture(latent):
             check_inside(picture, folder)
-    newest = read_pictures(config, folder, max(steps), LIMITS) if steps else iter(())
+    newest = read_pictures(config, folder, max(steps), *LIMITS) if steps else iter(())
     pictures = tuple(islice(newest, MOST_PICTURES))
     return Facts(step, pictures, _read_counts(config), read_metrics(folder / METRICS_FILE), read_curves(folder))
 

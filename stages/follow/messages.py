@@ -18,7 +18,7 @@ from schemas.config.sharing import Webhook
 from schemas.text_format import format_duration
 from stages.discovery.sources.urls import scrub_secrets
 from stages.follow.run_events import Event, read_eval_loss
-from stages.pages.pictures import PictureLimits, SmallPicture, read_pictures
+from stages.pages.pictures import SmallPicture, read_pictures
 
 MOST_CHARACTERS = 1500  # of a text: Discord takes 2,000
 MAX_PICTURE_BYTES = 200_000
@@ -49,8 +49,8 @@ def describe(config: Config, event: Event) -> Message:
         stage, reason, advice = map(scrub_secrets, event.failure)
         text = "\n".join(filter(None, (f"{run} failed in {stage}, {at}: {reason}", advice)))
     else:
-        limits = PictureLimits(config.notify.picture_size, MAX_PICTURE_BYTES, 0)
-        pictures = list(islice(read_pictures(config, folder, event.step, limits), config.notify.pictures))
+        newest = read_pictures(config, folder, event.step, config.notify.picture_size, MAX_PICTURE_BYTES)
+        pictures = list(islice(newest, config.notify.pictures))
         evaluated = read_eval_loss(folder, event.step)
         numbers = [_number(loss_name([evaluated]), evaluated.get("eval_loss")), _number("loss", progress.loss)]
         points = ((curve.name, point) for curve in read_curves(folder) for point in curve.points)

@@ -1,18 +1,15 @@
-"""Small pictures and clips within a number of bytes: for pages, where those of files are kept in memory, and of a
-validation, to be sent to a webhook or beside a model card.
-
-`report --watch` makes its page again and again. What it made before is found by a file's path, time and size, so a file
-that was decoded again is read again.
-"""
+"""Small pictures and clips within a number of bytes: for pages, kept in memory while their files stay the same, and for
+the messages and model card of a run."""
 
 import base64
 import io
 import math
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ MAX_CLIP_FRAMES = 241  # decoded of a clip
 #: Longest side in pixels and H.264's constant rate factor, until a clip is small enough.
 CLIP_STEPS = ((256, 26), (256, 32), (192, 34), (128, 36))
 CLIP_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".ts")
-MAX_KEPT = 1000  # twice those of a page, which has a few megabytes of them
+MAX_KEPT = 1000  # twice those of a page
 JPEG_STEPS = ((85, 1.0), (70, 1.0), (60, 0.7), (50, 0.5), (40, 0.25))  # of JPEG, and share of the size
 
 
@@ -141,65 +138,29 @@ def _encode_clip(frames: list, rate: Fraction, edge: int, quality: int) -> Pictu
     return Picture(buffer.getvalue(), width, height, "video/mp4")
 
 
-def picture_key(path: os.PathLike[str] | str, kind: Hashable) -> Hashable:
-    """Identifies the file as it is now, so it is taken before the file is read. kind: what is made of it, such as the
-    box that the picture fits into. None for what is no local file, of which nothing is kept."""
+def shrink(path: MediaPath, box: tuple[int, int], max_bytes: int, at: float | None = None) -> Picture | None:
+    """A picture, or a clip that ends with .mp4, of at most `max_bytes`; None if it can't be so small. Kept in memory as
+    long as the file stays as it is. Raises MediaError."""
+    if not isinstance(path, str | Path):
+        return shrink_file(path, box, max_bytes, at)
+    return _shrink_kept(os.fspath(path), file_version(path), box, max_bytes, at)
+
+
+@lru_cache(MAX_KEPT)
+def _shrink_kept(
+    path: str, version: Hashable, box: tuple[int, int], max_bytes: int, at: float | None
+) -> Picture | None:
+    is_clip = path.endswith(".mp4") and at is None
+    return shrink_clip(Path(path), max_bytes) if is_clip else shrink_file(path, box, max_bytes, at)
+
+
+def file_version(path: os.PathLike[str] | str) -> Hashable:
+    """Changes when a file is written again; None for what is not a local file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
         return None
-    return os.fspath(path), status.st_mtime_ns, status.st_size, kind
-
-
-@dataclass(frozen=True)
-class KeptPicture:
-    """max_bytes: what the picture was to have at most. picture: None where it can't be so small."""
-
-    max_bytes: int
-    picture: Picture | None
-
-    @property
-    def size(self) -> int:
-        return 0 if self.picture is None else len(self.picture.data)
-
-
-class KeptPictures:
-    """The `most` pictures that were used last."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._entries = most, OrderedDict[Hashable, KeptPicture]()
-
-    def get(self, key: Hashable, max_bytes: int, make: Callable[[], Picture | None]) -> Picture | None:
-        """Return what `make` made before, or makes now."""
-        entry = self.find(key, max_bytes)
-        return self.add(key, max_bytes, make()) if entry is None else entry.picture
-
-    def find(self, key: Hashable, max_bytes: int) -> KeptPicture | None:
-        """Return None where it has to be made. The first of ever smaller versions that is small enough is taken, so
-        what was made for a larger limit is the same wherever it is small enough."""
-        entry = self._entries.get(key)
-        if entry is None or not entry.size <= max_bytes <= entry.max_bytes:
-            return None
-        self._entries.move_to_end(key)
-        return entry
-
-    def add(self, key: Hashable, max_bytes: int, picture: Picture | None) -> Picture | None:
-        """Keep the picture, which is returned."""
-        if key is not None:
-            self._entries[key] = KeptPicture(max_bytes, picture)
-            self._entries.move_to_end(key)
-            if len(self._entries) > self._most:
-                self._entries.popitem(last=False)
-        return picture
-
-
-@dataclass(frozen=True)
-class PictureLimits:
-    """size: longest side in pixels. max_clip_bytes: 0 where clips are not wanted, but their middle frames."""
-
-    size: int
-    max_bytes: int
-    max_clip_bytes: int = 0
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @dataclass(frozen=True)
@@ -219,23 +180,16 @@ class SmallPicture:
         return str(self.about.get("prompt") or "")
 
 
-def read_pictures(config: Config, folder: Path, step: int, limits: PictureLimits) -> Iterator[SmallPicture]:
-    """Read pictures in the order of the prompts; those that are not decoded, can't be read or are links to places
-    outside of the run's folder are left out."""
+def read_pictures(
+    config: Config, folder: Path, step: int, side: int, max_bytes: int, max_clip_bytes: int = 0
+) -> Iterator[SmallPicture]:
+    """Read pictures in the order of the prompts, at most `side` pixels wide and high; those that are not decoded, can't
+    be read or are links to places outside of the run's folder are left out. max_clip_bytes: 0 without clips."""
     for latent, about in describe_latents(config, folder, step):
         path = find_picture(latent)
         if path and path.resolve().is_relative_to(folder.resolve()):
-            try:
-                yield _shrink(path, limits, about)
-            except (MediaError, OSError):
-                continue
-
-
-def _shrink(path: Path, limits: PictureLimits, about: dict[str, Any]) -> SmallPicture:
-    box = (limits.size, limits.size)
-    picture = encode_picture(read_pixels(path), box, limits.max_bytes, JPEG_STEPS, "JPEG")
-    clip = shrink_clip(path, limits.max_clip_bytes) if limits.max_clip_bytes and path.suffix == ".mp4" else None
-    return SmallPicture(path.stem, picture.data, picture.width, picture.height, about, clip.data if clip else None)
-
-
-kept_pictures = KeptPictures(MAX_KEPT)
+            with suppress(MediaError, OSError):
+                picture = encode_picture(read_pixels(path), (side, side), max_bytes, JPEG_STEPS, "JPEG")
+                clip = shrink_clip(path, max_clip_bytes) if max_clip_bytes and path.suffix == ".mp4" else None
+                data = clip.data if clip else None
+                yield SmallPicture(path.stem, picture.data, picture.width, picture.height, about, data)

@@ -2,7 +2,7 @@
 sandboxed process, as the files may be damaged or hostile."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -12,10 +12,11 @@ from schemas.errors import LatentpressError
 from stages.discovery.sources.base import Source, open_source
 from stages.engines.sandbox import SandboxPool, WorkerFailure
 from stages.media.files import MediaError, MediaPath
-from stages.pages.pictures import Picture, kept_pictures, picture_key, shrink_file
+from stages.pages.pictures import MAX_KEPT, Picture, file_version, shrink_file
 
 THUMBNAIL_BOX, THUMBNAIL_BYTES = (96, 96), 4000
 THUMBNAIL_TIMEOUT_S, THUMBNAIL_MEMORY_MIB = 20.0, 4096
+_kept: dict[tuple[str, Hashable], Picture | None] = {}  # by path and version of a file
 
 
 class Located(Protocol):
@@ -31,25 +32,21 @@ def read_thumbnails(config: Config, items: Sequence[Located]) -> Iterator[tuple[
     """(number, picture) of the items that have one; what is read is kept in memory."""
     sources = {dataset.id: open_source(dataset) for dataset in config.datasets if not dataset.disabled}
     files = [(number, path) for number, item in enumerate(items) if (path := _open(sources, item)) is not None]
-    waiting = []
-    for number, path in files:
-        key = picture_key(path, THUMBNAIL_BOX)
-        if (kept := kept_pictures.find(key, THUMBNAIL_BYTES)) is None:
-            waiting.append((number, path, key))
-        elif kept.picture is not None:
-            yield number, kept.picture
-    if not waiting:
-        return
-    pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
-        _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
-    )
-    with pool:
-        results = pool.map(path for _, path, _ in waiting)
-        for (number, _, key), (_, result) in zip(waiting, results, strict=True):
-            picture = None if isinstance(result, WorkerFailure | MediaError) else result
-            kept_pictures.add(key, THUMBNAIL_BYTES, picture)
-            if picture is not None:
-                yield number, picture
+    keys = {number: (os.fspath(path), file_version(path)) for number, path in files}
+    waiting = [(number, path) for number, path in files if keys[number][1] is None or keys[number] not in _kept]
+    if waiting:
+        pool: SandboxPool[MediaPath, Picture | None] = SandboxPool(
+            _make_thumbnailer, workers=1, timeout_s=THUMBNAIL_TIMEOUT_S, memory_mib=THUMBNAIL_MEMORY_MIB
+        )
+        with pool:
+            results = pool.map(path for _, path in waiting)
+            for (number, _), (_, result) in zip(waiting, results, strict=True):
+                _kept[keys[number]] = None if isinstance(result, WorkerFailure | MediaError) else result
+    for number, _ in files:
+        if (picture := _kept[keys[number]]) is not None:
+            yield number, picture
+    if len(_kept) > MAX_KEPT:
+        _kept.clear()
 
 
 def _open(sources: dict[str, Source], item: Located) -> MediaPath | None:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from schemas.cli.interruption import StopHandler
 from stages import bucket, discover, report, run
 from stages.follow import watchers
 from stages.pages import pictures, thumbnails
-from stages.pages.report import samples
 from tests.project import Project
 from tests.stages.html_page import Page
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -28,7 +26,7 @@ def home(project: Callable[..., Project]) -> Project:
 
 @pytest.mark.long
 def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where others came, and the limit of each is lower; what was decoded again is made again."""
+    """Also if another one came; what was decoded again is made again."""
     home.settings["datasets"][0]["minimum_image_size"] = 32
     home.settings["stages"] |= {"max_reject_fraction": 1.0}
     home.image("tiny.png", (16, 16))
@@ -46,8 +44,8 @@ def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) 
 
         return run_it
 
-    monkeypatch.setattr(samples, "shrink_file", counted("file", samples.shrink_file))
-    monkeypatch.setattr(samples, "shrink_clip", counted("clip", samples.shrink_clip))
+    monkeypatch.setattr(pictures, "shrink_file", counted("file", pictures.shrink_file))
+    monkeypatch.setattr(pictures, "shrink_clip", counted("clip", pictures.shrink_clip))
     monkeypatch.setattr(thumbnails, "SandboxPool", counted("sandbox", thumbnails.SandboxPool))
 
     def make() -> list[str]:
@@ -61,48 +59,12 @@ def test_pictures_are_made_once(home: Project, monkeypatch: pytest.MonkeyPatch) 
     picture = run.picture(0, "one", (200, 0, 0))
     assert make() == ["one.png", "sandbox"]
     assert make() == []
-    for step in range(1, 40):
-        run.latent(step, "one")
-    run.clip(39, "one")
+    run.latent(1, "one")
+    run.clip(1, "one")
     assert make() == ["one.mp4"]
     run.picture(0, "one", (0, 200, 0))
     os.utime(picture, ns=(0, 1))
     assert make() == ["one.png"]
-
-
-def test_what_is_kept_is_bounded_and_as_if_it_were_made_now(tmp_path: Path) -> None:
-    kept = pictures.KeptPictures(16)
-    paths = [tmp_path / f"{number}.png" for number in range(30)]
-    made: list[int] = []
-
-    def get(number: int, limit: int, size: int | None = 100) -> Any:
-        def make() -> Any:
-            made.append(number)
-            return None if size is None else SimpleNamespace(data=b"x" * size)
-
-        return kept.get(pictures.picture_key(paths[number], "box"), limit, make)
-
-    for path in paths:
-        path.write_bytes(b"file")
-    first = get(0, 1000)
-    assert get(0, 1000) is first and get(0, 100) is first and made == [0]
-    get(0, 99, 50)
-    assert made == [0, 0], "smaller than it is"
-    get(0, 1000)
-    assert made == [0, 0, 0], "larger than what it was made for"
-    assert get(1, 500, None) is None and get(1, 400, None) is None and made[3:] == [1], "that it can't be so small"
-    for number in range(2, 30):
-        get(number, 1000)
-    get(29, 1000)
-    get(0, 1000)
-    assert made[4:] == [*range(2, 30), 0], "the oldest were dropped"
-    assert len(kept._entries) == 16
-    paths[29].write_bytes(b"another")
-    get(29, 1000)
-    paths[29].unlink()
-    get(29, 1000)
-    get(29, 1000)
-    assert made[-3:] == [29, 29, 29], "of what is no file nothing is kept"
 
 
 @pytest.mark.parametrize(("told", "beside", "pages"), [(False, False, 4), (True, False, 4), (True, True, 3)])

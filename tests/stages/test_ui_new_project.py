@@ -8,7 +8,7 @@ import pytest
 from schemas.cli.console import Options
 from schemas.config.loading import load_config
 from stages.configuring.questions import QUESTIONS
-from stages.pages.ui.projects.proposals import MOST_AT_WORK
+from stages.pages.ui.proposals import MOST_AT_WORK
 from stages.ui import open_projects
 from tests.background import until
 from tests.foreign_examples import SIMPLETUNER

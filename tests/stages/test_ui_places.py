@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.cli.console import Options
-from stages.pages.ui.projects.places import NotPermitted, Places
+from stages.pages.ui.places import NotPermitted, Places
 from stages.ui import NoFolder, open_projects, places_of
 from tests.stages.ui_server import UiServer, projects_server
 

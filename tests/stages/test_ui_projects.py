@@ -11,7 +11,7 @@ from schemas.cli.console import Options
 from schemas.errors import LatentpressError
 from stages import discover
 from stages.pages.ui.guard import Token
-from stages.pages.ui.projects.open_projects import list_configurations
+from stages.pages.ui.projects import list_configurations
 from stages.ui import open_projects
 from tests.background import until
 from tests.project import Project
@@ -174,7 +174,7 @@ def test_the_configurations_of_a_folder(
         assert "model" in server.get("/projects").text and server.get("/p/one/").status == 200
     with pytest.raises(LatentpressError, match="can't be read"):
         open_projects([], tmp_path / "absent", Options())
-    monkeypatch.setattr("stages.pages.ui.projects.open_projects.MOST_FOUND", 2)
+    monkeypatch.setattr("stages.pages.ui.projects.MOST_FOUND", 2)
     assert len(list_configurations(folder)[0]) == 2
 
 

@@ -63,24 +63,16 @@ def test_numbers_curve_and_pictures(home: Project, server: UiServer) -> None:
     assert picture.status == 200 and picture.headers["content-type"] == "image/png"
 
 
-def test_metrics_are_read_as_they_grow(home: Project) -> None:
+def test_a_curve_of_a_run_that_grows(home: Project) -> None:
     run, history = FakeRun(home), MetricsHistory()
     path = run.folder / "metrics.jsonl"
-    assert history.read(path) == ([], {}) and draw_losses([]) is None
+    assert history.draw(path) == (None, {}) and draw_losses([]) is None
     run.metrics(eval_line(0, 2.0), *(step_line(step) for step in range(1, 6)))
-    with path.open("a") as file:
-        file.write('{"step": 6, "lo')
-    assert [line["step"] for line in history.read(path)[0]] == [0, 1, 2, 3, 4, 5]
-    with path.open("a") as file:
-        file.write('ss": null}\n{"resumed": true, "step": 3}\n')
-    run.metrics(step_line(4, loss=9.0, host_memory_gib=3.0))
-    lines, memory = history.read(path)
-    assert [(line["step"], line.get("loss")) for line in lines][3:] == [(3, 1 / 3), (4, 9.0)]
+    run.metrics(step_line(6, loss=9.0, host_memory_gib=3.0))
+    history._again = 0.0
+    curve, memory = history.draw(path)
+    assert curve is not None and (curve.first, curve.last, len(curve.evaluations)) == (1, 6, 1)
     assert memory == {"host_memory_gib": 3.0}
-    curve = draw_losses(lines)
-    assert curve is not None and (curve.first, curve.last, len(curve.evaluations)) == (1, 4, 1)
-    path.write_text("")
-    assert history.read(path)[0] == []
 
 
 def test_pictures_large_and_two_steps_beside_each_other(home: Project, server: UiServer) -> None:

@@ -14,8 +14,8 @@ from schemas.cli.console import Options
 from stages.pages.ui.app import Site
 from stages.pages.ui.child_programs import Start
 from stages.pages.ui.guard import Token
-from stages.pages.ui.projects.open_projects import Projects
-from stages.pages.ui.projects.proposals import Proposals
+from stages.pages.ui.projects import Projects
+from stages.pages.ui.proposals import Proposals
 from stages.pages.ui.serve import guarded_app, make_server, open_socket
 from stages.ui import open_projects, places_of
 from tests.background import until

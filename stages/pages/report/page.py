@@ -7,7 +7,7 @@ page's own, whose hashes it has.
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from cache.runs.scores import read_curves
 from cache.runs.training_run import METRICS_FILE, read_metrics, read_progress
 from cache.runs.validations import NOTHING_HELD_OUT, measured_on
 from schemas.config.pipeline import Config
-from schemas.errors import LatentpressError
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import tables
 from stages.pages.report.curves import build_charts, score_charts
@@ -26,13 +25,7 @@ from stages.pages.report.plots import COLORS, Plot, draw_chart, script_library
 from stages.pages.report.samples import SampleGrid, gather_samples
 from stages.pages.report.tables import ReportRun
 
-MAX_PAGE_BYTES = 10_000_000
-#: Of pictures and clips, before base64 makes a third more of them; less where the rest is large.
-SAMPLE_BYTES = 4_800_000
-
-
-class PageTooLarge(LatentpressError):
-    """The page is too large even without a picture."""
+SAMPLE_BYTES = 6_000_000  # of pictures and clips, before base64 makes a third more of them
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,7 @@ def read_run(name: str, folder: Path, config: Config, given: Config) -> ReportRu
 def make_page(
     runs: Sequence[ReportRun], command: str = "", beside: tuple[Path, Path] | None = None
 ) -> tuple[ReportContent, list[bytes]]:
-    """Make the page in pieces, of at most MAX_PAGE_BYTES: where the rest is large, with fewer or smaller pictures.
-    command: that makes it again. beside: see `gather_samples`."""
+    """Make the page in pieces. command: that makes it again. beside: see `gather_samples`."""
     charts = build_charts([(run.name, run.metrics) for run in runs])
     charts += score_charts([(run.name, run.scores) for run in runs])
     named = [(run.name, run.folder, run.config) for run in runs]
@@ -72,19 +64,7 @@ def make_page(
         data=glance_at_data([(run.name, run.config, run.planned) for run in runs]),
         missing=[f"{run.name}: {text}" if len(runs) > 1 else text for run in runs for text in _missing_of_run(run)],
     )
-    while (size := sum(map(len, pieces := list(render_report(content, command))))) > MAX_PAGE_BYTES:
-        limit = f"{MAX_PAGE_BYTES / 1e6:g} MB"
-        if not content.grid.rows:
-            message = f"the page would have {size / 1e6:.1f} MB without a picture, more than {limit}"
-            raise PageTooLarge(message, "name fewer runs" if len(runs) > 1 else "shorten names and messages")
-        left = max(0, content.grid.size - (size - MAX_PAGE_BYTES) * 3 // 4 - 1)  # base64 makes 4 bytes of 3
-        grid = gather_samples(named, left, beside)
-        grid.notes.append(
-            f"Pictures are fewer or smaller, as the page is to stay below {limit}; whole ones are linked by "
-            "latentpress report --pictures-beside."
-        )
-        content = replace(content, grid=grid)
-    return content, pieces
+    return content, list(render_report(content, command))
 
 
 def _missing_of_run(run: ReportRun) -> Iterator[str]:

@@ -29,7 +29,7 @@ from stages.discovery.sources.base import open_source
 from stages.media.files import MediaError, MediaPath
 from stages.pages import training_samples
 from stages.pages.html import Figure, Gallery
-from stages.pages.pictures import THUMBNAIL_BOX, Picture, kept_pictures, picture_key, shrink_clip, shrink_file
+from stages.pages.pictures import THUMBNAIL_BOX, Picture, shrink
 from stages.planning.validation_prompts import describe_image
 
 MAX_STEPS = 16  # columns
@@ -64,12 +64,6 @@ class SampleGrid:
     rows: dict[str, list[RunSamples]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all pictures and clips."""
-        figures = [figure for rows in self.rows.values() for row in rows for figure in row.gallery.figures]
-        return sum(len(picture.data) for figure in figures for picture in figure.pictures)
 
 
 @dataclass(frozen=True)
@@ -140,8 +134,9 @@ def _share(listings: Sequence[_Files], max_bytes: int, grid: SampleGrid) -> tupl
         grid.notes.append(f"{len(counts)} of {len(rows)} rows are shown; the samples folder has all.")
     if most > columns:
         grid.notes.append(f"At most {columns} of {most} steps are shown, spread evenly; the samples folder has all.")
-    limit = max_bytes // counts[-1] if counts else 0
-    return list(rows)[: len(counts)], columns, min(MAX_CELL_BYTES, limit)
+    limit = min(MAX_CELL_BYTES, max_bytes // counts[-1] if counts else 0)
+    # A power of two, so that most pictures stay the same when a step is added.
+    return list(rows)[: len(counts)], columns, 1 << limit.bit_length() >> 1
 
 
 def _find_files(run: str, folder: Path, config: Config) -> _Files:
@@ -198,9 +193,7 @@ def _read_row(
 
 
 def _shrink_source(file: MediaPath, limit: int, at: float | None = None) -> Picture:
-    limit = min(SOURCE_BYTES, limit)
-    key = picture_key(file, (SOURCE_BOX, at))
-    return _require_small(kept_pictures.get(key, limit, lambda: shrink_file(file, SOURCE_BOX, limit, at)))
+    return _require_small(shrink(file, SOURCE_BOX, min(SOURCE_BYTES, limit), at))
 
 
 def _read_data_image(config: Config, image: Mapping[str, Any], limit: int) -> Picture:
@@ -231,12 +224,9 @@ def _read_training(files: _Files, name: str, prompt: str, limit: int, beside: Fo
 def _read_figure(path: Path, alt: str, caption: str, run: str, limit: int, beside: Folders | None) -> Figure:
     link = ""
     try:
-        link, key = _put_beside(path, run, beside) if beside else "", picture_key(path, THUMBNAIL_BOX)
-        if path.suffix == ".mp4":
-            picture = _require_small(kept_pictures.get(key, limit, lambda: shrink_clip(path, limit)))
-        else:
-            picture = _require_small(kept_pictures.get(key, limit, lambda: shrink_file(path, THUMBNAIL_BOX, limit)))
-            caption += ", preview" if read_mark(path).is_preview else ""
+        link = _put_beside(path, run, beside) if beside else ""
+        picture = _require_small(shrink(path, THUMBNAIL_BOX, limit))
+        caption += ", preview" if path.suffix != ".mp4" and read_mark(path).is_preview else ""
         return Figure((picture,), (alt,), caption, link=link)
     except MediaError as error:
         return Figure((), (), caption, problem=f"can't be read: {error}")

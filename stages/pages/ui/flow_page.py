@@ -22,7 +22,7 @@ from stages.pages.ui.app import Form, Page, Site, action, get, render, site_of
 from stages.pages.ui.child_programs import JOBS, NEED_OPTIONS, STAGES, Refused
 from stages.pages.ui.job_cards import Card, build_cards, build_run_card
 from stages.pages.ui.loss_curve import MEMORY, LossCurve
-from stages.pages.ui.run_samples import Row, list_files, make_row
+from stages.pages.ui.pictures_page import Row, list_files, make_row
 
 MOST_ROWS, MOST_STEPS = 4, 5  # of pictures
 LABELS = {

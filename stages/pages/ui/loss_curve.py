@@ -1,6 +1,5 @@
-"""The losses of a run as a small curve: read from its metrics as they grow, and drawn as SVG."""
+"""The losses of a run as a small curve, drawn as SVG."""
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,67 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from cache.runs.training_run import SMOOTHED_STEPS, parse_metrics
+from cache.runs.training_run import SMOOTHED_STEPS, read_metrics
 from stages.pages.report.curves import make_curve, thin, trailing_mean
 
 WIDTH, HEIGHT = 1000, 200  # of the SVG's coordinates
 MAX_POINTS = 600  # of a line
 MARGIN = 0.06  # of the range, above and below
-PIECE_BYTES = 8 << 20  # read at a time
 MIN_PAUSE_FACTOR = 50  # reading and drawing take 2 % of the time at most
-KEPT = ("step", "loss", "eval_loss")
 MEMORY = ("device_memory_gib", "host_memory_gib")
 Line = Mapping[str, Any]
 
 
 class MetricsHistory:
-    """The losses of a metrics.jsonl, of which only what was added since is read."""
-
-    _drawn: tuple[Path, "LossCurve | None", Line] | None = None
-    _again = 0.0  # when it may be drawn again
+    """The curve of a metrics.jsonl, which is read and drawn again only so often that it takes 2 % of the time."""
 
     def __init__(self) -> None:
-        self._file: tuple[Path, int] | None = None  # with its inode
-        self._end, self._lines, self._lock = 0, list[dict[str, Any]](), threading.Lock()
-        self._memory: dict[str, Any] = {}
-
-    def read(self, path: Path) -> tuple[Sequence[Line], Line]:
-        """(lines with KEPT of each step and evaluation, MEMORY of the last step); empty where there is no file."""
-        with self._lock:
-            try:
-                self._read_more(path)
-            except OSError:
-                self._file, self._lines, self._memory = None, [], {}
-            return self._lines, self._memory
+        self._drawn: tuple[Path, LossCurve | None, Line] | None = None
+        self._again = 0.0  # when it may be drawn again
 
     def draw(self, path: Path) -> tuple["LossCurve | None", Line]:
-        """(the curve, MEMORY of the last step), of a long run as they were a while ago: of many steps it takes long."""
+        """(the curve, MEMORY of the last step); of a long run as they were a while ago."""
         began = time.monotonic()
         if self._drawn is None or self._drawn[0] != path or began > self._again:
-            lines, memory = self.read(path)
-            self._drawn = path, draw_losses(lines), memory
+            lines = read_metrics(path)
+            last: Line = next((line for line in reversed(lines) if "loss" in line), {})
+            self._drawn = path, draw_losses(lines), {key: last[key] for key in MEMORY if key in last}
             ended = time.monotonic()
             self._again = ended + (ended - began) * MIN_PAUSE_FACTOR
         return self._drawn[1:]
-
-    def _read_more(self, path: Path) -> None:
-        with path.open("rb") as file:
-            inode, size = path.stat().st_ino, file.seek(0, 2)
-            if self._file != (path, inode) or size < self._end:
-                self._file, self._end, self._lines, self._memory = (path, inode), 0, [], {}
-            file.seek(self._end)
-            rest = b""
-            while piece := file.read(PIECE_BYTES):
-                whole, newline, rest = (rest + piece).rpartition(b"\n")
-                self._end += len(whole) + len(newline)
-                lines = parse_metrics(whole, self._lines)
-                last: Line = next((line for line in reversed(lines) if "loss" in line), {})
-                self._memory = {key: last[key] for key in MEMORY if key in last} or self._memory
-                self._lines = [
-                    {key: line[key] for key in KEPT if key in line}
-                    for line in lines
-                    if "loss" in line or "eval_loss" in line
-                ]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from schemas.errors import USAGE, LatentpressError
 from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
 from stages.pages.ui.app import Page, build_app, get, serve_file
 from stages.pages.ui.guard import Guard, Token, list_names, login_route
-from stages.pages.ui.projects import browse_page, import_page, new_page, overview_page, proposal_page
-from stages.pages.ui.projects.open_projects import BASE, Projects
-from stages.pages.ui.projects.places import Places
-from stages.pages.ui.projects.proposals import Proposals
+from stages.pages.ui.places import Places, folders_route
+from stages.pages.ui.projects import BASE, PROJECTS_PATH, Projects, overview_page
+from stages.pages.ui.proposals import Proposals, import_page, new_project_page, proposal_routes
 
 #: Of a project, in the order of the navigation.
 PAGES = (
@@ -65,11 +64,11 @@ def guarded_app(
     cookie = f"latentpress-ui-{port}"
     extra = [serve_file("/style.css", "style.css"), serve_file("/script.js", "ui.js"), documents.route(projects.sites)]
     extra += [login_route(token, cookie)] if token else []
-    extra += [browse_page.make_route(places), *proposal_page.make_routes(projects, proposals)]
+    extra += [folders_route(places), *proposal_routes(projects, proposals)]
     pages = (
-        overview_page.make_page(projects),
-        new_page.make_page(projects, places, proposals),
-        import_page.make_page(projects, places, proposals),
+        overview_page(projects),
+        new_project_page(projects, places, proposals),
+        import_page(projects, places, proposals),
     )
     app = _join(projects, pages, extra)
     return Guard(app, list_names(host, more_names), token, cookie)
@@ -79,7 +78,7 @@ def _join(projects: Projects, pages: Sequence[Page], extra: Sequence[BaseRoute])
     """The pages of all projects under their bases, and those that are of none."""
     whole = build_app(pages, extra=[*extra, Mount(f"{BASE}/{{name}}", app=projects.answer)])
     if projects.top is None:
-        whole.router.routes.append(get("/", lambda request: RedirectResponse(overview_page.PATH, 303)))
+        whole.router.routes.append(get("/", lambda request: RedirectResponse(PROJECTS_PATH, 303)))
     else:
         whole.router.routes.append(Mount("", app=projects.top.app))
     return whole

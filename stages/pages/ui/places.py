@@ -1,8 +1,7 @@
 """The folders that the page lets a person browse: those that it was given and what is below them.
 
-Told are names of folders, counts of media, and for `import-config` names of configurations; no file is opened. What is
-hidden, or led to by `..` or by a link to another place, is refused, and looks as if it were not there.
-"""
+It shows names of folders, counts of media, and for `import-config` names of configurations; no file is opened. What is
+hidden, or led to by `..` or by a link to another place, is refused, and looks as if it did not exist."""
 
 import os
 import stat
@@ -11,8 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
 from schemas.errors import LatentpressError
 from stages.configuring.media import KINDS
+from stages.pages.ui.app import get, render
 
 MOST_LISTED = 500  # folders, and configurations
 MOST_COUNTED = 20_000  # entries of the folders in one, so that an answer takes no longer
@@ -146,3 +150,25 @@ def _count(name: str, folder: Path, most: int) -> tuple[Entry, int]:
     except OSError:
         return Entry(name, str(folder), None, None), number
     return Entry(name, str(folder), counts["image"], counts["video"]), number
+
+
+FOLDERS_PATH = "/folders"
+
+
+def list_asked(places: Places, request: Request) -> tuple[Listing, NotPermitted | None]:
+    """The folder that a request asks for, or the only root, or all of them; and why it is another one."""
+    asked = request.query_params.get("at", "")
+    if not asked and len(places.roots) == 1:
+        asked = str(places.roots[0])
+    try:
+        return (places.list_folder(asked) if asked else places.list_roots()), None
+    except NotPermitted as error:
+        return places.list_roots(), error
+
+
+def folders_route(places: Places) -> BaseRoute:
+    def show(request: Request) -> Response:
+        listing, problem = list_asked(places, request)
+        return render(request, "projects/folders.html", title="Folders", listing=listing, problem=problem)
+
+    return get(FOLDERS_PATH, show)

@@ -1,0 +1,318 @@
+"""Proposals: configurations that a program of the command line would write, shown before anything is written. Their
+forms: a new project, by the questions of `configure`, and the import of another trainer's configuration.
+
+A proposal is a process with `--dry-run --json`, whose report has the text. The page keeps the newest, in a folder that
+is removed when the page ends, and stops those that are being made then."""
+
+import json
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlencode
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from schemas.config.loading import parse_config, read_text
+from schemas.config.section import NAME_PATTERN
+from schemas.errors import LatentpressError
+from schemas.foreign.trainers import TRAINERS
+from schemas.text_format import escape_lines
+from stages.configuring.choice import list_recipes
+from stages.configuring.questions import QUESTIONS, make_name
+from stages.configuring.text import compare_texts, write_file
+from stages.pages.ui.app import Form, Moved, Page, action, get, lines_of, render
+from stages.pages.ui.child_programs import ChildPrograms, Refused, Start
+from stages.pages.ui.places import Places, list_asked
+from stages.pages.ui.projects import Projects
+from stages.pages.ui.records import read_piece
+
+Program = Literal["configure", "import-config"]
+PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "configure": ("configure", "--yes"),
+    "import-config": ("import-config",),
+}
+MOST_KEPT, MOST_AT_WORK = 20, 2
+MOST_BYTES = 8 << 20  # of a report that is read
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """file: that would be written; before: its text as it was, None where there was none. again: the address of the
+    form with the same answers."""
+
+    key: str
+    program: Program
+    file: Path
+    before: str | None
+    again: str
+    programs: ChildPrograms
+    report_file: Path
+
+    @property
+    def start(self) -> Start:
+        start = self.programs.last_start(self.program)
+        assert start is not None  # it is made by one
+        return start
+
+    def report(self) -> dict[str, Any]:
+        """The report of its process; empty where that ended without one."""
+        with suppress(OSError, ValueError), self.report_file.open("rb") as file:
+            return json.loads(file.read(MOST_BYTES))
+        return {}
+
+    def text(self, report: Mapping[str, Any]) -> str:
+        """The text of the file; "" where none is proposed."""
+        details = report.get("details", {})
+        return str(details.get("file", {}).get("text", "") or details.get("pipeline", ""))
+
+    def changes(self, text: str) -> str:
+        """The difference to the file that is there."""
+        return "" if self.before is None else compare_texts(self.before, text, self.file.name)
+
+    def is_written(self, text: str) -> bool:
+        return bool(text) and self.before != text and _read(self.file) == text
+
+    def write(self) -> None:
+        """Write the text that was shown. LatentpressError if the file changed since."""
+        if self.start.is_running or not (text := self.text(self.report())):
+            raise Refused(f"there is nothing yet that {self.file} could have", "wait for the proposal")
+        parse_config(text, self.file)
+        write_file(self.file, self.before, text)
+
+
+def _read(file: Path) -> str | None:
+    return read_text(file) if file.exists() else None
+
+
+class Proposals:
+    """The proposals of one page, by their keys; a key can't be guessed, and is none after the page's end."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._proposals: dict[str, Proposal] = {}
+
+    def find(self, key: str) -> Proposal | None:
+        return {proposal.key: proposal for proposal in self._list()}.get(key)
+
+    def _list(self) -> list[Proposal]:
+        """List those whose folder was not removed by somebody else, as systems tidy up temporary files."""
+        return [proposal for proposal in self._proposals.values() if proposal.report_file.exists()]
+
+    def begin(self, program: Program, file: Path, words: Sequence[str], again: str) -> Proposal:
+        """Start the program for a file. Refused while others are being made. words: its own options."""
+        if sum(proposal.start.is_running for proposal in self._list()) >= MOST_AT_WORK:
+            raise Refused(f"{MOST_AT_WORK} proposals are being made already", "wait for one of them, or stop it")
+        if self._folder is None or not self._folder.is_dir():
+            self._folder = Path(tempfile.mkdtemp(prefix="latentpress-ui-"))
+        key = secrets.token_urlsafe(16)
+        folder = self._folder / key
+        folder.mkdir()
+        programs = ChildPrograms(folder, ["--config", str(file), "--dry-run", "--json"], PROGRAMS)
+        proposal = Proposal(key, program, file, _read(file), again, programs, folder / "report.json")
+        programs.start(program, *words, report=proposal.report_file)
+        self._proposals[key] = proposal
+        for old in [proposal for proposal in self._list() if not proposal.start.is_running][:-MOST_KEPT]:
+            del self._proposals[old.key]
+            shutil.rmtree(self._folder / old.key, ignore_errors=True)
+        return proposal
+
+    def close(self) -> None:
+        for proposal in self._list():
+            with suppress(LatentpressError):  # it has ended
+                proposal.programs.stop(proposal.program)
+        self._proposals.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+PROPOSALS_PATH = "/proposals"
+#: Details of the report of configure that are shown, with their headings.
+TABLES = {"missing": "Not installed"}
+FACTS = ("answers", "media")
+WARNING = "warning: "
+
+
+def address_of_proposal(proposal: Proposal) -> str:
+    return f"{PROPOSALS_PATH}/{proposal.key}"
+
+
+def proposal_routes(projects: Projects, proposals: Proposals) -> list[BaseRoute]:
+    def find(request: Request) -> Proposal:
+        proposal = proposals.find(request.path_params["key"])
+        if proposal is None:
+            raise HTTPException(404, "there is no such proposal any more: make it again")
+        return proposal
+
+    def show(request: Request) -> Response:
+        proposal = find(request)
+        start = proposal.start
+        log = read_piece(proposal.programs.logs(proposal.program)[0], None, not start.is_running)[0]
+        report = {} if start.is_running else proposal.report()
+        text = proposal.text(report)
+        return render(
+            request,
+            "projects/proposal.html",
+            title="Proposal",
+            proposal=proposal,
+            is_running=start.is_running,
+            stopped=start.stop_asked is not None,
+            log=log,
+            warnings=[line.removeprefix(WARNING) for line in log.split("\n") if line.startswith(WARNING)],
+            error=report.get("error"),
+            found=_describe(report.get("details", {})),
+            failed=report.get("failed", []),
+            next_steps=report.get("next_steps", []),
+            text=escape_lines(text),
+            changes=escape_lines(proposal.changes(text)) if text else "",
+            is_there=proposal.before is not None,
+            is_written=proposal.is_written(text),
+        )
+
+    def act(request: Request, form: Form) -> str | Moved:
+        proposal = find(request)
+        if request.path_params["verb"] == "stop":
+            proposal.programs.stop(proposal.program)
+            return "it is being stopped; nothing was written"
+        if request.path_params["verb"] != "write":
+            raise HTTPException(404, "a proposal is written or stopped")
+        proposal.write()
+        return Moved(f"{projects.open(proposal.file).site.base}/")
+
+    return [get(PROPOSALS_PATH + "/{key}", show), action(PROPOSALS_PATH + "/{key}/{verb}", act, "/projects")]
+
+
+def _describe(details: dict[str, Any]) -> dict[str, Any]:
+    """facts by name; tables by heading, each a list of rows or why there is none."""
+    facts = {key: value for name in FACTS for key, value in details.get(name, {}).items()}
+    facts |= {name: details[name] for name in ("model", "trainer") if name in details}
+    tables = {heading: details[name] for name, heading in TABLES.items() if details.get(name)}
+    keys = {heading: details.get(name, []) for name, heading in
+            (("carried_over", "Carried over"), ("not_needed", "Not needed"))}  # fmt: skip
+    return {"facts": facts, "tables": tables, "keys": {heading: rows for heading, rows in keys.items() if rows}}
+
+
+NEW_PATH = "/new"
+FILE = "pipeline.yaml"
+ANSWERS = (*QUESTIONS, "recipe")  # options of configure
+FOLDERS = tuple(name for name, question in QUESTIONS.items() if question.is_folder)
+MOST_CHARACTERS = 2000  # of an answer
+
+
+def new_file(folder: Path, name: str) -> Path:
+    """The configuration of a project of this name. Refused where it can't have it."""
+    if not re.fullmatch(NAME_PATTERN, name) or len(name) > 60:
+        raise Refused(f"{name!a} is no name of a folder", "use letters, digits, '.', '_' and '-', at most 60")
+    file = folder / name / FILE
+    if file.parent.is_symlink() or file.is_symlink() or (file.parent.exists() and not file.parent.is_dir()):
+        raise Refused(f"{file.parent} is a link, or no folder", "choose another name")
+    return file
+
+
+def free_name(folder: Path, wanted: str) -> str:
+    """A name that no folder there has."""
+    name = make_name(wanted)
+    names = [name, *(f"{name}-{ending}" for ending in ("project", *range(2, 100)))]
+    return next((free for free in names if not (folder / free).exists()), name)
+
+
+def new_project_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
+    def show(request: Request) -> Response:
+        """First the folders, then, with one of them as `media`, the form."""
+        given = {name: request.query_params.get(name, "") for name in ("name", *ANSWERS)}
+        problem: LatentpressError | None = None
+        if given["media"]:
+            try:
+                media = places.find_folder(given["media"])
+                given["name"] = given["name"] or free_name(projects.home, media.name)
+                return render(
+                    request,
+                    "projects/new_project.html",
+                    title="New project",
+                    given=given,
+                    questions=[question for question in QUESTIONS.values() if question.name != "media"],
+                    recipes=list_recipes(),
+                    home=projects.home,
+                )
+            except LatentpressError as error:
+                problem = error
+        listing, refusal = list_asked(places, request)
+        return render(
+            request, "projects/choose_media.html", title="New project", listing=listing, problem=problem or refusal
+        )
+
+    def propose(request: Request, form: Form) -> Moved:
+        given = _read_answers(form, places)
+        name = form.get("name", "").strip()
+        file = new_file(projects.home, name)
+        words = [f"--{option}={answer}" for option, answer in given.items()]
+        again = f"{NEW_PATH}?{urlencode({'name': name, **given})}"
+        return Moved(address_of_proposal(proposals.begin("configure", file, words, again)))
+
+    return Page("New project", NEW_PATH, (get(NEW_PATH, show), action(f"{NEW_PATH}/propose", propose, NEW_PATH)))
+
+
+def _read_answers(form: Form, places: Places) -> Mapping[str, str]:
+    given = {name: " ".join(form.get(name, "").split()) for name in ANSWERS if name not in FOLDERS}
+    given |= {name: form.get(name, "") for name in FOLDERS}
+    given = {name: answer for name, answer in given.items() if answer}
+    for name, answer in given.items():
+        if len(answer) > MOST_CHARACTERS:
+            raise Refused(f"the answer to {name} has more than {MOST_CHARACTERS} characters", "shorten it")
+        if name in FOLDERS:
+            places.find_folder(answer)
+    if "media" not in given:
+        raise Refused("no folder of media was chosen", "choose one first")
+    return given
+
+
+IMPORT_PATH = "/import"
+FILE_FIELD = "file:"  # before the name of each
+MOST_OVERRIDES = 50
+
+
+def import_page(projects: Projects, places: Places, proposals: Proposals) -> Page:
+    def show(request: Request) -> Response:
+        listing, problem = list_asked(places, request)
+        query = request.query_params
+        given = {key: query.get(key, "") for key in ("name", "from", "overrides")}
+        given["name"] = given["name"] or free_name(projects.home, Path(listing.path).name or "imported")
+        return render(
+            request,
+            "projects/import.html",
+            title="Import",
+            listing=listing,
+            problem=problem,
+            given=given,
+            chosen=query.getlist("file"),
+            trainers=TRAINERS,
+            field=FILE_FIELD,
+            home=projects.home,
+        )
+
+    def propose(request: Request, form: Form) -> Moved:
+        listing = places.list_folder(form.get("at", ""))
+        chosen = [name for name in listing.configurations if FILE_FIELD + name in form]
+        files = [str(places.find_file(f"{listing.path}/{name}")) for name in chosen]
+        if not files:
+            raise Refused("no file was chosen", "choose the configuration's files")
+        name = form.get("name", "").strip()
+        file = new_file(projects.home, name)
+        trainer = form.get("from", "")
+        overrides = lines_of(form, "overrides")
+        if len(overrides) > MOST_OVERRIDES:
+            raise Refused(f"more than {MOST_OVERRIDES} settings", "write these into the file afterwards")
+        words = [*files, *([f"--from={trainer}"] if trainer else []), *(f"--set={setting}" for setting in overrides)]
+        answers = {"at": listing.path, "file": chosen, "name": name, "from": trainer, "overrides": "\n".join(overrides)}
+        again = f"{IMPORT_PATH}?{urlencode(answers, doseq=True)}"
+        return Moved(address_of_proposal(proposals.begin("import-config", file, words, again)))
+
+    return Page("Import", IMPORT_PATH, (get(IMPORT_PATH, show), action(f"{IMPORT_PATH}/propose", propose, IMPORT_PATH)))
