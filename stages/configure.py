@@ -25,7 +25,7 @@ from stages.configuring import text
 from stages.configuring.choice import Answers, choose_candidate, choose_settings, least_edge
 from stages.configuring.headers import read_media
 from stages.configuring.media import Media
-from stages.configuring.questions import QUESTIONS, Asker, Interview, detected_card
+from stages.configuring.questions import QUESTIONS, Asker, Interview
 
 
 def option(name: str) -> Any:
@@ -70,8 +70,7 @@ def run(
     asker = Asker(given, yes, str(file))
     before = read_text(file) if file.exists() else None
     current = parse_config(before, file) if before is not None and before.strip() else None
-    with detected_card(card is None, not yes) as detected:
-        answers, listing = Interview(asker, console, file, current, family, recipe, detected).ask()
+    answers, listing = Interview(asker, console, file, current, family, recipe).ask()
     source_folder = None if answers.sources is None else file.absolute().parent / answers.sources
     found = read_media(listing, answers.kind, source_folder)
     if not len(found.width):

@@ -13,7 +13,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,9 @@ def read_regular(path: Path, last: int | None = None) -> bytes:
     return b""
 
 
-def parse_metrics(content: bytes, earlier: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """Parse lines of metrics, without those whose step is no whole number or one of whose NUMBERS is none. earlier: the
-    lines before these."""
-    lines = list(earlier)
+def parse_metrics(content: bytes) -> list[dict[str, Any]]:
+    """Parse lines of metrics. A line is left out if its step is not an integer, or one of NUMBERS not a number."""
+    lines = list[dict[str, Any]]()
     for raw in content.split(b"\n"):
         try:
             line = json.loads(raw)

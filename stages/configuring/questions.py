@@ -4,9 +4,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -165,30 +163,19 @@ class Asker:
                 self._console.print(f"  {error}", style="red", markup=False)
 
 
-@contextmanager
-def detected_card(wanted: bool, early: bool) -> Iterator[Callable[[], dict[str, Any] | None]]:
-    """Give a function that returns the row of doctor's probe for the card with the most memory, or None. early: the
-    probe, which imports torch, runs while the first questions are answered."""
-    with ThreadPoolExecutor(1) as pool:
-
-        def probe() -> dict[str, Any]:
-            return run_probe("devices") if wanted and is_installed("torch") else {}
-
-        begun = pool.submit(probe) if early else None
-
-        def find() -> dict[str, Any] | None:
-            with activity("looking for a card", at_once=True):
-                report = probe() if begun is None else begun.result()
-            cards = (row for row in report.get("devices", []) if "memory" in row)
-            return max(cards, key=lambda row: row["memory"], default=None)
-
-        yield find
+def find_card() -> dict[str, Any] | None:
+    """The row of doctor's probe, a process that imports torch, for the card with the most memory; None without one."""
+    if not is_installed("torch"):
+        return None
+    with activity("looking for a card", at_once=True):
+        cards = [row for row in run_probe("devices").get("devices", []) if "memory" in row]
+    return max(cards, key=lambda row: row["memory"], default=None)
 
 
 @dataclass
 class Interview:
     """file: the configuration to write; current: it as it is, whose settings are the defaults. family, recipe: of the
-    options. detected: of `detected_card`."""
+    options."""
 
     asker: Asker
     console: Console
@@ -196,7 +183,6 @@ class Interview:
     current: Config | None
     family: str | None
     recipe: str | None
-    detected: Callable[[], dict[str, Any] | None]
 
     def ask(self) -> tuple[Answers, Listing]:
         self._check_choices()
@@ -309,7 +295,7 @@ class Interview:
     def _ask_card(self) -> float:
         default = ASSUMED_GIB if self.recipe is None else f"{choice.made_for(self.recipe):g}"
         if not self.asker.is_given("card"):
-            card = self.detected()
+            card = find_card()
             if card is None:
                 self.console.log(f"no card was found here: {default} GiB are the default")
             else:

@@ -1,10 +1,8 @@
 """The PNG contact sheet of validation samples that `decode` writes, to view without a browser."""
 
-import unicodedata
 from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,35 +27,6 @@ ELLIPSIS = "…"
 TEXT_COLOR, MUTED_COLOR, BACKGROUND = "#1b1f24", "#57606a", "#ffffff"
 
 
-@dataclass
-class SheetBlock:
-    """A row of the sheet, with coordinates from its top left corner. pictures: (x, y, image). lines: (x, y, text,
-    color)."""
-
-    width: int
-    height: int = 0
-    pictures: list[tuple[int, int, Image.Image]] = field(default_factory=list)
-    lines: list[tuple[int, int, str, str]] = field(default_factory=list)
-
-    def write(self, text: str, color: str = TEXT_COLOR, most: int = 1) -> None:
-        """Add at most `most` lines below."""
-        for line in wrap(text, self.width, most):
-            self.lines.append((0, self.height, line, color))
-            self.height += LINE_HEIGHT
-
-
-def _draw(placed: Sequence[tuple[int, int, SheetBlock]], width: int, height: int) -> Image.Image:
-    """A sheet with blocks at their positions."""
-    sheet = Image.new("RGB", (width, height), BACKGROUND)
-    pen = ImageDraw.Draw(sheet)
-    for x, y, block in placed:
-        for left, top, image in block.pictures:
-            sheet.paste(image, (x + left, y + top))
-        for left, top, text, color in block.lines:
-            pen.text((x + left, y + top), text, fill=color, font=font_for(text))
-    return sheet
-
-
 def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path | None]], path: Path, mark: Mark) -> None:
     """Write a PNG of validation samples: a row for each with its prompt, a column for each step.
 
@@ -72,22 +41,28 @@ def write_sheet(config: Config, pictures: Sequence[tuple[str, str, Path | None]]
     files = {(step, name): file for step, name, file in pictures if step in steps and name in names}
     images = {key: _thumbnail(file) for key, file in files.items() if file}
     cell = max([MIN_CELL, *(image.width + 2 * PADDING for image in images.values())])
-    placed, y = [], 0
+    width = len(steps) * cell
+    rows, height = [], 0  # (top, name, lines of its prompt)
     for name in names:
-        block = SheetBlock(len(steps) * cell - 2 * PADDING)
-        block.write(f"{name}: {prompts[samples[name].prompt]}" if name in samples else name, most=PROMPT_LINES)
-        below, tallest = block.height + LINE_HEIGHT + PADDING, MIN_HEIGHT
+        text = f"{name}: {prompts[samples[name].prompt]}" if name in samples else name
+        lines = wrap(text, width - 2 * PADDING)
+        rows.append((height + PADDING, name, lines))
+        tallest = max([MIN_HEIGHT, *(image.height for (_, other), image in images.items() if other == name)])
+        height += (len(lines) + 1) * LINE_HEIGHT + tallest + 3 * PADDING
+    sheet = Image.new("RGB", (width, height), BACKGROUND)
+    pen = ImageDraw.Draw(sheet)
+    for top, name, lines in rows:
+        for number, line in enumerate(lines):
+            pen.text((PADDING, top + number * LINE_HEIGHT), line, fill=TEXT_COLOR, font=_font())
+        top += len(lines) * LINE_HEIGHT
         for column, step in enumerate(steps):
             file, image = files.get((step, name)), images.get((step, name))
-            preview = ", preview" if file and read_mark(file).is_preview else ""
-            block.lines.append((column * cell, block.height, f"{step}{preview}", MUTED_COLOR))
+            label = f"{step}, preview" if file and read_mark(file).is_preview else step
+            pen.text((PADDING + column * cell, top), label, fill=MUTED_COLOR, font=_font())
             if image:
-                block.pictures.append((column * cell + (cell - image.width) // 2 - PADDING, below, image))
-                tallest = max(tallest, image.height)
-        placed.append((PADDING, y + PADDING, block))
-        y += below + tallest + 2 * PADDING
+                sheet.paste(image, (column * cell + (cell - image.width) // 2, top + LINE_HEIGHT + PADDING))
     with replacing(path) as temporary:
-        _draw(placed, len(steps) * cell, y).save(temporary, format="PNG", pnginfo=png_info(mark))
+        sheet.save(temporary, format="PNG", pnginfo=png_info(mark))
 
 
 def _thumbnail(file: Path) -> Image.Image:
@@ -115,8 +90,8 @@ def _fit(image: Image.Image, side: int) -> Image.Image:
 def wrap(text: str, width: int, most: int = PROMPT_LINES) -> list[str]:
     """Divide a text into at most `most` lines of at most `width` pixels; the last one ends with an ellipsis where more
     is left out. A word that is too long is divided."""
-    text, lines = drawable(text), list[str]()
-    measure = font_for(text).getlength
+    text, lines = escape_unprintable(text), list[str]()
+    measure = _font().getlength
     while text and len(lines) < most:
         end = bisect(range(1, len(text) + 1), width, key=lambda count: measure(text[:count]))
         if end < len(text) and (space := text.rfind(" ", 0, end + 1)) > 0:
@@ -132,28 +107,10 @@ def wrap(text: str, width: int, most: int = PROMPT_LINES) -> list[str]:
 
 
 @cache
-def _default_font() -> Any:
-    return ImageFont.load_default(FONT_SIZE)
-
-
-@cache
-def _installed_font() -> Any:
-    """The first of FONTS that is installed, which has the letters of most European languages; None where none is."""
+def _font() -> Any:
+    """The first of FONTS that is installed, which has the letters of most European languages, else Pillow's own, which
+    has little but ASCII. A letter that a font lacks is a box."""
     for name in FONTS:
         with suppress(OSError):
             return ImageFont.truetype(name, FONT_SIZE)
-    return None
-
-
-def font_for(text: str) -> Any:
-    """Pillow's own font, which has little but ASCII, or for other text an installed one. What it lacks is a box."""
-    is_plain = text.replace(ELLIPSIS, "").isascii()
-    return _default_font() if is_plain else _installed_font() or _default_font()
-
-
-def drawable(text: str) -> str:
-    """Printable, and without accents where no font has them: e for é."""
-    text = escape_unprintable(text)
-    if text.isascii() or _installed_font():
-        return text
-    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return ImageFont.load_default(FONT_SIZE)

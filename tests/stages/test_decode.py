@@ -14,12 +14,11 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from cache.models.weights import hash_file
-from cache.runs.derived import MARK_BYTES, Mark, read_mark
+from cache.runs.derived import Mark
 from schemas.errors import LatentpressError
 from stages import decode
 from stages.encoding.vae import base
-from stages.media.video import probe_video
-from stages.pages.sheets import font_for, wrap, write_sheet
+from stages.pages.sheets import write_sheet
 
 COLORS = (
     (200, 40, 90),
@@ -153,16 +152,6 @@ def test_an_image_is_what_the_autoencoder_decodes(project) -> None:
 
 
 @pytest.mark.slow
-def test_a_video_has_its_frames_and_rate(project) -> None:
-    home = project("kandinsky5-video-t2v")
-    put(home, "clip", random_latent(16, 3, 8, 8), "kandinsky5-video")
-    home.run(decode.run)
-    found = probe_video(home.folder / "output/run/samples/step-000003/clip.mp4")
-    assert (found.frames, found.width, found.height) == (9, 64, 64)
-    assert found.rate == pytest.approx(12)
-
-
-@pytest.mark.slow
 def test_what_is_decoded_is_not_decoded_again_and_new_steps_are(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
@@ -215,16 +204,6 @@ def test_a_picture_is_of_the_present_latent_whatever_the_times_of_the_files(proj
     assert picture.read_bytes() != before and sheet.read_bytes() != shown
 
 
-@pytest.mark.parametrize("suffix", [".png", ".mp4"])
-def test_a_file_says_what_it_was_made_from(tmp_path, suffix) -> None:
-    path, mark = tmp_path / f"a{suffix}", Mark("0123456789abcdef" * 2, is_preview=True)
-    frames = np.random.default_rng(0).integers(0, 255, (30, 64, 96, 3), np.uint8)
-    decode.write_output(path, frames, 12, mark)
-    assert path.stat().st_size > 2 * MARK_BYTES and read_mark(path) == mark
-    decode.write_output(path, frames, 12)
-    assert read_mark(path) == read_mark(tmp_path / "absent") == Mark()
-
-
 @pytest.mark.slow
 def test_the_contact_sheet_of_a_killed_decode_is_made_by_the_next(project, monkeypatch) -> None:
     home = project("kandinsky5-image-t2i")
@@ -256,33 +235,12 @@ def test_a_file_that_is_no_validation_latent_is_named(project) -> None:
     assert row["reason"] == "damaged" and "cat.safetensors can't be read" in row["message"]
 
 
-def test_an_output_that_is_no_folder_is_named_before_a_model_is_loaded(project, monkeypatch) -> None:
-    home = project("kandinsky5-image-t2i")
-    monkeypatch.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
-    (home.folder / "output").symlink_to(home.folder / "unmounted")
-    with pytest.raises(LatentpressError, match=r"output is a link to .*unmounted, which is not there"):
-        home.run(decode.run)
-    (home.folder / "output").unlink()
-    (home.folder / "output").write_text("x")
-    with pytest.raises(LatentpressError, match="output is a file, not a folder"):
-        home.run(decode.run)
-
-
 @pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_no_traceback(project) -> None:
     home = project("kandinsky5-image-t2i")
     put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
     (home.folder / "output/run/samples").write_text("a file in its place")
     with pytest.raises(LatentpressError, match=r"samples is a file, not a folder"):
-        home.run(decode.run)
-
-
-@pytest.mark.slow
-def test_trackers_that_cannot_be_written_to_are_no_traceback(project) -> None:
-    home = project("kandinsky5-image-t2i")
-    put(home, "cat", random_latent(16, 1, 8, 8), "kandinsky5-image")
-    (home.folder / "output/run/tensorboard").write_text("a file in its place")
-    with pytest.raises(LatentpressError, match=r"tensorboard is a file, not a folder"):
         home.run(decode.run)
 
 
@@ -333,16 +291,6 @@ def test_a_contact_sheet_has_a_limit_and_the_order_of_the_configuration(project,
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.size == (16 * 160, 64 * (2 * 18 + 3 * 4) + 64 + 63 * 32)
     assert sheet.getpixel((80, 4 + 2 * 18 + 4 + 32)) == (255, 0, 0), "first row, first step"
-
-
-def test_a_prompt_takes_three_lines_at_most_and_any_letters() -> None:
-    assert wrap("a cat", 200) == ["a cat"]
-    long = wrap("a photograph of a cat " * 20, 200)
-    assert len(long) == 3 and long[2].endswith("…") and " ".join(long).startswith("a photograph of a cat")
-    assert all(font_for(line).getlength(line) <= 200 for line in long)
-    assert len(wrap("w" * 200, 200)) == 3 and "".join(wrap("w" * 30, 200)) == "w" * 30
-    for text in ("кошка на столе", "猫" * 300, "\u202eabc", "قطة", "😀", ""):
-        assert 1 <= len(wrap(text, 160)) <= 3
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from cache.store.store import Store
 from schemas.cli.report import heading
 from schemas.clips import clip_times
 from schemas.errors import LatentpressError
-from stages import discover, preview
-from stages.media.files import MediaError
+from stages import preview
 from stages.media.sample_reader import read_cropped_image, read_sample_frames, read_sample_mask
 from stages.pages import sample_preview
 from stages.pages.plan_table import PlanTable
@@ -81,17 +80,6 @@ def test_what_cannot_be_read_is_shown_with_its_reason(project) -> None:
     assert len(page.articles) == 3 and len(page.pictures("fine.png")) == 1
 
 
-def test_a_clip_that_ends_early_is_shown_with_its_reason(project) -> None:
-    home = project("kandinsky5-video-t2v", **video_settings())
-    path = home.video("clip.mp4", frames=48, rate=24)
-    planned(home)
-    sample = rows(home)["clip.mp4"]
-    files = {"media": (path, sample["media_id"])}
-    task = sample_preview.PreviewTask(sample | {"start": 1.5}, (64, 48), files, "pyav")
-    with pytest.raises(MediaError, match=r"ends at 2\.0"):
-        sample_preview.render_preview(task)
-
-
 @pytest.mark.slow
 def test_an_item_that_takes_too_long_costs_itself_alone(project) -> None:
     home = project(**settings())
@@ -118,18 +106,6 @@ def test_a_bucket_has_the_line_that_bucket_prints(project) -> None:
     assert sum("held out" in article for article in page.articles) == sheet.active.num_rows - sum(
         row["samples"] for row in table
     )
-
-
-@pytest.mark.slow
-def test_an_item_that_discover_no_longer_has_is_shown_without_its_size(project) -> None:
-    home = project(**settings())
-    path = home.image("one.png")
-    planned(home)
-    Image.new("RGB", (90, 30)).save(path)
-    home.run(discover.run)
-    _, page = show(home)
-    assert "size no longer known → " in page.article("one.png")
-    assert "not known" in page.text
 
 
 @pytest.mark.slow

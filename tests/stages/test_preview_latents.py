@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cache.shards import shard_io
 from cache.store.store import Store
@@ -18,14 +16,9 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, preview
 from stages.encoding.vae import base
 from stages.media import sample_reader
-from stages.media.files import MediaError
 from stages.media.sample_reader import read_cropped_image, read_sample_frames
 from stages.pages import pictures, result_page, sample_preview
-from stages.pages.html import Section, render_template
-from stages.pages.plan_table import EncodedCaption
-from stages.pages.result_page import SampleResult, result_card
-from stages.pages.sample_preview import PageItem
-from tests.stages.html_page import HOSTILE, SEEN, Page, alike, decoded
+from tests.stages.html_page import Page, alike, decoded
 from tests.stages.plan_previews import rows, settings
 
 MODE = "latents.posterior=mode"  # so that a test can encode again without a seed
@@ -200,22 +193,6 @@ def test_what_is_not_encoded_is_counted_with_the_command(photos) -> None:
     assert report.details["buckets"][0]["encoded"] == 6 - count
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_choice_is_by_identity_and_of_what_is_encoded(photos) -> None:
-    lowest = sorted(row["sample_id"] for row in rows(photos).values())
-    report, _ = show(photos, items=2)
-    assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
-    for path in (photos.root / "latents").rglob("*.arrow"):
-        with shard_io.open_reader(Store(photos.root), str(path.relative_to(photos.root))) as found:
-            ids = list(found.meta.ids)
-        if lowest[0] in ids:
-            path.unlink()
-            lowest = [name for name in lowest if name not in ids]
-    report, _ = show(photos, items=2)
-    assert sorted(row["sample_id"] for row in report.details["samples"]) == lowest[:2]
-
-
 @pytest.mark.slow
 def test_a_damaged_row_costs_itself_alone(photos) -> None:
     path = sorted((photos.root / "latents").rglob("*.arrow"))[0]
@@ -231,15 +208,6 @@ def test_a_damaged_row_costs_itself_alone(photos) -> None:
     assert "latentpress verify --repair" in report.next_steps
 
 
-def test_a_dry_run_writes_nothing_and_loads_nothing(photos, monkeypatch) -> None:
-    monkeypatch.setattr(base, "load_autoencoder", lambda *_: pytest.fail("loaded for nothing"))
-    before = sorted(photos.folder.rglob("*"))
-    report = photos.run(preview.run, dry_run=True)
-    assert (report.remaining, report.exit_code) == (6, 0)
-    assert report.details["buckets"] == [{"bucket": "80x48@1", "samples": 6, "encoded": 6, "shown": 6}]
-    assert sorted(photos.folder.rglob("*")) == before
-
-
 def test_nothing_encoded_is_said_with_the_command(project) -> None:
     home = project(**settings())
     home.image("one.png")
@@ -248,46 +216,6 @@ def test_nothing_encoded_is_said_with_the_command(project) -> None:
     with pytest.raises(LatentpressError, match=r"no sample of plan .* is encoded yet") as raised:
         home.run(preview.run)
     assert "latentpress encode-latents" in raised.value.next_step
-
-
-def latents_page(word: str) -> Any:
-    """A page whose every text is `word`: an image, a clip, and a sample that is damaged and has no original."""
-    dot = pictures.Picture(b"", 10, 10)
-    place = dict.fromkeys(("dataset", "path", "source_path", "mask_path", "sample_id", "bucket"), word)
-    place |= {"role": "train", "regularization": False, "repeats": 0, "weight": 1.0}
-    cut = {"bucket": "64x64@1", "resize_w": 80, "resize_h": 64, "x": 8, "y": 0}
-    sample = {"kind": "image", "condition": "source", "mask_id": word, "geometry": cut}
-    item, captions = (
-        PageItem(place, sample, (60, 48), 0.2, 0.0),
-        (EncodedCaption(word, 3, 3), EncodedCaption(word, problem=word)),
-    )
-    frames = [result_page.ComparedFrame(dot, dot, dot, mse, time) for mse, time in ((650.0, None), (0.0, 0.5))]
-    results = [SampleResult(item, captions, result_page.Comparison((frame,), frame.mse, (frame,))) for frame in frames]
-    results += [
-        SampleResult(item, captions, None, MediaError("missing", word, word, word), LatentpressError(word, word))
-    ]
-    line = {"bucket": "64x64@1", word: word}
-    section = Section(word, word, line, word, [result_card(result) for result in results], [line])
-    pieces = render_template("preview.html", title=word, intro=[word], buckets=[line], sections=[section])
-    return Page(b"".join(pieces).decode())
-
-
-def test_whatever_text_a_cache_holds_adds_no_tag_and_no_attribute() -> None:
-    page = latents_page(HOSTILE)
-    assert page.structure == latents_page("word").structure
-    image, clip, damaged = page.articles
-    for card in page.articles:
-        assert f"{SEEN}/{SEEN}" in card and f"source: {SEEN}" in card and "49" not in card
-    assert "20.00 dB" in image and "0.50 s, identical" in clip and f"can't be decoded: {SEEN}; {SEEN}" in damaged
-    assert page.of("img")[0]["alt"] == f"original: {SEEN}"
-
-
-@given(st.integers(1, 500))
-def test_chosen_frames_are_spread_from_the_first_to_the_last(count: int) -> None:
-    places = sample_preview.frame_indices(count)
-    assert (places[0], places[-1], len(places)) == (0, count - 1, min(count, sample_preview.MAX_SHOWN_FRAMES))
-    gaps = np.diff(places)
-    assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
 
 
 def test_psnr_of_known_differences() -> None:

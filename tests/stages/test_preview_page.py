@@ -76,24 +76,6 @@ def titles(page: Page) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_page_needs_nothing_else_and_is_the_same_each_time(project) -> None:
-    home = project(**settings())
-    for number in range(3):
-        home.image(f"{number}.png", seed=number)
-    planned(home)
-    _, page = show(home)
-    first = (home.folder / "page.html").read_bytes()
-    assert show(home)[0].done == 3
-    assert (home.folder / "page.html").read_bytes() == first
-    links = [value for _, tag in page.tags for key, value in tag.items() if key in ("src", "href")]
-    assert links and all(str(link).startswith(("data:", "#")) for link in links)
-    assert all(image["alt"] for image in page.of("img"))
-    targets = {f"#{section['id']}" for section in page.of("section") if "id" in section}
-    assert {link["href"] for link in page.of("a")} == targets
-    assert [path.name for path in home.folder.iterdir() if path.name.endswith(".tmp")] == []
-
-
-@pytest.mark.slow
 def test_a_bucket_can_be_chosen(project) -> None:
     home = project(**settings())
     for number, size in enumerate(((64, 64), (128, 64))):

@@ -5,13 +5,12 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
-from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -96,14 +95,6 @@ def test_an_adapter_is_uploaded_with_its_card(home: Project, models: ModelHub) -
     assert home.run(push.run).done == 0
     weights.write_bytes(weights.read_bytes()[::-1])
     assert home.run(push.run).done == 3, "trained anew"
-
-
-def test_only_the_files_of_the_result_are_uploaded(home: Project, models: ModelHub) -> None:
-    adapter = finished(home).folder / "adapter"
-    for name in (".hidden.safetensors", "comfyui_lora.safetensors", "lycoris_weights.safetensors", "mine.safetensors"):
-        (adapter / name).write_bytes(b"stale")
-    home.run(push.run)
-    assert set(uploaded(models)) == {"README.md", "images/one.jpg", "pytorch_lora_weights.safetensors"}
 
 
 @pytest.mark.parametrize("linked", ["adapter", "adapter/pytorch_lora_weights.safetensors"])
@@ -327,20 +318,3 @@ def test_the_code_of_the_card_names_what_diffusers_has(
         adapter
     ] in code
     assert ("num_frames=5" in code) == ("video" in kind) and ("image=" in code) == ("i2" in kind)
-
-
-@pytest.mark.slow
-def test_large_files_come_by_xet_where_it_is_installed(
-    home: Project,
-    models: ModelHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("hf_xet")
-    finished(home)
-    models.xet = tmp_path / "xet"
-    models.xet.mkdir()
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    home.run(push.run)
-    assert len(uploaded(models)) == 3 and not any(path.startswith("PUT /lfs") for path in models.requests)
-    assert any("/xet-write-token/" in path for path in models.requests) and any(models.xet.rglob("*"))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource
+from PIL import Image
 
 from cache.runs.scores import Measured, SampleScores, append_step
 from cache.runs.training_run import append_stage
@@ -21,6 +22,7 @@ from schemas.errors import LatentpressError
 from stages import bucket, discover, report
 from stages.encoding.job_reports import JobReport
 from stages.encoding.stage_registry import TEXT
+from stages.media.image import png_info
 from stages.pages.report.curves import build_charts
 from stages.pages.report.plots import draw_chart
 from tests.project import Project
@@ -188,18 +190,6 @@ def test_a_step_after_which_the_data_are_others_is_marked(home: Project) -> None
     assert '"location":3' in draw_chart(charts["loss"], 1).item
 
 
-def test_runs_that_were_scored_by_different_models_have_plots_of_their_own(home: Project) -> None:
-    for number, run in enumerate(("first", "second", "third")):
-        made = FakeRun(home, run)
-        if run != "third":
-            sample = SampleScores("cat", "cat", 0, "", {"clip_score": 30.0 + number})
-            append_step(made.folder, 20, [sample], {"clip_score": Measured(f"f{number}", f"org/clip-{number}")}, [])
-    text, missing = page_of(home, runs=["first", "second", "third"])
-    assert curves(text) == {"score-0": {"first": [30.0]}, "score-1": {"second": [31.0]}}
-    assert "Score: CLIP score, by clip-1" in Page(text).text
-    assert "Score: CLIP score, by clip-0: third: it was not scored with this." in missing
-
-
 def _number(value: float | None) -> float:
     return np.nan if value is None else value
 
@@ -260,11 +250,9 @@ def test_many_steps_and_samples_stay_small_and_keep_every_peak(home: Project, of
     for step in range(0, steps + 1, every):
         made.latent(step, "one")
     noise = generator.integers(0, 256, (320, 320, 3), np.uint8)
-    from PIL import Image
-
     for step in range(0, steps + 1, every):
         path = made.picture(step, "one", (0, 0, 0))
-        Image.fromarray(noise).save(path)
+        Image.fromarray(noise).save(path, pnginfo=png_info(made.mark(step, "one")))
     text, _ = page_of(home)
     assert (made.folder / "report.html").stat().st_size < 10_000_000
     found, shown = curves(text), Page(text).of("img")
@@ -331,11 +319,6 @@ def test_secrets_of_addresses_stay_out(home: Project) -> None:
     made.metrics(step_line(1))
     text, _ = page_of(home)
     assert secret not in text and "host.example/set.csv" in text
-
-
-def test_a_dry_run_writes_nothing(home: Project) -> None:
-    made = home.run(report.run, dry_run=True)
-    assert made.remaining == 1 and not (home.folder / "output").exists()
 
 
 @pytest.mark.slow

@@ -104,12 +104,3 @@ def test_what_differs_from_the_defaults_is_what_was_set(family: str) -> None:
     changed = {"train.steps": ("7", "1000"), "train.adapter.rank": ("3", "16"), "stages.discover.workers": ("9", "4")}
     changed |= {"datasets.a.conditioning_data": ("b", "null")} if only_edits else {}
     assert rows == expected | changed
-
-
-def test_long_configurations_are_cut(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MAX_ROWS", 2)
-    monkeypatch.setattr(tables, "MAX_TEXT", 100)
-    rows = tables.differing_from_defaults(run.config)
-    assert len(rows) == 3 and rows[2]["option"].startswith("and ") and rows[2].keys() == rows[0].keys()
-    text, whole = tables.configuration_text(run.folder / "config.yaml"), (run.folder / "config.yaml").read_text()
-    assert text.splitlines()[-1].endswith("more characters: config.yaml]") and whole.startswith(text[:100])

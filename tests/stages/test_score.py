@@ -17,8 +17,7 @@ from stages import run, score
 from stages.decode import write_output
 from stages.follow import watchers
 from stages.follow.clip_score import ClipScore
-from stages.media.files import MediaError
-from stages.score import find_samples, frame_numbers, read_sample
+from stages.score import find_samples, read_sample
 from tests.project import Project
 from tests.stages.clip import load_clip
 from tests.stages.report_run import FakeRun, eval_line, step_line
@@ -91,18 +90,6 @@ def test_run_notices_before_it_starts_that_the_model_is_missing(
     home.settings["stages"]["order"] = ["index"]
     with pytest.raises(pytest.fail.Exception, match="a stage was started"):
         home.run(run.run)
-
-
-def test_run_notices_that_a_repository_is_not_in_the_local_cache(
-    home: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    home.settings["validation"]["scores"]["clip"] = "openai/clip-of-nobody"
-    monkeypatch.setattr(run.StageProcesses, "run", lambda *_: pytest.fail("a stage was started"))
-    with pytest.raises(LatentpressError, match="openai/clip-of-nobody") as caught:
-        home.run(run.run)
-    assert caught.value.next_step
 
 
 @pytest.mark.slow
@@ -273,14 +260,6 @@ def test_the_trackers_get_scores_with_their_spread(home: Project) -> None:
     assert len(events.Scalars("scores/clip_score/cat")) == 2
 
 
-@pytest.mark.parametrize(
-    ("count", "most", "numbers"),
-    [(1, 8, [0]), (5, 8, [0, 1, 2, 3, 4]), (9, 1, [4]), (10, 2, [2, 7]), (61, 3, [10, 30, 50])],
-)
-def test_frames_are_spread_evenly(count: int, most: int, numbers: list[int]) -> None:
-    assert frame_numbers(count, most) == numbers
-
-
 def test_the_frames_of_a_clip_are_those(project) -> None:
     """Each of its 12 frames is brighter than the one before."""
     clip = FakeRun(project()).clip(0, "one")
@@ -310,10 +289,3 @@ def test_samples_say_what_they_are_and_wait_for_their_pictures(project) -> None:
     ]
     contents = {each.content() for each in second.samples}
     assert len(contents) == 2 and "" not in contents
-
-
-def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
-    for name in ("one.png", "two.mp4"):
-        (tmp_path / name).write_bytes(b"cut off")
-        with pytest.raises(MediaError, match=name):
-            read_sample(tmp_path / name, 8)

@@ -22,7 +22,6 @@ from stages.pages.ui.guard import COOKIE_S, Token, find_refusal, list_names
 from tests.background import until
 from tests.project import Project
 from tests.s3_server import BUCKET, S3Server
-from tests.stages.follow.notified_run import training
 from tests.stages.report_run import FakeRun, step_line
 from tests.stages.ui_server import WAIT_S, UiServer, ui_server
 
@@ -153,26 +152,6 @@ def test_a_request_that_does_not_come_is_not_waited_for(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_record_of_another_age_is_none(server: UiServer, home: Project) -> None:
-    path = home.folder / "output/.ui/starts/discover.json"
-    path.parent.mkdir(parents=True)
-    record = {"program": "discover", "process": 1, "process_start": "a", "host": "elsewhere", "log": "a.log"}
-    for began, found in ((1.0, True), (1e308, False), (-1e308, False)):
-        path.write_bytes(format_record(record | {"began": began}))
-        assert (server.site.programs.last_start("discover") is not None) == found
-        assert server.post("/jobs/run/start").status == 409 if found else server.get("/").status == 200
-
-
-def test_a_time_left_beyond_any_calendar_is_shown(server: UiServer, home: Project) -> None:
-    home.settings["train"] = {"run": "run", "steps": 40}
-    home.config()
-    run = FakeRun(home)
-    run.metrics(step_line(1, seconds_left=1e308))
-    with training(run):
-        answer = server.get("/")
-    assert answer.status == 200 and "days, " in answer.text
-
-
 def test_what_is_done_is_run_again(server: UiServer, home: Project) -> None:
     home.run(discover.run)
     text = server.get("/").text
@@ -199,15 +178,6 @@ def test_a_page_that_can_be_made_is_made_when_it_is_opened(server: UiServer, hom
         path.write_bytes(format_record(record | {"began": 1.0, "exit_code": code}))
         assert not is_due("report", "report"), "it failed, or was killed"
     assert not (home.folder / "output/.ui/logs").exists()
-
-
-@pytest.mark.slow
-def test_a_preview_is_made_beside_nothing_else(encoded: Project) -> None:
-    encoded.config()
-    with ui_server(encoded) as server:
-        assert "data-make" in server.get("/preview").text
-        with training(FakeRun(encoded)):
-            assert "data-make" not in server.get("/preview").text
 
 
 def test_only_documents_of_the_output_are_served(server: UiServer, home: Project) -> None:

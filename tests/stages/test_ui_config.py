@@ -204,18 +204,6 @@ def test_without_a_script_the_page_keeps_what_was_typed(server: UiServer) -> Non
     assert "train.steps: expected a whole number" in answer.text
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_can_not_be_written(server: UiServer) -> None:
-    path, text = file_of(server), file_of(server).read_text()
-    path.parent.chmod(0o500)
-    try:
-        fields = {"text": text, "base": text, "stamp": stamp_of(server), "field:train.steps": "41"}
-        answer = server.post("/configuration/save", **fields)
-    finally:
-        path.parent.chmod(0o700)
-    assert answer.status == 409 and path.read_text() == text and "not saved" in answer.json["problems"][0]
-
-
 @pytest.mark.slow
 def test_form_and_text_follow_each_other_in_a_browser(server: UiServer, browser: Any) -> None:  # noqa: F811
     page = browser.new_page(viewport={"width": 1280, "height": 900})

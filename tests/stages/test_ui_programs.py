@@ -154,18 +154,6 @@ def test_a_start_of_another_page_is_not_lost(
     assert page().last_start("decode") == started[0]
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "words"), [(0, "done", "finished"), (3, "failed", "work remains"), (2, "failed", "failed")]
-)
-def test_how_it_ended(page: Callable[..., ChildPrograms], code: int, state: str, words: str) -> None:
-    programs = page(f"#!/bin/sh\nexit {code}\n")
-    programs.start("index")
-    assert ended(programs, "index").exit_code == code
-    card = build_job_card("index", "", programs)
-    assert card.state == state and words in card.remark and card.can == ["start"] and card.log == "index"
-    programs.start("index")
-
-
 def test_another_process_with_its_id_is_left_alone(page: Callable[..., ChildPrograms]) -> None:
     programs = page()
     before = programs.start("report")

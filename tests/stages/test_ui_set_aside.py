@@ -32,10 +32,6 @@ def home(project: Callable[..., Project]) -> Project:
     return made
 
 
-def test_before_anything_was_set_aside(server: UiServer) -> None:
-    assert "Nothing was set aside" in server.get("/set-aside").text
-
-
 def test_reasons_remedies_and_the_search(home: Project, server: UiServer) -> None:
     home.run(discover.run)
     home.run(bucket.run)

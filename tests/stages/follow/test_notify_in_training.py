@@ -5,7 +5,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -99,41 +98,6 @@ def test_the_scores_of_a_validation_are_waited_for(home: Project, hook: WebhookS
         home.run(notify.run)
     assert events(hook)[1:] == [("validation", 0)]
     assert "clip_score 30.5" in hook.texts()[1] and hook.received[1]["attachments"]
-
-
-def end_training(run: FakeRun) -> None:
-    finish(run)
-
-
-def validate_again(run: FakeRun) -> None:
-    run.metrics(eval_line(20, 1.5))
-
-
-def grow_old(run: FakeRun) -> None:
-    old = time.time() - run_events.SCORES_WAIT_S - 1
-    os.utime(run.folder / "samples/step-000000/one.png", (old, old))
-    os.utime(run.folder / "validation/step-000000/one.safetensors", (old, old))
-
-
-@pytest.mark.parametrize(("happens", "watching"), [(validate_again, True), (grow_old, True), (end_training, False)])
-def test_scores_that_do_not_come_hold_nothing_up_for_long(
-    home: Project, scored: FakeRun, happens: Callable[[FakeRun], None], watching: bool
-) -> None:
-    """Not once the next validation is there, after a quarter of an hour, or at the end of `run`."""
-    with training(scored):
-        found, pending = run_events.find_events(scored.config, (), watching=True)
-        assert [event.event for event in found] == ["started"] and pending == 1
-    happens(scored)
-    found, pending = run_events.find_events(scored.config, (), watching=watching)
-    assert ("validation", 0) in [(event.event, event.step) for event in found] and pending == 0
-
-
-def test_scores_that_nobody_makes_are_not_waited_for(home: Project, scored: FakeRun) -> None:
-    stages = [stage for stage in home.config().stages.order if stage != "score"]
-    config = home.config(f"stages.order=[{', '.join(stages)}]", "train.run=run")
-    with training(scored):
-        found, pending = run_events.find_events(config, (), watching=True)
-    assert [event.event for event in found] == ["started", "validation"] and pending == 0
 
 
 def test_a_failure_is_told_with_its_reason_and_what_follows(home: Project, hook: WebhookServer) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,18 +14,16 @@ from typing import Any
 
 import pytest
 
-from cache.runs.training_run import LOCK_NAME, begin_record, clear_failure
-from schemas.cli import progress
+from cache.runs.training_run import LOCK_NAME
 from schemas.cli.console import Console, Options, Report
 from schemas.cli.interruption import StopHandler
-from schemas.cli.progress import show_activities
 from stages import report, run
 from stages.follow import watchers
 from stages.follow.watchers import Watch, Watcher, Watchers
-from tests.background import LIMIT_S, until
+from tests.background import until
 from tests.processes import ForkedProgram
 from tests.project import Project
-from tests.stages.report_run import FakeRun, eval_line, step_line
+from tests.stages.report_run import FakeRun, eval_line
 
 
 def follow() -> None:
@@ -153,35 +150,6 @@ def test_one_that_does_not_finish_is_ended(project, pretend, monkeypatch, capsys
     assert ("did not finish within 0 s, and was ended" in capsys.readouterr().err) is not interrupted
 
 
-def test_who_is_waited_for_is_said(project, pretend, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    home, said = project(), [""]
-    pretend(hang)
-    show_activities(Console())
-
-    def end_once_said() -> None:
-        until(lambda: said.append(said.pop() + capsys.readouterr().err) or "to finish" in said[0], "the message")
-        started._running[watchers.WATCHERS[0]].kill()
-
-    with beside(home) as started:
-        started.start("train")
-        until(lambda: "deaf" in log(home, "hang"))
-        threading.Thread(target=end_once_said).start()
-    show_activities(None)
-    limit = f"at most {watchers.FINISH_S:g} s"
-    assert f"waiting for what runs beside training to finish, {limit}: hang\n" in said[0]
-
-
-def test_one_that_is_told_before_it_listens_has_its_last_look(project, pretend) -> None:
-    home = project()
-    pretend(late)
-    with beside(home) as started:
-        started.start("train")
-        until(lambda: "begins" in log(home, "late"))
-    assert started.failed == [] and log(home, "late").endswith("last told\n")
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
 def test_nothing_starts_without_its_library_its_use_or_training(project, pretend, monkeypatch, capsys) -> None:
     home = project()
     pretend(follow, library="absent_library", extra="some")
@@ -195,16 +163,6 @@ def test_nothing_starts_without_its_library_its_use_or_training(project, pretend
     monkeypatch.setattr(watchers, "read_progress", lambda config: SimpleNamespace(state="finished"))
     beside(home).start("train")
     assert not (home.folder / "output").exists() and capsys.readouterr().err == ""
-
-
-def test_a_log_that_cannot_be_written_leaves_the_watcher_out(project, pretend, capsys) -> None:
-    home = project()
-    (home.folder / "output/run").mkdir(parents=True)
-    (home.folder / "output/run/logs").write_text("a file")
-    pretend(follow)
-    with beside(home) as started:
-        started.start("train")
-    assert "follow is not run beside training: " in capsys.readouterr().err
 
 
 def test_run_ends_well_and_names_the_watcher_that_failed(project, pretend, monkeypatch) -> None:
@@ -248,17 +206,6 @@ def test_a_watch_waits_for_a_trainer_to_begin_but_not_for_ever(tmp_path, monkeyp
     assert [*Watch([tmp_path], 0.01)][-1] is True
 
 
-def test_a_watch_without_locks_ends_where_the_trainer_says_that_it_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(watchers, "is_running", lambda folder: None)
-    looks = []
-    begin_record(tmp_path, "train").update()  # as long as it is at work
-    for last in Watch([tmp_path], 0.01):
-        looks.append(last)
-        if len(looks) == 3:
-            clear_failure(tmp_path)
-    assert looks == [False, False, False, True]
-
-
 def test_a_watcher_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone(tmp_path, monkeypatch) -> None:
     """As with cache.rolling.alternate, where training begins again and again."""
     monkeypatch.setenv(watchers.BESIDE, str(os.getppid()))
@@ -268,71 +215,6 @@ def test_a_watcher_of_run_goes_on_between_two_trainers_and_ends_when_run_is_gone
         if len(looks) == 3:
             monkeypatch.setenv(watchers.BESIDE, "1" if os.getppid() != 1 else "2")
     assert looks == [False, False, False, True]
-
-
-def test_a_watch_is_told_and_polls_once_more(tmp_path) -> None:
-    assert threading.current_thread() is threading.main_thread()
-    lock, watch, looks = hold(tmp_path), Watch([tmp_path], 60), []
-    for last in watch:
-        looks.append(last)
-        os.kill(os.getpid(), signal.SIGINT)
-    lock.close()
-    assert looks == [False, True] and watch.told
-
-
-@pytest.mark.long
-def test_a_watch_says_what_it_waits_for_and_how_long(project, capsys) -> None:
-    home = project()
-    trained = FakeRun(home, "run", "train.steps=1000", "validation.every=200")
-    lock, said = hold(trained.folder), ""
-    show_activities(Console())
-    stages = iter(
-        [
-            ([], ["waiting for the first step of training"]),
-            (
-                [step_line(120, seconds_left=880)],
-                ["waiting for the validation of step 200: step 120 of 1000, about 0:01:20 left"],
-            ),
-            ([step_line(200)], ["waiting for the validation of step 200, which has begun: step 200 of 1000"]),
-            ([eval_line(200, 0.5)], ["waiting for the validation of step 400: step 200 of 1000"]),
-            ([step_line(1000), eval_line(1000, 0.4)], ["waiting for training to end: step 1000 of 1000"]),
-        ]
-    )
-    expected: list[str] = []
-    try:
-        for _ in Watch([trained.folder], 0.01):
-            said += capsys.readouterr().err
-            if said.splitlines() != expected:  # the display's thread has not looked at the clock yet
-                continue
-            lines, new = next(stages, ([], []))
-            trained.metrics(*lines)
-            expected = [*expected, *new]
-            if not new:
-                lock.close()
-    finally:
-        show_activities(None)
-    assert said.splitlines() == expected and len(expected) == 5
-
-
-@pytest.mark.long
-def test_a_watch_without_a_trainer_says_so_and_nothing_while_there_is_work(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(watchers, "START_S", LIMIT_S)
-    monkeypatch.setattr(progress, "DELAY_S", 0.0)
-    show_activities(Console())
-    watch, said, silent = Watch([tmp_path / "absent"], 0.01), "", list[bool]()
-    try:
-        for _ in watch:
-            said += capsys.readouterr().err
-            if said:
-                watch.hide_wait()
-                said += capsys.readouterr().err
-                time.sleep(4 * progress.TICK_S)
-                silent.append(not capsys.readouterr().err)
-                watch.told = True
-    finally:
-        show_activities(None)
-    assert set(said.splitlines()) == {"waiting for training to begin"}  # again where it waits again
-    assert silent and all(silent)
 
 
 @pytest.mark.parametrize("told", [False, True])
