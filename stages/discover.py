@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,13 +24,14 @@ from schemas.cli.report import printable
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.identity import count_distinct
 from schemas.references import SOURCE_ROLES
 from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
 from schemas.text_format import escape_unprintable
 from stages.discovery import listing_diff, media_table
 from stages.discovery.listing_diff import KnownRows, ListingDiff
 from stages.discovery.media_locations import RemovalCheck, describe_ignored
-from stages.discovery.media_table import DiscoverySettings, SpillBuffer, media_table_path, read_media_table
+from stages.discovery.media_table import DiscoverySettings, read_media_table
 from stages.discovery.sources.base import CHUNK_ROWS, Source, open_source
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_state import MIN_REJECT_BASE
@@ -99,16 +99,17 @@ class _DatasetDiscovery:
         )
         self.removal_check = RemovalCheck(self.dataset, self.before)
         self.kept_known = np.zeros(len(self.known.table), bool)  # known rows of the new table
-        self.rows = SpillBuffer(self.store, media_table_path(self.dataset.id))  # its other rows
+        self.rows = list[pa.Table]()  # its other rows
         source = open_source(self.dataset)
         if self.options.dry_run:
             return self._report_dry_run(source, report)
-        todo = SpillBuffer(self.store, media_table_path(self.dataset.id))
+        todo = list[pa.Table]()
         for part in self._diff_listing(source):
             self.kept_known[part.unchanged_rows] = True
-            self.rows.add(part.kept)
-            todo.add(part.todo)
+            self.rows += [part.kept] if len(part.kept) else []
+            todo += [part.todo] if len(part.todo) else []
             self.rejects += [part.rejects] if len(part.rejects) else []
+        files_read = sum(map(len, todo))
         self._require_media(source)  # before reading, and again with what only reading shows
         media, failed = self._read_all(todo)
         self._require_media(source)
@@ -130,10 +131,10 @@ class _DatasetDiscovery:
             "videos": _sum_values(pc.equal(table["kind"], "video")),
             "captions": _sum_values(pc.list_value_length(table["captions"])),
             **changes,
-            "duplicate_files": media_table.count_duplicates(table["media_id"]),
+            "duplicate_files": len(table) - count_distinct(table["media_id"]),
             "set_aside": f"{len(aside)}: {by_reason}" if len(aside) else 0,
             "other_files": describe_ignored(source.ignored) if source.ignored else 0,
-            "files_read": todo.rows,
+            "files_read": files_read,
         }
 
     # -- listing -----------------------------------------------------------------------------------------------------
@@ -185,19 +186,20 @@ class _DatasetDiscovery:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _read_all(self, todo: SpillBuffer) -> tuple[int, int]:
+    def _read_all(self, todo: list[pa.Table]) -> tuple[int, int]:
         """Read in sandbox processes; returns how many media were read, and how many of these were set aside."""
         from stages.discovery.item_reader import ItemReader
         from stages.engines.sandbox import SandboxPool
 
-        if not todo.rows:
+        count = sum(map(len, todo))
+        if not count:
             return 0, 0
         media, failed, saved = 0, 0, time.monotonic()
-        workers = min(self.options.resources(self.config, "discover").workers, todo.rows)
+        workers = min(self.options.resources(self.config, "discover").workers, count)
         sandbox = SandboxPool[Any, Any].configured(partial(ItemReader, self.dataset), workers, self.config.stages)
-        with sandbox, self.console.progress(todo.rows, f"discover {self.dataset.id}", "files") as progress:
+        with sandbox, self.console.progress(count, f"discover {self.dataset.id}", "files") as progress:
             try:
-                for part, results in _read_items(sandbox, todo.tables(), progress):
+                for part, results in _read_items(sandbox, todo, progress):
                     media += _sum_values(part["read media"])
                     failed += self._collect_results(part, results)
                     if time.monotonic() - saved > SAVE_EVERY_S or sum(map(len, self.unsaved)) > SAVE_EVERY_ROWS:
@@ -219,7 +221,7 @@ class _DatasetDiscovery:
             if listing_diff.equals_known(rows, listed, self.known):
                 self.kept_known[listing_diff.known_row_numbers(listed)] = True
             else:
-                self.rows.add(rows)
+                self.rows.append(rows)
                 self.unsaved.append(rows)
         aside = []
         errors = [result for result in results if not isinstance(result, dict)]
@@ -238,7 +240,7 @@ class _DatasetDiscovery:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _check_limit(self, aside: pa.Table) -> None:
-        total = int(self.kept_known.sum()) + self.rows.rows + len(aside)
+        total = int(self.kept_known.sum()) + sum(map(len, self.rows)) + len(aside)
         limit = self.config.stages.max_reject_fraction
         if not len(aside) or len(aside) <= limit * max(total, MIN_REJECT_BASE):
             return
@@ -260,24 +262,17 @@ class _DatasetDiscovery:
         """Write the table unless it equals the last one; returns it, and the counts of changes."""
         self.unsaved.clear()
         partial_names = media_table.partial_table_paths(self.store, self.dataset.id)
-        before, rows = self.before, self.rows.tables()
-        old = len(before or ())
-        partial_rows = pa.array(np.flatnonzero(self.kept_known[old:]) + old)  # of an unfinished discovery
-        slices = listing_diff.iter_slices(partial_rows)
-        schema = listing_diff.dataset_schema(self.dataset)
-        others = (self.known.take(part.to_numpy(), schema.names) for part in slices)
+        schema, before = listing_diff.dataset_schema(self.dataset), self.before
+        old = len(before or ())  # known rows of the last table; others are of an unfinished discovery
         known_before = self.known if old == len(self.kept_known) else KnownRows(before or schema.empty_table())
-        counts = media_table.count_changes(known_before, int(self.kept_known[:old].sum()), chain(others, rows))
-        keep = np.ones(self.rows.rows, bool)  # (n,): which of the rows are in the table
-        if self.kept_known.any():  # else none of the known extra columns stays either
-            rows, keep = [self.known.table, *rows], np.concatenate([self.kept_known, keep])
-        table = media_table.concat_media(rows, schema)
-        del self.before, self.known, known_before  # no longer needed, and as large as the table
+        kept, same = self.known.table.filter(pa.array(self.kept_known)), int(self.kept_known[:old].sum())
+        others = media_table.concat_media([kept.slice(same), *self.rows], schema)
+        counts = media_table.count_changes(known_before, same, others)
         made_with = media_table.with_table_metadata(MEDIA_SCHEMA.empty_table(), self.settings).schema.metadata
-        new = before is None or before.schema.metadata != made_with
-        written = (new or self.rows.rows or not keep.all() or len(keep) != old) and media_table.write_media_table(
-            self.store, self.dataset.id, before, table, keep, self.settings
-        )
+        written = len(others) or same != old or before is None or before.schema.metadata != made_with
+        if written:  # where nothing known is kept, its extra columns are not, either
+            table = media_table.concat_media([kept, *self.rows] if len(kept) else self.rows, schema)
+            written = media_table.write_media_table(self.store, self.dataset.id, before, table, self.settings)
         for name in partial_names:
             self.store.remove(name)
         return read_media_table(self.store, self.dataset.id) if written or before is None else before, counts

@@ -4,7 +4,7 @@ All operations are on columns, without a loop over items. Of a known row, the co
 kept; the others are replaced by what was read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from schemas.config.datasets import Dataset
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 from schemas.tables import EXTRA_PREFIX, FACE, REJECTS_SCHEMA, media_schema
-from stages.discovery.sources.columns import hash_texts, to_mask
+from stages.discovery.sources.columns import TextLookup, to_mask
 
 #: Columns of MEDIA_SCHEMA by what must be read for them.
 COLUMN_GROUPS = {
@@ -27,63 +27,23 @@ COLUMN_GROUPS = {
     **{role: (f"{role}_id", f"{role}_width", f"{role}_height") for role in SOURCE_ROLES},
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),
 }
-SLICE_ROWS = 65536  # rows that are copied at a time
 _KNOWN_ROW = "row in the known table"
 
 
-class RandomAccessTable:
-    """A table whose rows are taken in any order; `Table.take` would copy whole columns of a table in pieces."""
+class KnownRows:
+    """A media table whose rows are found by path. Of several rows of a path the last one counts."""
 
     def __init__(self, table: pa.Table) -> None:
-        self.table = table
-        self._batches = table.to_batches()
-        self._starts = np.cumsum([0, *map(len, self._batches)])
+        self.table, self._paths = table, TextLookup(table["path"])
 
     def take(self, rows: np.ndarray, names: list[str]) -> pa.Table:
         """Columns at rows, (n,) int64, of the table; nulls for -1."""
-        order = np.argsort(rows, kind="stable")
-        cuts = np.searchsorted(rows[order], self._starts)
-        back = np.empty(len(rows), np.int64)
-        back[order] = np.arange(len(rows)) - cuts[0]
-        parts = [
-            (batch, pa.array(rows[order[first:last]] - start))
-            for batch, start, first, last in zip(self._batches, self._starts[:-1], cuts[:-1], cuts[1:], strict=True)
-            if first < last
-        ]
-        schema = pa.schema([self.table.schema.field(name) for name in names])
-        sorted_columns = (
-            pa.chunked_array([batch[field.name].take(indices) for batch, indices in parts], field.type)
-            for field in schema
-        )
-        positions = pa.array(back, mask=rows < 0)
-        return pa.table([column.combine_chunks().take(positions) for column in sorted_columns], schema=schema)
-
-
-class KnownRows(RandomAccessTable):
-    """A media table whose rows are found by path, in 16 bytes a row. Of several rows of a path the last one counts."""
-
-    def __init__(self, table: pa.Table) -> None:
-        super().__init__(table)
-        hashes = hash_texts(table["path"])
-        self._order = np.argsort(hashes, kind="stable")
-        self._hashes = hashes[self._order]
+        return self.table.select(names).take(pa.array(rows, mask=rows < 0)).combine_chunks()
 
     def find(self, paths: pa.ChunkedArray, names: list[str]) -> tuple[np.ndarray, pa.Table]:
         """(n,) int64: the row of each path, -1 if there is none; and columns at those rows."""
-        if not len(self.table):
-            return np.full(len(paths), -1, np.int64), null_columns(len(paths), names)
-        rows = self._order[(np.searchsorted(self._hashes, hash_texts(paths), side="right") - 1).clip(min=0)]
-        rows_found = self.take(rows, list(dict.fromkeys([*names, "path"])))
-        # If different paths ever have equal hashes, one of the files is read again.
-        matches = equal_mask(rows_found["path"], paths)
-        if matches.all():
-            return rows, rows_found
-        rows = np.where(matches, rows, -1)
-        return rows, self.take(rows, names)
-
-
-def iter_slices(column: Any) -> Iterator[Any]:
-    return (column.slice(start, SLICE_ROWS) for start in range(0, len(column), SLICE_ROWS))
+        rows = self._paths.find_last(paths)
+        return rows, self.take(rows, names) if len(self.table) else null_columns(len(paths), names)
 
 
 @dataclass(frozen=True)

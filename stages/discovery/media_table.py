@@ -5,36 +5,24 @@ known rows.
 """
 
 import json
-import mmap
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.sets import table_checks
 from cache.store.damage import DamageError
-from cache.store.files import explained
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
-from schemas.identity import id_bytes
 from schemas.json_records import parse_json
 from schemas.recipe import discovery_settings
 from schemas.references import MOST_REFERENCES, SOURCE_ROLES
 from schemas.tables import FACE, MEDIA_SCHEMA, TABLES_VERSION, media_schema, media_schema_of
 from schemas.text_format import escape_unprintable
-from stages.discovery.listing_diff import (
-    SLICE_ROWS,
-    KnownRows,
-    RandomAccessTable,
-    dataset_schema,
-    equal_mask,
-    iter_slices,
-)
+from stages.discovery.listing_diff import KnownRows, dataset_schema, equal_mask
 from stages.discovery.sources.captions import hash_reading
 from stages.media.files import MediaError, hash_file
 
@@ -254,110 +242,28 @@ def concat_permissive(tables: list[pa.Table]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="permissive")
 
 
-def release_arrow_memory() -> None:
-    """Return memory that Arrow keeps for its next table to the system; it would be several times a slice."""
-    pa.default_memory_pool().release_unused()
-
-
-class SpillBuffer:
-    """Rows kept for later, all but the last of them in unlinked temporary files, which end with the program."""
-
-    def __init__(self, store: Store, rel: str) -> None:
-        """rel: the file they are for; the temporary files are on the same disk."""
-        self._store, self._rel = store, rel
-        self._pending: list[pa.Table] = []
-        self._room = SLICE_ROWS
-        self._writer: pa.RecordBatchFileWriter | None = None
-        self._schema: pa.Schema | None = None  # of the rows in the last file
-        self._files: list[tuple[BinaryIO, BinaryIO]] = []  # each to write and to read
-        self.rows = 0
-
-    def add(self, table: pa.Table) -> None:
-        if not len(table):
-            return
-        self.rows += len(table)
-        self._room -= len(table)
-        self._pending.append(table)
-        if self._room <= 0:
-            self._write(concat_permissive(self._pending))
-            self._pending, self._room = [], SLICE_ROWS
-
-    def tables(self) -> list[pa.Table]:
-        """All rows, in order; those in files are memory-mapped. Nothing can be added afterwards."""
-        if self._files and self._pending:  # may be slices that keep larger tables in memory
-            self._write(concat_permissive(self._pending))
-            self._pending = []
-        self._close()
-        maps = [mmap.mmap(reading.fileno(), 0, access=mmap.ACCESS_READ) for _, reading in self._files]
-        return [pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all() for mapped in maps] + self._pending
-
-    def _write(self, table: pa.Table) -> None:
-        with explained(self._store.path(self._rel)):
-            if self._writer is None or table.schema != self._schema:
-                self._close()
-                writing = self._store.open_temp(self._rel)
-                self._files.append((writing, open(writing.name, "rb")))  # noqa: SIM115 (closed with these rows)
-                os.unlink(writing.name)
-                self._schema = table.schema
-                self._writer = pa.ipc.new_file(writing, table.schema)
-            self._writer.write_table(table.combine_chunks())
-        release_arrow_memory()
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            with explained(self._store.path(self._rel)):
-                self._writer.close()
-                self._files[-1][0].close()
-            self._writer = None
-
-
 def write_media_table(
-    store: Store, dataset: str, before: pa.Table | None, table: pa.Table, keep: np.ndarray, settings: DiscoverySettings
+    store: Store, dataset: str, before: pa.Table | None, table: pa.Table, settings: DiscoverySettings
 ) -> bool:
-    """Write the rows to keep, (n,) bool, sorted, as the media table; False if it would equal the last one, `before`.
-
-    In slices, so that memory holds no second copy. The bytes are a function of the rows alone.
-    """
-    release_arrow_memory()
-    order = pc.sort_indices(table["path"]).to_numpy().astype(np.int64)
-    order = order[keep[order]]
-    schema = with_table_metadata(table.schema.empty_table(), settings).schema
-    rows = RandomAccessTable(table)
-
-    def sorted_slices() -> Iterator[pa.Table]:
-        for part in iter_slices(pa.array(order)):
-            yield rows.take(part.to_numpy(), schema.names).cast(schema)
-            release_arrow_memory()
-
-    comparable = before is not None and len(before) == len(order) and before.schema.equals(schema, check_metadata=True)
-    if comparable and all(map(pa.Table.equals, sorted_slices(), iter_slices(before))):
+    """Write the rows, sorted, as the media table; False if it would equal the last one, `before`. The bytes are a
+    function of the rows alone."""
+    table = with_table_metadata(table.sort_by("path"), settings)
+    if before is not None and before.schema.equals(table.schema, check_metadata=True) and before.equals(table):
         return False
-    with store.create_table(media_table_path(dataset), schema) as writer:
-        for piece in sorted_slices():
-            writer.write_table(piece)
+    store.write_table(media_table_path(dataset), table)
     return True
 
 
-def count_changes(before: KnownRows, same: int, others: Iterable[pa.Table]) -> dict[str, int]:
+def count_changes(before: KnownRows, same: int, others: pa.Table) -> dict[str, int]:
     """How many items are new, are removed, have other content, have other captions. same: how many rows of the table
     are rows of `before`; others: its other rows."""
-    counts = {"new": 0, "removed": 0, "changed": 0, "captions_changed": 0}
-    common, names = same, ["media_id", "captions"]
-    for part in (part for table in others for part in iter_slices(table.select(["path", *names]))):
-        rows, old = before.find(part["path"], names)
-        known = pa.array(rows >= 0)
-        part, old = part.filter(known), old.filter(known)
-        common += len(part)
-        counts["new"] += len(rows) - len(part)
-        counts["changed"] += int((~equal_mask(part["media_id"], old["media_id"])).sum())
-        captions = [pc.binary_join(table["captions"], "\0") for table in (part, old)]
-        counts["captions_changed"] += int((~equal_mask(*captions)).sum())
-    counts["removed"] = len(before.table) - common
-    return counts
-
-
-def count_duplicates(ids: pa.ChunkedArray) -> int:
-    """How many of the ids occur before in the column. Only 8 bytes of each are compared."""
-    heads = [id_bytes(part).view("<u8")[::2] for part in iter_slices(ids)]
-    ordered = np.sort(np.concatenate([np.empty(0, np.uint64), *heads]))
-    return int((ordered[1:] == ordered[:-1]).sum())
+    rows, old = before.find(others["path"], ["media_id", "captions"])
+    known = pa.array(rows >= 0)
+    now, old = others.filter(known), old.filter(known)
+    captions = [pc.binary_join(table["captions"], "\0") for table in (now, old)]
+    return {
+        "new": len(others) - len(now),
+        "removed": len(before.table) - same - len(now),
+        "changed": int((~equal_mask(now["media_id"], old["media_id"])).sum()),
+        "captions_changed": int((~equal_mask(*captions)).sum()),
+    }

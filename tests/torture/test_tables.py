@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
@@ -84,7 +83,7 @@ def make(root: Path) -> Store:
         MEDIA_SCHEMA, path=lambda n: f"{n}.png", media_id=id_of, kind="image", width=80, height=32, captions=["a"]
     )
     settings = DiscoverySettings("c", "content", "image", {})
-    media_table.write_media_table(store, "photos", None, media, np.ones(COUNT, bool), settings)
+    media_table.write_media_table(store, "photos", None, media, settings)
     media_table.save_partial_table(store, "photos", [media], settings)
     rejects.write_rejects(
         store, "discover", "photos", [rejects.make_reject("discover", "photos/x", "x.png", "odd", "it is odd")]

@@ -4,15 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from schemas.tables import MEDIA_SCHEMA
 from stages import discover
-from stages.discovery import listing_diff, media_table
+from stages.discovery import media_table
 from stages.discovery.media_table import OtherSettings, media_table_path, read_media_table
 from stages.discovery.sources.base import LISTING_SCHEMA
 from tests.stages.discovery.invented_readers import FailingReader, InventedReader, no_order
@@ -48,13 +46,10 @@ class Invented:
 
 @pytest.fixture
 def invented(project, monkeypatch: pytest.MonkeyPatch):
-    """Slices so short that a few hundred rows are many: they go through files, and the table has several batches."""
     from stages.discovery import item_reader
 
     monkeypatch.setattr(discover, "open_source", Invented)
     monkeypatch.setattr(item_reader, "ItemReader", InventedReader)
-    for module in (listing_diff, media_table):
-        monkeypatch.setattr(module, "SLICE_ROWS", 50)
     monkeypatch.setattr(discover, "SAVE_EVERY_ROWS", 30)
     monkeypatch.setattr(discover, "MAX_PENDING_ROWS", 11)
     return project()
@@ -119,18 +114,6 @@ def test_what_a_stop_left_is_used_with_the_table_that_was_there(invented, monkey
     counts = report.details["datasets"][0]
     assert (counts["new"], counts["removed"], counts["captions_changed"]) == (200, 0, 1)
     assert [row["captions"][0] for row in rows_of(home)] == [Invented.captions[number] for number in range(300)]
-
-
-@pytest.mark.parametrize("lengths", [[5], [3, 0, 1, 4], [1] * 8])
-def test_rows_are_taken_from_a_table_in_pieces(lengths: list[int]) -> None:
-    whole = pa.Table.from_pylist(
-        [{"path": f"{n}", "captions": [f"of {n}"] * (n % 3), "width": n} for n in range(sum(lengths))], MEDIA_SCHEMA
-    )
-    pieces = [whole.slice(sum(lengths[:place]), length) for place, length in enumerate(lengths)]
-    rows = np.random.default_rng(0).integers(-1, len(whole), 40)
-    names = ["width", "captions", "path"]
-    found = listing_diff.RandomAccessTable(pa.concat_tables(pieces)).take(rows, names)
-    assert found.equals(whole.select(names).take(pa.array(rows, mask=rows < 0)))
 
 
 @pytest.mark.slow
