@@ -28,10 +28,9 @@ from schemas.identity import count_distinct
 from schemas.references import SOURCE_ROLES
 from schemas.tables import MEDIA_SCHEMA, REJECTS_SCHEMA
 from schemas.text_format import escape_unprintable
-from stages.discovery import listing_diff, media_table
-from stages.discovery.listing_diff import KnownRows, ListingDiff
+from stages.discovery import media_table
 from stages.discovery.media_locations import RemovalCheck, describe_ignored
-from stages.discovery.media_table import DiscoverySettings, read_media_table
+from stages.discovery.media_table import DiscoverySettings, KnownRows, ListingDiff, read_media_table
 from stages.discovery.sources.base import CHUNK_ROWS, Source, open_source
 from stages.encoding.stage import refuse_partition
 from stages.encoding.stage_state import MIN_REJECT_BASE
@@ -144,7 +143,7 @@ class _DatasetDiscovery:
             try:
                 for chunk in source.scan(self.known.table):
                     self.removal_check.count(chunk)
-                    yield listing_diff.diff_listing(chunk, self.known, self.dataset)
+                    yield media_table.diff_listing(chunk, self.known, self.dataset)
                     progress.advance(len(chunk))
             except LatentpressError as error:
                 if type(error) is not LatentpressError or error.message.startswith("datasets."):
@@ -217,9 +216,9 @@ class _DatasetDiscovery:
         good = pa.array([isinstance(result, dict) for result in results])
         listed, bad = part.filter(good), part.filter(pc.invert(good))
         if len(listed):
-            rows = listing_diff.assemble_rows(listed, [r for r in results if isinstance(r, dict)], self.known)
-            if listing_diff.equals_known(rows, listed, self.known):
-                self.kept_known[listing_diff.known_row_numbers(listed)] = True
+            rows = media_table.assemble_rows(listed, [r for r in results if isinstance(r, dict)], self.known)
+            if media_table.equals_known(rows, listed, self.known):
+                self.kept_known[media_table.known_row_numbers(listed)] = True
             else:
                 self.rows.append(rows)
                 self.unsaved.append(rows)
@@ -262,7 +261,7 @@ class _DatasetDiscovery:
         """Write the table unless it equals the last one; returns it, and the counts of changes."""
         self.unsaved.clear()
         partial_names = media_table.partial_table_paths(self.store, self.dataset.id)
-        schema, before = listing_diff.dataset_schema(self.dataset), self.before
+        schema, before = media_table.dataset_schema(self.dataset), self.before
         old = len(before or ())  # known rows of the last table; others are of an unfinished discovery
         known_before = self.known if old == len(self.kept_known) else KnownRows(before or schema.empty_table())
         kept, same = self.known.table.filter(pa.array(self.kept_known)), int(self.kept_known[:old].sum())

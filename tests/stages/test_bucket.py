@@ -132,14 +132,6 @@ def test_a_bucket_smaller_than_a_batch_is_warned_about_with_what_helps(photos):
     assert "fewer samples than" not in said(photos, bucket, *steps, "datasets.photos.crop_aspect=square")[1]
 
 
-def test_weights_count_in_the_advice(photos):
-    photos.run(discover.run)
-    light = ("datasets.photos.weight=0.25", "datasets.photos.crop_aspect=square", "train.batch_size=3")
-    report, text = said(photos, bucket, *light)
-    assert report.details["buckets"][0]["samples_per_pass"] == 1
-    assert "64x64@1 (1)" in text and "train.batch_size: 1;" in text
-
-
 @pytest.mark.slow
 def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project):
     made = project("kandinsky5-video-t2v")
@@ -152,69 +144,6 @@ def test_a_lite_video_model_is_warned_with_the_resolution_that_would_do(project)
     assert "resolution: 632 would be inside" in text
     inside, text = said(made, bucket, "datasets.photos.resolution=632")
     assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "would be inside" not in text
-
-
-@pytest.mark.slow
-def test_a_coarse_bucket_step_is_reported_with_what_it_cuts_off_and_a_better_one(project):
-    made = project()
-    made.settings["datasets"][0] = {"id": "photos", "instance_data_dir": "media", "resolution": 256}
-    for number, size in enumerate([(600, 400), (640, 480), (400, 600), (512, 512), (230, 230)]):
-        made.image(f"{number}.png", size, seed=number)
-    made.run(discover.run)
-    report, text = said(made, bucket)
-    rows = {row["bucket"] for row in report.details["buckets"]}
-    assert rows == {"192x320@1", "256x256@1", "320x192@1"}, "the default: steps of 64"
-    (row,) = report.details["datasets"]
-    assert row["bucket_step"] == 64 and row["cut_off_percent_more"] > 5
-    assert "photos: in buckets in steps of 64 pixels" in text
-    step = int(text.partition("datasets.photos.bucket_step: ")[2].split(",")[0])
-    better, text = said(made, bucket, f"datasets.photos.bucket_step={step}")
-    assert "in buckets in steps of" not in text
-    assert better.details["datasets"][0]["cut_off_percent_more"] < 5
-    assert better.details["datasets"][0]["bucket_step"] == step
-    finest, _ = said(made, bucket, "datasets.photos.bucket_step=1")
-    assert [finest.details["datasets"][0][name] for name in ("bucket_step", "cut_off_percent_more")] == [16, 0]
-
-
-def test_a_step_that_excludes_everything_is_named(project):
-    """Film of 480 lines at `resolution: 480`: the nearest multiple of 64 is 512."""
-    made = project()
-    made.settings["datasets"][0] = {"id": "photos", "instance_data_dir": "media"}
-    made.settings["datasets"][0] |= {"resolution": 480, "resolution_type": "pixel"}
-    made.image("film.png", (854, 480))
-    made.run(discover.run)
-    with pytest.raises(LatentpressError, match="none is left: 1 needs-upscale") as caught:
-        made.run(bucket.run)
-    assert caught.value.message.splitlines()[1].startswith("  film.png: is 854x480, smaller than its bucket")
-    assert caught.value.next_step == "set datasets.photos.bucket_step: 16, as the present step excludes items"
-    assert made.run(bucket.run, "datasets.photos.bucket_step=16").details["buckets"][0]["bucket"] == "848x480@1"
-
-
-def test_where_everything_is_held_out_the_advice_is_about_that(project):
-    made = project()
-    made.image("a.png", (64, 64))
-    made.settings["datasets"][0]["eval"] = True
-    made.run(discover.run)
-    with pytest.raises(LatentpressError, match="everything is held out for evaluation") as caught:
-        made.run(bucket.run)
-    assert caught.value.next_step == "leave eval: true out of one dataset, or lower its eval_fraction"
-
-
-def test_a_shape_too_wide_for_a_lite_model_is_warned_with_the_aspect_too(project):
-    made = project("kandinsky5-video-t2v")
-    made.settings["datasets"][0] |= {"resolution": 512}
-    made.video("wide.mp4", size=(640, 272), frames=12)
-    made.run(discover.run)
-    _, text = said(made, bucket)
-    assert "max_aspect: 1.77 would be inside" in text
-    inside, text = said(made, bucket, "datasets.photos.resolution=626", "datasets.photos.max_aspect=1.77")
-    assert inside.details["buckets"][0]["scale_class"] == "1x2x2" and "was made for" not in text
-
-
-def test_holding_out_nothing_is_reported(photos):
-    photos.run(discover.run)
-    _, text = said(photos, bucket, "datasets.photos.eval_fraction=0.001")
-    assert "eval_fraction 0.001 holds out none of 4 items" in text
 
 
 @pytest.mark.slow
@@ -254,22 +183,6 @@ def test_it_refuses_only_when_nothing_could_be_trained(photos, override, words):
     photos.run(discover.run)
     with pytest.raises(LatentpressError, match=words):
         photos.run(bucket.run, override)
-
-
-def test_it_refuses_a_set_with_conditions_when_nothing_could_be_trained(project):
-    """None left by a rule, and none that `discover` could read."""
-    made = project("kandinsky5-image-i2i")
-    made.settings["datasets"][0]["conditioning_data"] = "one"
-    made.image("a.png", (64, 64))
-    source = made.image("../one/a.png", (64, 64))
-    made.run(discover.run)
-    with pytest.raises(LatentpressError, match="nothing to train on: of 1 items none is left: 1 filtered"):
-        made.run(bucket.run, "datasets.photos.where=width > 5000")
-    source.write_bytes(b"no picture")
-    made.run(discover.run)
-    with pytest.raises(LatentpressError, match="discover found no usable media in any dataset") as caught:
-        made.run(bucket.run)
-    assert "`latentpress status --rejects`" in caught.value.next_step
 
 
 def test_a_plan_of_another_version_is_none(photos):
@@ -396,19 +309,6 @@ def test_plans_that_a_listing_does_not_show_yet_are_found(project, monkeypatch) 
     assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
     (home.root / "plans" / "000002.json").write_text("{}")
     assert plans.list_plans(Store(home.root)) == [made[0], made[2]]
-
-
-@pytest.mark.slow
-def test_several_resolutions_of_the_same_files_share_their_texts(photos):
-    first = photos.settings["datasets"][0]
-    photos.settings["datasets"].append(first | {"id": "larger", "resolution": 96, "allow_upscale": True})
-    report = plan(photos)
-    assert report.details["texts"] == 4 + 1
-    assert report.details["changes"] == {"new": {"items": 8}}
-    assert {row["dataset"]: row["samples"] for row in report.details["datasets"]} == {"photos": 4, "larger": 4}
-    assert (
-        len({tuple(row["texts"]) for row in current_plan(Store(photos.root), photos.config()).active.to_pylist()}) == 4
-    )
 
 
 @pytest.mark.slow

@@ -137,15 +137,6 @@ def test_a_dry_run_counts_what_was_set_aside_as_no_work_and_a_mended_file_leaves
     assert not (home.root / "rejects/discover/photos.arrow").exists()
 
 
-def test_sizes_that_have_no_effect_are_said_where_they_are_met_first(project) -> None:
-    home = project()
-    home.image("a.png")
-    home.run(discover.run, "datasets.photos.buckets=family", "datasets.photos.resolution=512")
-    assert "resolution: not used with buckets: family" in home.said
-    home.run(discover.run)
-    assert "not used with" not in home.said
-
-
 def test_too_many_rejects_are_listed_though_the_stage_stops(project) -> None:
     home = project()
     for number in range(3):
@@ -202,19 +193,6 @@ def test_a_folder_of_two_datasets_is_hashed_once_and_each_names_what_it_sets_asi
     (home.folder / "other" / "0.txt").write_text("other")
     report = home.run(discover.run, MANY, accept_removed=True)
     assert read(report, "again") == 1, "another folder's files are its own"
-
-
-@pytest.mark.slow
-def test_other_caption_settings_read_no_media(project) -> None:
-    home = project()
-    home.image("a_red_door.png", caption="from the file")
-    home.run(discover.run)
-    report = home.run(discover.run, "datasets.photos.caption_strategy=filename")
-    assert (report.done, read(report)) == (0, 0)
-    assert rows_of(home)[0]["captions"] == ["a red door"]
-    report = home.run(discover.run)
-    assert (report.done, read(report)) == (0, 1)
-    assert rows_of(home)[0]["captions"] == ["from the file"]
 
 
 @pytest.mark.slow
@@ -284,23 +262,3 @@ def test_a_folder_of_sources_is_listed_once(project, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "scandir", lambda path: (listed.append(Path(str(path)).name), scandir(path))[1])
     assert home.run(discover.run, "stages.discover.workers=1").done == 3
     assert listed.count("sources") == 1
-
-
-@pytest.mark.slow
-def test_both_companions_are_kept_until_they_change(project) -> None:
-    home = sources(project, "one.png")
-    home.settings["datasets"][0]["mask_data"] = str(home.folder / "masks")
-    home.image("one.png")
-    home.image("../masks/one.png", (20, 10))
-    home.run(discover.run)
-    (before,) = rows_of(home)
-    assert (before["mask"], before["mask_kind"], before["mask_width"]) == ("one.png", "image", 20)
-    assert read(home.run(discover.run)) == 0
-    home.image("../masks/one.png", (30, 10), seed=5)
-    report = home.run(discover.run)
-    (after,) = rows_of(home)
-    assert (read(report), report.done, after["mask_width"]) == (1, 0, 30)
-    assert after["mask_id"] != before["mask_id"]
-    assert {name: after[name] for name in after if "mask" not in name} == {
-        name: before[name] for name in before if "mask" not in name
-    }

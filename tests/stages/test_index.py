@@ -26,7 +26,7 @@ from schemas.identity import hash_bytes
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA, INDEX_SCHEMA, SAMPLES_SCHEMA, TEXTS_SCHEMA, UNITS_SCHEMA
 from stages import encode_latents, encode_text, index
-from stages.index import MAX_LISTED_MISSING, hash_table, report_missing
+from stages.index import MAX_LISTED_MISSING, report_missing
 from stages.planning.join import EncodedMembers, TrainingSetTables, find_encoded, find_ids, join_plan
 
 NULL = "null"
@@ -300,25 +300,6 @@ def test_a_join_is_what_a_plain_loop_would_find(made_once, rows, lost, order, cu
 @pytest.fixture(scope="module")
 def made_once(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("joins")
-
-
-def test_a_digest_is_of_the_rows_not_of_their_chunks() -> None:
-    rows = [
-        {
-            "sample_id": f"{i:032x}",
-            "texts": list(range(i % 3)),
-            "null_text": i if i % 2 else None,
-            "regularization": i > 4,
-        }
-        for i in range(9)
-    ]
-    whole = pa.Table.from_pylist(rows, INDEX_SCHEMA)
-    pieces = pa.concat_tables([pa.Table.from_pylist(rows[:4], INDEX_SCHEMA), whole.slice(4, 1), whole.slice(5)])
-    assert pieces.column(0).num_chunks == 3 and hash_table(whole) == hash_table(pieces)
-    assert hash_table(pa.concat_tables([whole, whole]).slice(9)) == hash_table(whole)
-    changed = [*rows[:-1], rows[-1] | {"regularization": False}]
-    assert hash_table(pa.Table.from_pylist(changed, INDEX_SCHEMA)) != hash_table(whole)
-    assert hash_table(pa.Table.from_pylist(rows[::-1], INDEX_SCHEMA)) != hash_table(whole)
 
 
 def test_the_program_makes_a_set_that_the_trainer_reads(project) -> None:

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import save_file
 
 from cache.sets.set_lookup import current_plan
 from cache.shards.shard_io import open_reader
 from cache.store.store import Store
 from schemas.cli.console import Options, Report, run_program
 from schemas.errors import LatentpressError
-from stages import bucket, decode, discover, encode_latents, encode_text, index, preview
+from stages import bucket, discover, encode_latents, encode_text, index, preview
 from tests.project import SETTINGS, Project
 from tests.stages import media_cases, media_files
 from tests.stages.media_cases import CLIP, IMAGES, LANDSCAPE, PORTRAIT, VIDEOS, Reject, Sample
@@ -408,22 +407,3 @@ def test_no_clip_crosses_a_cut(tmp_path: Path, start) -> None:
     strip = found.strip("cuts.mp4")
     assert sorted(round(media_files.level(frame) / 100) for frame in strip) == [0] * 5 + [1] * 9
     assert found.reports["latents"].done == found.reports["index"].details["samples"] == 4  # chunks: two of the GIF
-
-
-@pytest.mark.slow
-def test_latents_of_turned_and_converted_files_decode_as_those_of_plain_ones(images: Outcome) -> None:
-    home = images.home
-    names = ["plain.png", "exif-6.png", "cmyk.tif"]
-    for name in names:
-        path = home.folder / "output/run/validation/step-000001" / f"{Path(name).stem}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {"latent": images.latents[name]}, path, metadata={"latentpress": json.dumps({"family": "kandinsky5-image"})}
-        )
-    assert home.run(decode.run).done == 3
-    shown = [
-        np.asarray(Image.open(home.folder / "output/run/samples/step-000001" / f"{Path(name).stem}.png"))
-        for name in names
-    ]
-    assert shown[0].shape == (48, 80, 3)
-    assert all(np.array_equal(picture, shown[0]) for picture in shown)

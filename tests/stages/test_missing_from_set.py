@@ -50,6 +50,7 @@ def test_media_that_were_deleted_for_good_leave_by_discover_and_bucket(lacking) 
     assert (report.exit_code, report.details["samples"], report.set_aside) == (0, 3, [])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_run_passes_or_stops_as_index_does(lacking, forked_programs) -> None:
     alone = "stages.order=[index]"

@@ -11,12 +11,11 @@ import pytest
 from PIL import Image
 
 from cache.store.store import Store
-from schemas.tables import MEDIA_SCHEMA
 from stages import discover
 from stages.discovery.item_reader import probe_companion, probe_media
 from stages.discovery.media_table import read_media_table
 from stages.discovery.sources import urls
-from stages.media.files import Blob, MediaError, hash_file
+from stages.media.files import Blob, MediaError
 from tests.background import answered
 from tests.stages.media_files import clip, video
 
@@ -87,32 +86,6 @@ class Stored(Blob):
 
     def media_id(self):
         return self.given
-
-
-def test_an_image_has_no_time(tmp_path):
-    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
-    found = probe_media(tmp_path / "a.png", "image", scenes=True)
-    known = {"media_id": hash_file(tmp_path / "a.png"), "kind": "image", "width": 30, "height": 20}
-    assert found == known | dict.fromkeys(("frames", "rate", "duration", "constant_rate", "track", "scenes"))
-    assert set(found) <= set(MEDIA_SCHEMA.names)
-
-
-def test_a_video_has(tmp_path):
-    path = write_video(tmp_path / "a.mp4")
-    found = probe_media(path, "video")
-    assert (found["kind"], found["width"], found["height"], found["frames"]) == ("video", 64, 32, 20)
-    assert (found["rate"], found["duration"]) == (pytest.approx(25), pytest.approx(0.8))
-    assert found["constant_rate"] is True
-    assert found["media_id"] == hash_file(path) and found["scenes"] is None
-    assert probe_media(path, "video", scenes=True)["scenes"] == []
-
-
-def test_companions(tmp_path):
-    Image.new("L", (30, 20)).save(tmp_path / "mask.png")
-    found = probe_companion(tmp_path / "mask.png", "image")
-    assert (found["id"], found["kind"], found["width"]) == (hash_file(tmp_path / "mask.png"), "image", 30)
-    moving = probe_companion(write_video(tmp_path / "mask.mp4"), "video")
-    assert (moving["kind"], moving["duration"]) == ("video", pytest.approx(0.8))
 
 
 def test_the_store_may_vouch_for_the_id(tmp_path):

@@ -1,6 +1,5 @@
 """Media that is not there: a disk that is not mounted, a forgotten `media_root`, files that were deleted."""
 
-import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import LatentpressError
-from stages import bucket, discover, encode_latents, encode_text, encode_vision, preview
-from stages.media.files import unreadable_error
+from stages import bucket, discover, encode_latents, encode_text, encode_vision
 from tests.stages.discovery.missing_files import files, prepared, stops, unloaded
 
 # -- discovery -------------------------------------------------------------------------------------------------------
@@ -211,18 +209,6 @@ def test_a_dry_run_and_texts_without_images_need_no_media(project, built) -> Non
     assert home.run(encode_text.run).done == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [True, False])
-def test_preview_stops_too(project, plan: bool) -> None:
-    home = prepared(project(), 2)
-    if not plan:
-        home.run(encode_text.run)
-        home.run(encode_latents.run)
-    home.media.rename(home.folder / "elsewhere")
-    stops(home, preview.run, "datasets.photos.instance_data_dir", "2 of 2", "media_root", plan=plan)
-    assert not (home.folder / "output").exists()
-
-
 # -- in the midst of a run -------------------------------------------------------------------------------------------
 
 
@@ -239,12 +225,6 @@ def test_a_disk_that_goes_while_the_stage_runs(project, built, left: str) -> Non
     with pytest.raises(LatentpressError, match=r"datasets\.photos\.instance_data_dir.*4 of 4 files"):
         home.run(replace(encode_latents.STAGE, load_worker=go_and_load).run)
     assert home.shards("latents") == {} and not (home.root / "rejects/encode-latents").exists()
-
-
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOTCONN, errno.ENODEV])
-def test_a_disk_that_is_gone_is_no_unreadable_file(number: int) -> None:
-    assert unreadable_error("a.png", OSError(number, os.strerror(number))).reason == "missing"
-    assert unreadable_error("a.png", OSError(errno.EIO, os.strerror(errno.EIO))).reason == "unreadable"
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from PIL import Image
 
 from stages.discovery.item_reader import probe_media
 from stages.media.animation import is_animation, probe_animation, read_frames
-from stages.media.image import load_image, probe_image
 from tests.stages.media_files import reason
 
 LASTING = [100, 40, 200, 60, 500, 30, 70]  # milliseconds; GIF counts in hundredths of a second
@@ -56,20 +55,6 @@ def test_frames_are_chosen_by_their_own_durations(tmp_path, suffix):
 def test_durations_of_nothing_are_a_tenth_of_a_second_as_in_browsers(tmp_path, suffix):
     info = probe_animation(write(tmp_path / f"fast.{suffix}", lasting=[0, 10, 20]))
     assert info.duration == pytest.approx(0.22)
-
-
-@pytest.mark.parametrize("suffix", OPTIONS)
-def test_the_option_says_whether_an_animation_is_an_image_or_a_video(tmp_path, suffix):
-    path = write(tmp_path / f"moving.{suffix}")
-    assert probe_image(path).is_animated
-    assert number_of(np.asarray(load_image(path))) == 0
-    still = probe_media(path, "image")
-    assert (still["kind"], still["frames"], still["duration"]) == ("image", None, None)
-    moving = probe_media(path, "image", animations="video")
-    assert (moving["kind"], moving["frames"], moving["duration"]) == ("video", 7, pytest.approx(1.0))
-    assert moving["media_id"] == still["media_id"]
-    next(pictures()).save(tmp_path / f"still.{suffix}")
-    assert probe_media(tmp_path / f"still.{suffix}", "image", animations="video")["kind"] == "image"
 
 
 def test_transparent_frames_are_laid_over_white_and_replace_what_was_there(tmp_path):

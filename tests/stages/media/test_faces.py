@@ -60,6 +60,7 @@ def test_of_a_clip_all_places_of_the_face_are_in_the_box(tmp_path: Path) -> None
     assert box[0] < alone[0] + 25 and box[2] > alone[2] + 60
 
 
+@pytest.mark.long
 def test_the_crop_is_around_the_face_and_without_one_in_the_middle(project: Any) -> None:
     home: Project = project(datasets=[{"id": "people", "instance_data_dir": "media", "resolution": 256,
                                        "crop_aspect": "square", "crop_style": "face"}])  # fmt: skip

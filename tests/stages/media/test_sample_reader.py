@@ -84,13 +84,6 @@ def test_masks_do_not_ring(tmp_path):
     assert set(enlarged[:310]) == {255} and set(enlarged[330:]) == {0}
 
 
-def test_what_is_transparent_in_a_mask_is_not_trained_on(tmp_path):
-    painted = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    painted.paste((255, 255, 255, 255), (0, 0, 4, 8))
-    painted.save(tmp_path / "mask.png")
-    assert columns(read_sample_mask(tmp_path / "mask.png", "image", geometry(Bucket(8, 8), 8, 8), [])) == [4]
-
-
 @pytest.mark.parametrize("decoder", ["pyav", "decord"])
 def test_an_animation_is_a_video_whatever_the_decoder(tmp_path, decoder):
     first, *others = (Image.fromarray(half(number)) for number in range(FRAMES))

@@ -130,14 +130,6 @@ def test_where_there_are_no_edit_lists_it_begins_at_the_keyframe(tmp_path, whole
     require_used(path, frames, (video,) if suffix == "ts" else (video, decord_backend))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("suffix", "sound"), [("mp4", 3.0), ("mkv", 6.5)])
-def test_sound_that_ends_before_or_after_the_pictures_changes_nothing(tmp_path, suffix, sound):
-    require_used(coded(tmp_path / f"whole.{suffix}", sound=sound), list(range(COUNT)))
-    cut = trimmed(coded(tmp_path / "whole.mp4", sound=sound), tmp_path / f"cut.{suffix}", 1.09)
-    require_used(cut, shown(cut)[0])
-
-
 @pytest.mark.parametrize("suffix", ["mp4", "mkv"])
 def test_frames_that_refer_to_what_was_cut_off_are_not_counted(tmp_path, wholes, suffix):
     """HEVC with open groups of pictures, cut at a keyframe: some frames behind it are shown before it."""

@@ -73,15 +73,6 @@ def test_every_container_gives_its_facts_and_the_same_frames_from_wherever_it_is
         assert all(np.array_equal(one, other) for one, other in zip(whole[first:], late, strict=True)), first
 
 
-@pytest.mark.long
-def test_the_frame_at_or_before_each_time_whatever_the_rate_and_the_threads(videos):
-    for rate in (8, 10, 16, 24, 30, 60):
-        count = frames_available(2.0, rate)
-        expected = [int(25 * index / rate + 1e-6) for index in range(count)]
-        assert numbers(videos["b-frames.mp4"], clip_times(0, rate, count), threads=1 + rate % 3) == expected
-    assert numbers(videos["plain.mp4"], [-1.0, 0.0]) == [0, 0]
-
-
 def test_no_times_give_no_frames_and_times_that_can_not_be_are_refused(videos):
     assert list(read_frames(videos["plain.mp4"], [])) == []
     for times in ([1.0, 0.5], [float("nan")]):

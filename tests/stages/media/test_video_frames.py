@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from schemas.geometry import Bucket
-from stages.discovery.item_reader import find_scenes, probe_media
+from stages.discovery.item_reader import probe_media
 from stages.media import decord_backend, video
 from stages.media.files import MediaError
 from stages.media.sample_reader import read_sample_mask
@@ -205,14 +205,6 @@ def test_a_frame_of_another_size_is_refused_with_its_number(tmp_path, name, back
         expected = 20 if backend is decord_backend else round(times[-1] * RATE)
         assert error.reason == "variable-size"
         assert "{}x{} pixels in frame {}".format(*sizes[1], expected) in error.problem
-
-
-def test_scene_detection_refuses_it_at_discovery(tmp_path):
-    codec, sizes, options = JOINED["turned.mp4"]
-    path = joined(tmp_path / "a.mp4", codec, sizes, options=options)
-    assert probe_media(path, "video")["frames"] == 40
-    with pytest.raises(MediaError, match=r"64x256 pixels in frame 20 \(0\.800 s\).*256x64 in its header"):
-        find_scenes(path)
 
 
 def test_an_animation_whose_frames_leave_its_canvas_is_refused(tmp_path):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from schemas.clips import clip_times
-from stages.media import decord_backend
 from stages.media.files import Blob
 from stages.media.video import probe_video, read_frames
 from tests.stages.media.test_video_formats import FAST, first_frame
@@ -58,12 +57,6 @@ def test_a_video_that_is_no_file_is_read_by_ranges(heavy):
         frames = read_frames(blob, clip_times(first / 25, 25, 5))
         assert [number_of(frame) for frame in frames] == list(range(first, first + 5))
         assert blob.read < 0.25 * len(heavy)
-
-
-def test_decord_reads_what_is_no_file(heavy):
-    pytest.importorskip("decord")
-    frames = decord_backend.read_frames(Bytes(heavy), clip_times(5.6, 25, 5))
-    assert [number_of(frame) for frame in frames] == list(range(140, 145))
 
 
 @pytest.mark.parametrize("action", [probe_video, first_frame])

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.buckets import photograph_sizes
 from schemas.config.pipeline import Config
 from schemas.geometry import Bucket
-from schemas.recipe import plan_key
 from stages.planning.crop_selection import LARGE_LOSS
 from stages.planning.plan_builder import DraftPlan
-from stages.planning.summary import dataset_table, scale_warning, step_warning
+from stages.planning.summary import dataset_table, step_warning
 from tests.stages.planning import draft_plans
 
 WIDTHS, HEIGHTS = photograph_sizes()
@@ -139,34 +138,3 @@ def test_advice_is_true_when_it_is_followed(sizes, resolution, step, kind, more)
         cut = lost(better)
         kept = [cut[path] for path in cut if path in buckets(fine)]
         assert report.advised.lost == pytest.approx(np.mean(kept) if kept else 0)
-
-
-def test_the_warning_in_words() -> None:
-    made = config(resolution=512)
-    said = warning(made, planned(made))
-    assert said is not None and said.startswith("a: in buckets in steps of 64 pixels 8.3 % of a picture is cut off on")
-    assert said.endswith("bucket_step: 32, 2.8 % is cut off, and the number of sizes is 11 instead of 5")
-    assert warning(config(), planned(config())) is None, "at 1024 the same step costs 2 %"
-    film = config(resolution=480, resolution_type="pixel", bucket_step=64)
-    said = warning(film, planned(film, [(854, 480)] * 3))
-    assert said == (
-        "a: in buckets in steps of 64 pixels 3 of 3 items are set aside that the finest step keeps. "
-        "With datasets.a.bucket_step: 16, 0.7 % is cut off, and the number of sizes is 1 instead of 0"
-    )
-
-
-def test_advice_on_the_scale_window_uses_the_dataset_s_buckets() -> None:
-    made = config("kandinsky5-video", resolution=512)
-    rows = [{"bucket": str(bucket), "scale_class": "1x3.16x3.16"} for bucket in {Bucket(704, 384)}]
-    said = scale_warning(made, rows, 16)
-    assert said is not None
-    resolution = float(said.rpartition("resolution: ")[2].split()[0])
-    inside = planned(config("kandinsky5-video", resolution=resolution), [(1408, 768)])
-    (bucket,) = buckets(inside).values()
-    assert all(480 <= side <= 854 and side % 64 == 0 for side in (bucket.width, bucket.height))
-
-
-def test_plans_of_before_are_those_of_the_finest_step() -> None:
-    """Which had no option: their key is found again."""
-    keys = {step: plan_key(config(bucket_step=step), 16) for step in (1, 16, 64)}
-    assert len(set(keys.values())) == 3 and plan_key(config(), 16) == keys[64]

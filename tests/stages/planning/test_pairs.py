@@ -89,17 +89,3 @@ def test_bucket_names_the_pairs_of_different_aspects_and_uses_them(project) -> N
     assert "tall.png (64x48, its source 50x90), wide.png (64x48, its source 120x48)" in said
     [row] = report.details["datasets"]
     assert (row["samples"], row["sources_of_other_aspect"]) == (3, 2)
-
-
-@pytest.mark.slow
-def test_a_source_too_small_for_the_size_of_its_target_is_named(project) -> None:
-    home = project(IMAGE)
-    home.settings["datasets"][0] |= {"conditioning_data": "sources", "resolution": 256, "allow_upscale": False}
-    home.settings["datasets"][0] |= DOWNSAMPLED
-    for seed, size in enumerate([(1280, 800), (320, 200)]):
-        home.image(f"{seed}.png", (640, 400), seed=seed)
-        home.image(f"../sources/{seed}.png", size, seed=10 + seed)
-    home.run(discover.run)
-    report = home.run(bucket.run)
-    assert home.rejects(report) == {"1.png": "source-needs-upscale"}
-    assert "its source is 320x200, and 333x208 is needed" in report.set_aside[0]["message"]

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas import identity
 from schemas.clips import clip_times
 from schemas.geometry import Bucket
 from stages.planning.plan_builder import DraftPlan
@@ -64,34 +63,6 @@ def test_a_video_of_nearly_the_rate_has_clips_of_its_own_frames(selection, rate,
         if sample["rate"] == own:
             place = sample["start"] * own
             assert place == pytest.approx(round(place), abs=1e-6)  # at one of its frames
-
-
-@pytest.mark.parametrize(
-    ("rate", "constant", "video"),
-    [
-        (24.0, True, {}),
-        (25.0, True, {}),
-        (30.0, True, {}),
-        (48.0, True, {}),
-        (FILM, False, {}),  # a variable rate of that average
-        (FILM, None, {}),
-        (24.13, True, {}),
-        (FILM, True, {"num_frames": 13}),  # even as it is
-        (24.001, True, {"clip": "chunks"}),
-    ],
-)
-def test_other_samples_keep_their_ids(rate, constant, video):
-    """Against the record that is documented, with the rate asked for and starts on its grid."""
-    plan = at_24(rate, constant, **video)
-    assert plan.samples.num_rows
-    for number, sample in enumerate(plan.samples.to_pylist()):
-        bucket, cut = Bucket.parse(sample["geometry"]["bucket"]), sample["geometry"]
-        record = np.zeros(1, identity.SAMPLE_DTYPE)
-        record["media"] = np.frombuffer(bytes.fromhex(sample["media_id"]), "V16")
-        frames = bucket.frames
-        record["geometry"] = [bucket.width, bucket.height, frames, cut["resize_w"], cut["resize_h"], cut["x"], cut["y"]]
-        record["rate"], record["start"] = 24.0, number * 61 / 24.0
-        assert sample["sample_id"] == identity.xxhash.xxh3_128_hexdigest(record.tobytes())
 
 
 def test_a_video_of_nearly_the_rate_repeats_nothing():

@@ -71,16 +71,6 @@ def test_the_model_s_own_sizes():
         planned(config("sana", buckets="family"), [row(0)], 32)
 
 
-def test_a_file_too_small_for_the_model_s_own_sizes_is_told_what_helps():
-    """Not "lower resolution", which has no effect there and is warned about where it is set."""
-    settings = config(buckets="family", allow_upscale=False, resolution=512)
-    (reject,) = planned(settings, [row(0, 900, 900)]).rejects.to_pylist()
-    assert "set buckets: computed with a lower resolution, or allow_upscale: true" in reject["message"]
-    (warning,) = settings.unused_features("sizes")
-    assert warning.startswith("datasets.a: resolution: not used with buckets: family")
-    assert not list(config(resolution=512).unused_features("sizes"))
-
-
 def test_nabla_needs_multiples_of_128():
     options = config("kandinsky5-video", dataset_type="video", resolution=512, video=VIDEO)
     sizes = {

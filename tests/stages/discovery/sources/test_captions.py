@@ -8,8 +8,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
@@ -22,7 +20,6 @@ from stages.discovery.sources.captions import (
     normalize_paths,
     public_path,
     read_caption_file,
-    strip_extensions,
 )
 from stages.discovery.sources.urls import join_url, scrub_secrets, strip_secrets
 from stages.media.files import MediaError
@@ -143,11 +140,6 @@ def test_a_name_is_a_caption(path: str, words: str | None) -> None:
     assert captions_from_names(pa.array([path])).to_pylist() == [[words] if words else []]
 
 
-@given(st.lists(st.text(alphabet="a./ \nb", min_size=1, max_size=8)))
-def test_stems_are_those_of_the_operating_system(paths: list[str]) -> None:
-    assert strip_extensions(pa.array(paths, pa.string())).to_pylist() == [os.path.splitext(path)[0] for path in paths]
-
-
 @pytest.mark.parametrize(
     ("cell", "path"),
     [
@@ -185,15 +177,6 @@ def test_a_table_gives_every_row_of_a_file_and_the_rest_of_the_first(tmp_path: P
     assert columns["extra.score"].to_pylist() == [2, 1, None]
 
 
-def test_several_columns_and_lists_are_alternatives(tmp_path: Path) -> None:
-    table = tmp_path / "c.jsonl"
-    table.write_text('{"path": "a.png", "long": ["x", "y"], "short": "z"}\n{"path": "b.png", "long": [], "short": "q"}')
-    settings = dataset(tmp_path, caption_strategy="jsonl", caption_file=str(table), caption_column=["short", "long"])
-    columns = {"path": pa.array(["a.png", "b.png"])}
-    CaptionLookup(settings, str(tmp_path)).add(columns)
-    assert columns["captions"].to_pylist() == [["z", "x", "y"], ["q"]]
-
-
 def test_a_table_without_the_column_says_which_there_are(tmp_path: Path) -> None:
     table = tmp_path / "c.csv"
     table.write_text("file_name,text\na.png,one\n")
@@ -201,23 +184,6 @@ def test_a_table_without_the_column_says_which_there_are(tmp_path: Path) -> None
     assert lookup is not None
     with pytest.raises(LatentpressError, match=r"no column 'caption'; there are: file_name, text"):
         lookup.add({"path": pa.array(["a.png"])})
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b'file_name,caption\na.png,"open\nb.png,"x"\n', r"line 2: a quote is opened and not closed"),
-        (b'file_name,caption\na.png,"a \\"big\\" cat"\n', r'line 2: CSV has no \\"'),
-        ("file_name,caption\na.png,x\n".encode("utf-16"), r"line 1: is UTF-16"),
-    ],
-)
-def test_a_table_of_captions_is_checked_like_any_other(tmp_path: Path, data: bytes, says: str) -> None:
-    table = tmp_path / "captions.csv"
-    table.write_bytes(data)
-    lookup = make_caption_lookup(dataset(tmp_path, caption_strategy="csv", caption_file=str(table)), str(tmp_path))
-    assert lookup is not None
-    with pytest.raises(LatentpressError, match=r"captions\.csv, " + says):
-        lookup.add({"path": pa.array(["a.png", "b.png"])})
 
 
 @pytest.mark.parametrize(
@@ -239,16 +205,6 @@ def test_a_table_of_other_paths_says_so(tmp_path: Path, names: str, advice: str)
     assert lookup is not None
     lookup.add(columns)
     assert columns["advice"][0].as_py().startswith(advice.format(root=tmp_path / "images"))
-
-
-def test_one_prompt_for_all_and_what_sources_do_themselves(tmp_path: Path) -> None:
-    settings = dataset(tmp_path, caption_strategy="instanceprompt", instance_prompt=" sks dog ")
-    lookup, columns = make_caption_lookup(settings, str(tmp_path)), {"path": pa.array(["a", "b"])}
-    assert lookup is not None
-    lookup.add(columns)
-    assert columns["captions"].to_pylist() == [["sks dog"], ["sks dog"]] and "problem" not in columns
-    assert make_caption_lookup(dataset(tmp_path), str(tmp_path)) is None
-    assert make_caption_lookup(dataset(tmp_path / "m.csv"), str(tmp_path)) is None
 
 
 # -- URLs ------------------------------------------------------------------------------------------------------------

@@ -61,15 +61,6 @@ def test_an_absent_place_is_named_with_its_option(tmp_path: Path) -> None:
         found_by(CompanionFinder("memory://nowhere-at-all", "mask"), "a.png")
 
 
-def test_links_are_followed_as_in_the_folder_of_the_media(tmp_path: Path) -> None:
-    place(tmp_path / "outside", "a.png")
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "link").symlink_to(tmp_path / "outside")
-    where = str(tmp_path / "in")
-    assert found_by(CompanionFinder(where, "source"), "link/a.png")["source"] == [None]
-    assert found_by(CompanionFinder(where, "source", follow_links=True), "link/a.png")["source"] == ["link/a.png"]
-
-
 def test_a_listing_keeps_the_first_problem(tmp_path: Path) -> None:
     where = place(tmp_path, "a.png")
     dataset = Dataset(id="d", instance_data_dir="x", conditioning_data=where, mask_data=where)

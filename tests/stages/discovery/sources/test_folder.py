@@ -66,25 +66,6 @@ def test_a_missing_caption_says_where_to_write_it(tmp_path: Path) -> None:
     assert row["captions_at"] is None and row["captions_version"] is None
 
 
-UNUSUAL_NAMES = (
-    "a b.png",
-    "new\nline.png",
-    "quo'te\".png",
-    "-dash.png",
-    "\u00e9.png",
-    "e\u0301.png",
-    "x" * 251 + ".png",
-)
-
-
-def test_unusual_names_are_kept(tmp_path: Path) -> None:
-    put(tmp_path, *UNUSUAL_NAMES, *(name.removesuffix(".png") + ".txt" for name in UNUSUAL_NAMES))
-    where = source(tmp_path)
-    for name, row in listed(where).items():
-        assert row["captions_at"] == name.removesuffix(".png") + ".txt" and row["problem"] is None
-        assert name in UNUSUAL_NAMES and Path(where.open(name)).read_text() == name
-
-
 def test_a_name_that_is_not_utf8_is_set_aside_as_it_can_be_printed(tmp_path: Path) -> None:
     put(tmp_path, "good.png", "good.txt")
     for name in (b"strange\xff.png", b"strange\xff.txt"):
@@ -140,13 +121,6 @@ def test_links_are_followed_anywhere_on_request_but_never_round_in_circles(tmp_p
     assert {"real/one.png", "link/one.png", "file.png", "out.png", "out/two.png", "out/back/one.png"} <= found
     assert where.ignored[BACK] >= 3
     assert all(path.count("/") < 12 for path in found)
-
-
-def test_folders_that_link_to_each_other_end(tmp_path: Path) -> None:
-    put(tmp_path, "a/1.png", "b/2.png")
-    (tmp_path / "a/b").symlink_to(tmp_path / "b")
-    (tmp_path / "b/a").symlink_to(tmp_path / "a")
-    assert set(listed(tmp_path)) == {"a/1.png", "a/b/2.png", "b/2.png", "b/a/1.png"}
 
 
 def test_a_folder_whose_name_begins_like_the_root_is_outside(tmp_path: Path) -> None:
@@ -223,17 +197,6 @@ def test_what_is_not_a_folder_is_named(tmp_path: Path, name: str, step: str) -> 
 def test_an_empty_folder_has_an_empty_listing(tmp_path: Path) -> None:
     (table,) = source(tmp_path).scan(None)
     assert table.num_rows == 0 and table.schema.equals(LISTING_SCHEMA)
-
-
-def test_captions_by_name_and_one_prompt_for_all(tmp_path: Path) -> None:
-    put(tmp_path, "a_red-fox_001.png", "x/0001.png", "notes.txt")
-    where = source(tmp_path, caption_strategy="filename")
-    rows = listed(where)
-    assert rows["a_red-fox_001.png"]["captions"] == ["a red fox"]
-    assert reason(rows["x/0001.png"]) == "no-caption"
-    assert where.ignored == {".txt": 1}
-    rows = listed(tmp_path, caption_strategy="instanceprompt", instance_prompt="sks")
-    assert [row["captions"] for row in rows.values()] == [["sks"], ["sks"]]
 
 
 def test_chunks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

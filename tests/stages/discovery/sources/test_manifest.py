@@ -233,24 +233,6 @@ def test_a_table_of_another_ending_is_read_as_the_caption_strategy_says(tmp_path
         listed(source(table, **settings))
 
 
-def test_a_table_with_the_media_in_it_says_what_reads_it(tmp_path: Path) -> None:
-    image = [{"bytes": b"x", "path": None}]
-    pa.parquet.write_table(pa.table({"image": image, "mask": [b"x"], "caption": ["a"]}), tmp_path / "t.parquet")
-    with pytest.raises(LatentpressError, match=r"'image' holds the files themselves") as caught:
-        listed(source(tmp_path / "t.parquet"))
-    assert "source: huggingface" in caught.value.next_step
-    pa.parquet.write_table(pa.table({"path": ["a.png"], "mask": [b"x"], "caption": [b"a"]}), tmp_path / "t.parquet")
-    with pytest.raises(LatentpressError, match=r"'mask' holds the files themselves \(binary\)"):
-        listed(source(tmp_path / "t.parquet", mask_column="mask"))
-    with pytest.raises(LatentpressError, match=r"'caption' holds bytes \(binary\), not text"):
-        listed(source(tmp_path / "t.parquet"))
-
-
-def test_an_absent_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LatentpressError, match=r"none\.csv: is not there"):
-        listed(source(tmp_path / "none.csv"))
-
-
 @pytest.mark.parametrize("place", ["reference://x", "jupyter://x", "dir://x", "zip://x", "github://x", "nowhere://x"])
 def test_a_row_of_a_scheme_that_can_not_be_opened_is_set_aside(tmp_path: Path, place: str) -> None:
     """And the other rows are listed; as the place of a dataset it is an error in words."""

@@ -1,5 +1,4 @@
 import csv
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -184,12 +183,6 @@ def test_a_table_at_a_url() -> None:
     assert read_table("memory://tables/t.jsonl").to_pylist() == [{"path": "a.png", "caption": ["x", "y"]}]
 
 
-def test_a_line_longer_than_what_pyarrow_reads_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps({"a": "x" * 3_000_000}) + "\n" + json.dumps({"a": "y"}) + "\n")
-    assert [len(text) for text in read_table(str(path)).column("a").to_pylist()] == [3_000_000, 1]
-
-
 def test_the_column_of_media_is_the_first_usual_one_or_the_one_named() -> None:
     table = pa.table({"id": ["1"], "image": ["a"], "path": ["b"], "list": [["a"]]})
     assert find_media_column(table, None, "t.csv") == "path"
@@ -215,23 +208,6 @@ def test_a_column_of_bytes_is_named_as_that(tmp_path: Path) -> None:
         refuse_binary_columns(path, ["caption"])
     pq.write_table(pa.table({"file_name": ["a.png"], "image": image}), path)
     assert find_media_column(read_table(path), None, path) == "file_name"
-
-
-def test_captions_come_from_text_and_lists_in_the_order_of_columns() -> None:
-    table = pa.table(
-        {
-            "a": ["  x ", None, "", "z"],
-            "b": [["y", "x", None, " "], None, [], ["z", "q", "q"]],
-            "n": [1, None, None, 2],
-        }
-    )
-    assert caption_lists(table, ["a"]).to_pylist() == [["x"], [], [], ["z"]]
-    assert caption_lists(table, ["b", "a"]).to_pylist() == [["y", "x"], [], [], ["z", "q"]]
-    assert caption_lists(table, ["n"]).to_pylist() == [["1"], [], [], ["2"]]
-    with pytest.raises(LatentpressError, match="no column 'c'; there are: a, b, n"):
-        caption_lists(table, ["c"])
-    with pytest.raises(LatentpressError, match="'s' holds struct"):
-        caption_lists(pa.table({"s": [{"x": 1}]}), ["s"])
 
 
 words = st.one_of(st.none(), st.text(alphabet=" ab\n\u3000ü", max_size=4))

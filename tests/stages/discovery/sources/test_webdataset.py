@@ -201,16 +201,6 @@ def test_a_companion_that_has_an_extension_of_media(tmp_path: Path) -> None:
     assert (row["path"], row["source"]) == ("s.tar/a.png", "s.tar/a.jpg")
 
 
-def test_companions_in_a_folder(tmp_path: Path) -> None:
-    write(tmp_path / "s.tar", [{"__key__": "a", "jpg": b"1", "txt": "x"}, {"__key__": "b", "jpg": b"1", "txt": "x"}])
-    (tmp_path / "sources/s.tar").mkdir(parents=True)
-    (tmp_path / "sources/s.tar/a.png").write_bytes(b"source")
-    source = open_source(dataset(tmp_path / "s.tar", conditioning_data=str(tmp_path / "sources")))
-    rows = scan(source)
-    assert [(row["source"], bool(row["problem"])) for row in rows] == [("s.tar/a.png", False), (None, True)]
-    assert read(source.open_companion("source", "s.tar/a.png")) == b"source"
-
-
 # -- which tars ------------------------------------------------------------------------------------------------------
 
 
