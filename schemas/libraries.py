@@ -57,7 +57,7 @@ LIBRARIES = (
     Library("decord", "decord", "latents.decoder: decord", "decord", imported=True),
     Library("scenedetect", "scenedetect-headless", "video.scenes", "scenes"),
     Library("cv2", "opencv-python-headless", "crop_style: face, near-duplicates", "faces"),
-    Library("faiss", "faiss-cpu", "clusters, near-duplicates among many items", "features", imported=True),
+    Library("faiss", "faiss-cpu", "near-duplicates, outliers, clusters", "features", imported=True),
     Library("bitsandbytes", "bitsandbytes", "nf4-bnb, 8-bit optimizers", "quant", imported=True),
     Library("optimum.quanto", "optimum-quanto", "int8-quanto", "quant", imported=True),
     Library("torchao", "torchao", "int8-torchao, fp8-torchao", "quant", imported=True),
@@ -146,8 +146,9 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
             yield "cv2", f"datasets.{dataset.id}.crop_style face"
     if config.features is not None and config.features.duplicates:
         yield "cv2", "features.duplicates"
-    if config.features is not None and config.features.source is not None and config.features.clusters != 0:
-        yield "faiss", "features.clusters"
+        yield "faiss", "features.duplicates"
+    if config.features is not None and config.features.source is not None:
+        yield "faiss", "features.model"
     for option, url in needed_stores(config):
         for scheme, module in (("s3", "s3fs"), ("gs", "gcsfs"), ("gcs", "gcsfs"), ("http", "aiohttp")):
             if url.startswith((f"{scheme}://", f"{scheme}a://", f"{scheme}s://")):

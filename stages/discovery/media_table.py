@@ -49,6 +49,7 @@ COLUMN_GROUPS = {
     **{role: (f"{role}_id", f"{role}_width", f"{role}_height") for role in SOURCE_ROLES},
     "mask": ("mask_id", "mask_kind", "mask_width", "mask_height"),
 }
+SLICE_ROWS = 65536  # of a table that are sorted at a time
 _KNOWN_ROW = "row in the known table"
 _NEVER_ANIMATED = r"(?i)\.(jpe?g|bmp|tiff?|heic|heif|mp4|mov|mkv|webm|avi|m4v)$"
 #: If one of these changes, another file may have the same path, size and time.
@@ -286,11 +287,14 @@ def write_media_table(
     store: Store, dataset: str, before: pa.Table | None, table: pa.Table, settings: DiscoverySettings
 ) -> bool:
     """Write the rows, sorted, as the media table; False if it would equal the last one, `before`. The bytes are a
-    function of the rows alone."""
-    table = with_table_metadata(table.sort_by("path"), settings)
-    if before is not None and before.schema.equals(table.schema, check_metadata=True) and before.equals(table):
+    function of the rows alone. In slices, so that memory holds no second copy."""
+    table, order = with_table_metadata(table, settings), pc.sort_indices(table["path"])
+    same = before is not None and len(before) == len(table) and table.schema.equals(before.schema, check_metadata=True)
+    if same and table.take(order).equals(before):
         return False
-    store.write_table(media_table_path(dataset), table)
+    with store.create_table(media_table_path(dataset), table.schema) as writer:
+        for start in range(0, len(table), SLICE_ROWS):
+            writer.write_table(table.take(order.slice(start, SLICE_ROWS)).combine_chunks())
     return True
 
 

@@ -31,9 +31,15 @@ from stages.discovery.sources.columns import (
     take_rows,
 )
 from stages.discovery.sources.companions import CommonSource
-from stages.discovery.sources.csv_checks import check_csv_files, list_files
 from stages.discovery.sources.object_store import RemoteFile
-from stages.discovery.sources.table_reader import USUAL_MEDIA_COLUMNS, check_jsonl, read_table, refuse_depth
+from stages.discovery.sources.table_reader import (
+    USUAL_MEDIA_COLUMNS,
+    check_csv_files,
+    check_jsonl,
+    list_files,
+    read_table,
+    refuse_depth,
+)
 from stages.discovery.sources.urls import scrub_secrets
 from stages.media.files import RESTORE_ADVICE, Blob, MediaError, MediaPath
 
