@@ -28,7 +28,7 @@ def _architecture(value: Any, draft: Draft) -> Several:
 
 def _quantized(value: Any, draft: Draft) -> Any:
     name = str(draft.given.get("qtype", "qfloat8")).partition("|")[0]
-    return to.one_of(to.QUANTIZED, "nf4-bnb")(name, draft) if to.boolean(value) else NOTHING
+    return to.quantized(name, draft) if to.boolean(value) else NOTHING
 
 
 def _experts(value: Any, draft: Draft) -> Any:
@@ -256,9 +256,8 @@ DATASET_IDLE = """
 
 
 def _size(value: Any, draft: Draft) -> str:
-    width, height = (to.whole(draft.given.get(key, 512)) for key in ("width", "height"))
-    frames = to.whole(draft.given.get("num_frames", 1))
-    return f"{width}x{height}@{frames}" if frames > 1 else f"{width}x{height}"
+    given = draft.given
+    return to.size(given.get("width", 512), given.get("height", 512), given.get("num_frames"))
 
 
 SAMPLE: Rows = {

@@ -99,10 +99,6 @@ def flag(on: Any = True, off: Any = NOTHING) -> Convert:
     return lambda value, draft: on if boolean(value) else off
 
 
-def inverted(value: Any, draft: Draft) -> bool:
-    return not boolean(value)
-
-
 def some(value: Any, draft: Draft) -> Any:
     """Whether a number is above 0, if it is."""
     return True if number(value) > 0 else NOTHING
@@ -126,6 +122,20 @@ def precision(value: Any, draft: Draft) -> Several:
     """The dtype of the whole model: of training and of the encoders."""
     name = DTYPES[text(value).lower()]
     return Several({"model.precision": name, **({"train.precision": "float32"} if name == "float16" else {})})
+
+
+def quantized(value: Any, draft: Draft) -> Any:
+    """A precision of the base weights, or one of as many bits."""
+    name = text(value).lower()
+    if name in QUANTIZED:
+        return QUANTIZED[name]
+    return Nearest("fp8-torchao" if "fp8" in name else "int8-torchao" if "8" in name else "nf4-bnb")
+
+
+def size(width: Any, height: Any, frames: Any = None) -> str:
+    """WxH, for more than one frame WxH@F: the next below that is 1 more than a multiple of 4."""
+    count = whole(frames or 1) - (whole(frames or 1) - 1) % 4
+    return f"{whole(width)}x{whole(height)}" + (f"@{count}" if count > 1 else "")
 
 
 def repeats(value: Any, draft: Draft) -> int:
@@ -230,7 +240,8 @@ def checkpoint(value: Any, draft: Draft) -> Several:
 
 def assistant(value: Any, draft: Draft) -> Any:
     """An assistant's file; of a file in a repository its name, as it has to be downloaded."""
-    path = text(value)
+    if not (path := text(value)):
+        return NOTHING
     is_in_repo = path.count("/") == 2 and not path.startswith((".", "/", "~"))
     return Nearest(f"./{path.rpartition('/')[2]}") if is_in_repo else path
 

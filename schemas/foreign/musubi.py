@@ -252,17 +252,12 @@ def _frames(value: Any, draft: Draft) -> Any:
 
 def _bucket(value: Any, draft: Draft) -> Any:
     """Without buckets all media are cropped to the one of [width, height]."""
-    width, height = _width_and_height(draft)
+    size = draft.given["resolution"]
+    width, height = map(to.number, size if isinstance(size, list) else (size, size))
     if to.boolean(value):
         return NOTHING
     return Several({"crop_aspect": "closest", "crop_aspect_buckets": [round(width / height, 6)], "max_aspect": max(
         4.0, width / height, height / width)})  # fmt: skip
-
-
-def _width_and_height(draft: Draft) -> tuple[float, float]:
-    size = draft.given["resolution"]
-    width, height = size if isinstance(size, list) else (size, size)
-    return to.number(width), to.number(height)
 
 
 def _rate(value: Any, draft: Draft) -> float:
@@ -285,7 +280,7 @@ DATASET: Rows = {
         lambda value, draft: Several({"resolution": to.area_edge(value), "resolution_type": "pixel_area"}),
     ),
     "enable_bucket": ("crop_aspect", _bucket),
-    "bucket_no_upscale": ("allow_upscale", to.only_with("enable_bucket", to.inverted)),
+    "bucket_no_upscale": ("allow_upscale", to.only_with("enable_bucket", to.flag(False, True))),
     "caption_extension": ("caption_strategy", to.text_files),
     "num_repeats": ("repeats", to.repeats),
     "target_frames": ("video.num_frames", _frames),
@@ -408,8 +403,7 @@ def _prompt(draft: Draft, item: Mapping[str, Any], index: int) -> dict[str, Any]
     prompt: dict[str, Any] = {"name": f"{index:02}-{short}".rstrip("-"), "prompt": words}
     try:
         if item.get("width") and item.get("height"):
-            width, height, frames = (to.whole(item.get(key) or 1) for key in ("width", "height", "frame_count"))
-            prompt["size"] = f"{width}x{height}{f'@{frames}' if frames > 1 else ''}"
+            prompt["size"] = to.size(item["width"], item["height"], item.get("frame_count"))
         prompt |= {ours: convert(item[key], draft) for key, (ours, convert) in _PROMPT.items() if item.get(key)}
     except (TypeError, ValueError, OverflowError):
         draft.say(f"sample_prompts: {index}", "not carried over", shown(dict(item)))

@@ -101,8 +101,8 @@ def _sampling(name: str) -> Convert:
 
 
 def _timesteps(value: Any, draft: Draft) -> Several:
-    items = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
-    numbers = [to.number(item) for item in (items.split(",") if isinstance(items, str) else items)]
+    items = value.strip("[]").split(",") if isinstance(value, str) else value
+    numbers = [to.number(item) for item in items]
     scale = 1000 if max(numbers) > 1 else 1
     return Several({"train.timesteps.sampling": "list", "train.timesteps.values": [item / scale for item in numbers]})
 
@@ -129,9 +129,8 @@ def _rollout(option: str, convert: Convert) -> tuple[str, Convert]:
 def _sizes(value: Any, draft: Draft) -> Any:
     """Sizes "1024x1024,1280x768" or one edge; of videos with the number of frames."""
     frames = draft.given.get("validation_num_video_frames")
-    edges = [word.strip() for word in str(value).split(",")]
-    sizes = [edge if "x" in edge else f"{to.whole(edge)}x{to.whole(edge)}" for edge in edges]
-    sizes = [f"{size}@{to.whole(frames)}" if frames else size for size in sizes]
+    edges = [word.strip().partition("x") for word in str(value).split(",")]
+    sizes = [to.size(width, height or width, frames) for width, _, height in edges]
     return sizes[0] if len(sizes) == 1 else sizes
 
 
@@ -152,8 +151,6 @@ def _trackers(value: Any, draft: Draft) -> list[str]:
 
 
 def _repo(value: Any, draft: Draft) -> Any:
-    if is_off(draft.given.get("push_to_hub")):
-        return NOTHING
     if "/" not in to.text(value):
         raise ValueError("USER/NAME")
     return to.text(value)
@@ -177,7 +174,7 @@ ARGUMENTS: Rows = {
     "revision": ("model.revision", to.text),
     "assistant_lora_path": ("model.assistant", to.unless("disable_assistant_lora", to.assistant)),
     "mixed_precision": ("model.precision", to.precision),
-    "base_model_precision": ("train.base_precision", to.one_of(to.QUANTIZED, "nf4-bnb")),
+    "base_model_precision": ("train.base_precision", to.quantized),
     "text_encoder_1_precision": ("text.quantization", to.one_of({
         "no_change": NOTHING, "int8-quanto": "int8-quanto", "nf4-bnb": "nf4-bnb"}, "int8-quanto")),
     "quantize_via": ("train.quantize_via", to.one_of({"cpu": "cpu", "accelerator": "device", "pipeline": NOTHING})),
@@ -288,7 +285,7 @@ ARGUMENTS: Rows = {
     "output_dir": ("output", to.text),
     "report_to": ("train.trackers", _trackers),
     "tracker_run_name": ("train.run", to.run_name),
-    "hub_model_id": ("hub.repo", _repo),
+    "hub_model_id": ("hub.repo", to.only_with("push_to_hub", _repo)),
     "model_card_private": ("hub.private", to.only_with("push_to_hub", to.boolean)),
     "validation_prompt": ("validation.prompts", _prompt),
     "validation_resolution": ("validation.size", _sizes),
@@ -314,25 +311,27 @@ IDLE = """
     soft_min_snr_sigma_data noise_offset noise_offset_probability text_encoder_lr crepa_drop_vae_encoder
     crepa_spatial_align crepa_use_tae validation_using_datasets eval_dataset_id validation_image_format
     validation_image_quality validation_stitch_input_location validation_preview validation_preview_steps
-    validation_seed_source disable_benchmark validation_on_startup eval_steps_interval eval_epoch_interval
-    eval_dataset_pooling eval_timesteps num_validation_images tracker_project_name push_checkpoints_to_hub
-    push_to_hub_background vae_batch_size text_encoder_batch_size vae_cache_ondemand vae_cache_disable
-    text_cache_ondemand text_cache_disable text_embed_full_cache vae_cache_scan_behaviour compress_disk_cache
-    preserve_data_backend_cache override_dataset_config keep_vae_loaded cache_dir cache_dir_text cache_dir_vae
-    offload_during_startup fully_unload_text_encoder offload_during_save delete_model_after_load num_processes
-    num_machines accelerate_config max_workers read_batch_size write_batch_size image_processing_batch_size
-    aspect_bucket_worker_count enable_multiprocessing dataloader_prefetch dataloader_prefetch_qlen
-    metadata_update_interval aspect_bucket_disable_rebuild aspect_bucket_rounding disable_bucket_pruning
-    data_backend_sampling allow_dataset_oversubscription delete_unwanted_images delete_problematic_images
-    delete_nsfw_images ignore_missing_files print_filenames print_sampler_statistics debug_aspect_buckets
-    debug_dataset_loader logging_dir tracker_image_layout disable_tf32 allow_tf32 set_grads_to_none
-    accelerator_cache_clear_interval dynamo_mode dynamo_fullgraph dynamo_dynamic dynamo_use_regional_compilation
-    fuse_optimizer gradient_precision optimizer_release_gradients seed_for_each_device ema_cpu_only
-    ema_foreach_disable ema_update_interval ema_warmup_steps training_dynamo_backend save_text_encoder
+    validation_seed_source validation_lycoris_strength disable_benchmark validation_on_startup eval_steps_interval
+    eval_epoch_interval eval_dataset_pooling eval_timesteps num_validation_images tracker_project_name
+    push_checkpoints_to_hub push_to_hub_background vae_batch_size text_encoder_batch_size vae_cache_ondemand
+    vae_cache_disable text_cache_ondemand text_cache_disable text_embed_full_cache vae_cache_scan_behaviour
+    compress_disk_cache preserve_data_backend_cache override_dataset_config keep_vae_loaded cache_dir cache_dir_text
+    cache_dir_vae offload_during_startup fully_unload_text_encoder offload_during_save delete_model_after_load
+    num_processes num_machines accelerate_config max_workers read_batch_size write_batch_size
+    image_processing_batch_size aspect_bucket_worker_count enable_multiprocessing dataloader_prefetch
+    dataloader_prefetch_qlen metadata_update_interval aspect_bucket_disable_rebuild aspect_bucket_rounding
+    disable_bucket_pruning data_backend_sampling allow_dataset_oversubscription delete_unwanted_images
+    delete_problematic_images delete_nsfw_images ignore_missing_files print_filenames print_sampler_statistics
+    debug_aspect_buckets debug_dataset_loader logging_dir tracker_image_layout disable_tf32 allow_tf32
+    set_grads_to_none accelerator_cache_clear_interval dynamo_mode dynamo_fullgraph dynamo_dynamic
+    dynamo_use_regional_compilation fuse_optimizer gradient_precision optimizer_release_gradients seed_for_each_device
+    ema_cpu_only ema_foreach_disable ema_update_interval ema_warmup_steps training_dynamo_backend save_text_encoder
     disable_segmented_timestep_sampling strict_epoch_limit enable_model_cpu_offload resolution resolution_type
     minimum_image_size maximum_image_size target_downsample_size caption_strategy instance_prompt
     prepend_instance_prompt only_instance_prompt aspect_bucket_alignment max_upscale_threshold skip_file_discovery
-    parquet_caption_column parquet_filename_column disable_multiline_split
+    parquet_caption_column parquet_filename_column disable_multiline_split fuse_qkv_projections sdnq_compile_mode
+    sdnq_group_size sdnq_hadamard_group_size sdnq_use_hadamard sdnq_use_quantized_matmul ramtorch_target_modules
+    ramtorch_transformer_percent ramtorch_disable_extensions validation_adapter_strength
 """
 
 # -- datasets
@@ -357,25 +356,29 @@ def _place(value: Any, draft: Draft) -> str:
     return to.text(value)
 
 
+def _only_prompt(draft: Draft) -> bool:
+    """Whether the instance prompt is the only caption."""
+    return not is_off(draft.given.get("only_instance_prompt"))
+
+
 def _caption_strategy(value: Any, draft: Draft) -> str:
-    if not is_off(draft.given.get("only_instance_prompt")):
+    if _only_prompt(draft):
         return "instanceprompt"
     known = ("textfile", "filename", "instanceprompt", "parquet", "csv", "huggingface")
     return {**{name: name for name in known}, "instance_prompt": "instanceprompt"}[to.text(value)]
 
 
 def _prepend(value: Any, draft: Draft) -> Any:
-    only = not is_off(draft.given.get("only_instance_prompt"))
-    return f"{draft.given['instance_prompt']} " if to.boolean(value) and not only else NOTHING
+    return f"{draft.given['instance_prompt']} " if to.boolean(value) and not _only_prompt(draft) else NOTHING
 
 
 def _instance_prompt(value: Any, draft: Draft) -> Any:
     is_caption = draft.given.get("caption_strategy") in ("instanceprompt", "instance_prompt")
-    return to.text(value) if is_caption or not is_off(draft.given.get("only_instance_prompt")) else NOTHING
+    return to.text(value) if is_caption or _only_prompt(draft) else NOTHING
 
 
 def _per_file(value: Any, draft: Draft) -> Any:
-    is_file = draft.given.get("caption_strategy") == "textfile" and is_off(draft.given.get("only_instance_prompt"))
+    is_file = draft.given.get("caption_strategy") == "textfile" and not _only_prompt(draft)
     return "one" if to.boolean(value) and is_file else NOTHING
 
 
@@ -396,16 +399,21 @@ def _filters(value: Any, draft: Draft) -> list[str]:
     return [f"/{word}/" if any(mark in word for mark in r"\^$.*+?[](){}|") else str(word) for word in value]
 
 
+def _columns(value: Any, draft: Draft) -> Several:
+    """The section of a dataset of the hub."""
+    media = value.get("image_column", value.get("video_column"))
+    named = {"caption_column": [value.get("caption_column")], "media_column": media}
+    return Several({key: item for key, item in named.items() if item not in (None, [None])})
+
+
 def _table(value: Any, draft: Draft) -> Several:
     columns = [str(value[key]) for key in ("caption_column", "fallback_caption_column") if value.get(key)]
     return Several({"caption_file": to.text(value["path"]), **({"caption_column": columns[:1]} if columns else {})})
 
 
 def _crop(value: Any, draft: Draft) -> Several:
-    crop = to.boolean(value)
-    aspect = {} if not crop or draft.given.get("crop_aspect") else {"crop_aspect": "square"}  # its default
-    style = {} if not crop or draft.given.get("crop_style") else {"crop_style": "random"}
-    return Several({"crop": crop, **aspect, **style})
+    usual = {"crop_aspect": "square", "crop_style": "random"} if to.boolean(value) else {}
+    return Several({"crop": to.boolean(value), **{key: usual[key] for key in usual if not draft.given.get(key)}})
 
 
 DATASET: Rows = {
@@ -413,10 +421,8 @@ DATASET: Rows = {
     "type": ("source", to.one_of({"local": NOTHING, "aws": NOTHING, "huggingface": "huggingface", "csv": "manifest"})),
     "dataset_type": ("dataset_type", to.one_of({"image": NOTHING, "video": "video"})),
     **dict.fromkeys(("disabled", "disable"), ("disabled", to.flag())),
-    "instance_data_dir": ("instance_data_dir", _place),
-    "aws_bucket_name": ("instance_data_dir", _place),
-    "dataset_name": ("instance_data_dir", to.text),
-    "csv_file": ("instance_data_dir", to.text),
+    **dict.fromkeys(("instance_data_dir", "aws_bucket_name"), ("instance_data_dir", _place)),
+    **dict.fromkeys(("dataset_name", "csv_file"), ("instance_data_dir", to.text)),
     **dict.fromkeys(("csv_caption_column", "caption_column", "parquet_caption_column"), ("caption_column", to.texts)),
     **dict.fromkeys(("image_column", "video_column"), ("media_column", to.text)),
     "split": ("split", to.text),
@@ -428,17 +434,15 @@ DATASET: Rows = {
     "caption_filter_list": ("caption_filter", _filters),
     "caption_shuffle": ("tag_shuffle", _shuffle),
     "parquet": ("caption_file", _table),
+    "huggingface": ("media_column", _columns),
     "resolution": ("resolution", _size),
     "resolution_type": ("resolution_type", to.text),
-    "crop": ("crop", _crop),
-    "crop_enabled": ("crop", _crop),
+    **dict.fromkeys(("crop", "crop_enabled"), ("crop", _crop)),
     "crop_aspect": ("crop_aspect", to.only_with("crop", to.text)),
     "crop_style": ("crop_style", to.only_with("crop", to.one_of({
         name: name for name in ("center", "centre", "random", "corner", "face")}, "center"))),
     "crop_aspect_buckets": ("crop_aspect_buckets", lambda value, draft: [to.number(item) for item in value]),
-    "minimum_image_size": ("minimum_image_size", _size),
-    "maximum_image_size": ("maximum_image_size", _size),
-    "target_downsample_size": ("target_downsample_size", _size),
+    **{name: (name, _size) for name in ("minimum_image_size", "maximum_image_size", "target_downsample_size")},
     "max_upscale_threshold": ("allow_upscale", to.some),
     "aspect_bucket_alignment": ("bucket_step", to.whole),
     "repeats": ("repeats", to.whole),
@@ -465,14 +469,13 @@ VIDEO: Rows = {
 def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
     """Carry over the datasets; masks and source images join the dataset that names them. common: DATASET_ARGUMENTS."""
     by_id = {str(backend.get("id")): backend for backend in backends}
-    count = 0
     for backend in backends:
         label, kind = f"{backend.get('id', 'dataset')}: ", backend.get("dataset_type", "image")
         is_cache = backend.get("type") == "local" and set(backend) <= {"id", "type", "cache_dir"}
         if kind in NOT_TRAINED or is_cache:
             draft.say(f"{label}dataset_type", "needs nothing")
             continue
-        given, at = {**common, **backend}, ("datasets", count)
+        given, at = {**common, **backend}, ("datasets", len(draft.values.get("datasets", [])))
         video, paired = given.pop("video", None), given.pop("conditioning_data", None)
         usual = dict(DATASET_DEFAULTS)
         if given.get("type", "local") not in ("local", "aws"):
@@ -484,7 +487,6 @@ def _carry_datasets(draft: Draft, backends: Sequence[Mapping[str, Any]], common:
             draft.carry(TABLES["video"], {**frames, **video}, f"{label}video.", at)
         for name in [paired] if isinstance(paired, str) else paired or ():
             _pair(draft, by_id.get(str(name), {}), str(name), f"{label}conditioning_data", at)
-        count += 1
 
 
 def _pair(draft: Draft, other: Mapping[str, Any], name: str, key: str, at: tuple[str, int]) -> None:
@@ -506,7 +508,7 @@ def _pair(draft: Draft, other: Mapping[str, Any], name: str, key: str, at: tuple
 
 
 def _alpha(value: Any, draft: Draft) -> Any:
-    """LyCORIS ignores it if both matrices are whole."""
+    """LyCORIS ignores alpha if both matrices are whole."""
     is_whole = draft.given.get("full_matrix") or to.number(draft.given.get("linear_dim", 0)) >= 1000
     return NOTHING if is_whole else to.number(value)
 
@@ -572,9 +574,8 @@ def carry(draft: Draft, roles: Mapping[str, Any], files: Files) -> None:
     usual: dict[str, Any] = dict(DEFAULTS)
     if prompts or not is_off(given.get("validation_prompt")):
         usual |= VALIDATION_DEFAULTS
-    helper = ASSISTANTS.get(given.get("model_flavour", "turbo-ostris-v2"))
-    if _family_name(given) == "z_image" and helper:
-        usual["assistant_lora_path"] = helper
+    if _family_name(given) == "z_image":
+        usual["assistant_lora_path"] = ASSISTANTS.get(given.get("model_flavour", "turbo-ostris-v2"), "")
     draft.carry(TABLES["arguments"], given, defaults=usual)
     if given.get("lora_type") == "lycoris" and (lycoris := _read(draft, given, files, "lycoris_config")):
         draft.carry(TABLES["lycoris"], draft.section(lycoris, "lycoris_config"), "lycoris_config: ")
