@@ -53,7 +53,6 @@ NOISE = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
     "torchao": "Failed to load ",
     "torch.utils._pytree": "<enum ",
-    "gcsfs": "",  # what it also raises, with a traceback
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
 #: torch says that float32 norms of bfloat16 weights have no fused kernel; bitsandbytes that nothing is paged on a CPU,

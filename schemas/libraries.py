@@ -68,8 +68,7 @@ LIBRARIES = (
     Library("prodigyopt", "prodigyopt", "optimizer prodigy", "optimizers"),
     Library("schedulefree", "schedulefree", "optimizer adamw-schedulefree", "optimizers"),
     Library("optimi", "torch-optimi", "optimizers optimi-*", "optimizers"),
-    Library("s3fs", "s3fs", "s3:// addresses", "s3"),
-    Library("gcsfs", "gcsfs", "gs:// addresses", "gcs"),
+    Library("obstore", "obstore", "s3:// and gs:// addresses", "s3"),
     Library("aiohttp", "aiohttp", "http:// addresses", "http"),
     Library("datasets", "datasets", "datasets of the Hugging Face Hub", "huggingface"),
     Library("braceexpand", "braceexpand", "tars named as {00000..00041}.tar", "webdataset"),
@@ -150,7 +149,7 @@ def needed_libraries(config: Config) -> Iterator[tuple[str, str]]:
     if config.features is not None and config.features.source is not None:
         yield "faiss", "features.model"
     for option, url in needed_stores(config):
-        for scheme, module in (("s3", "s3fs"), ("gs", "gcsfs"), ("gcs", "gcsfs"), ("http", "aiohttp")):
+        for scheme, module in (("s3", "obstore"), ("gs", "obstore"), ("gcs", "obstore"), ("http", "aiohttp")):
             if url.startswith((f"{scheme}://", f"{scheme}a://", f"{scheme}s://")):
                 yield module, f"{option} {scheme}://"
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from cache.sets.item_rows import read_captions
-from cache.store.exclusive import create_new
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.config.datasets import Dataset
@@ -114,7 +113,7 @@ def write_caption_files(store: Store, config: Config, datasets: list[Dataset], b
         parent, _, name = folders[row["dataset"]].path(rel).rpartition("/")
         if list_stems(parent)[name.removesuffix(".txt")] > 1:  # of any dataset
             counts.sharing.append(row["path"])
-        elif create_new(folders[row["dataset"]], rel, partial(_write, texts)):
+        elif folders[row["dataset"]].create_new(rel, partial(_write, texts)):
             counts.written += 1
         else:
             counts.existing += 1

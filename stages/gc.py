@@ -89,7 +89,7 @@ def run(
     configs = [config]
     for path in also or ():
         configs.append(other := load_config(path))
-        if Store(other.root).base != store.base:
+        if Store(other.root).path("") != store.path(""):
             problem = f"{path} has the root {other.root}, not {store.url}"
             raise UsageError(problem, "give --also configurations of this root")
     now = time.time()

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.background import answered
-from tests.hub_server import use_hub
 
 TOKEN = "hf_s3cretTokenOfTheHub"
 LIMIT = 1000  # bytes of a file that a commit holds itself
@@ -143,6 +142,15 @@ def serve_models() -> Iterator[ModelHub]:
 
     with answered(Handler) as app.url:
         yield app
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, token: str) -> None:
+    """In place of the real one, in this process and in those that it starts."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    for name, value in {"HF_ENDPOINT": url, "HF_TOKEN": token, "NO_PROXY": "*"}.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

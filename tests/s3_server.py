@@ -1,11 +1,8 @@
-"""An S3 server on loopback (moto's) that counts requests and answers some of them as a store in trouble would."""
+"""A server of S3 (moto's) and of Google Cloud Storage on loopback, which counts requests and answers some of them as a
+store in trouble would."""
 
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -17,12 +14,13 @@ from tests.processes import forget_forkserver
 from tests.store_requests import RecordedRequests, Request
 
 BUCKET = "store"
+_TIMES = "<RequestTime>20150830T123600Z</RequestTime><ServerTime>2015-08-30T14:36:05Z</ServerTime>"
 ERRORS = {
     "throttled": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
     "expired": ("400 Bad Request", "ExpiredToken", "The provided token has expired."),
     "denied": ("403 Forbidden", "AccessDenied", "Access Denied"),
     "no bucket": ("404 Not Found", "NoSuchBucket", "The specified bucket does not exist"),
-    "skewed": ("403 Forbidden", "RequestTimeTooSkewed", "The difference between the request time and the current time"),
+    "skewed": ("403 Forbidden", "RequestTimeTooSkewed", f"It is too large.</Message>{_TIMES}<Message>"),
     "broken": ("500 Internal Server Error", "InternalError", "We encountered an internal error."),
 }
 
@@ -41,24 +39,34 @@ BODY_FAULTS: dict[str, Callable[[bytes], bytes]] = {
 class S3Server(RecordedRequests):
     """Operations have their names in S3's API. What goes wrong: one of ERRORS, "cut" (the connection ends in the middle
     of the body), "short" (half of the body, as if that were all), "long" (more than all), "damaged" (some bytes are
-    others), "dropped" (no answer) or "lost" (it is done, and there is no answer). bare: whether the former lack the
-    checksums of their bodies. ahead_s: the server's clock is so many seconds ahead."""
+    others), "dropped" (no answer) or "lost" (it is done, and there is no answer)."""
 
     def __init__(self, app: Callable) -> None:
         super().__init__()
-        self._app, self.bare, self.ahead_s = app, False, 0.0
+        self._app = app
 
-    def reset(self) -> None:
-        super().reset()
-        self.bare, self.ahead_s = False, 0.0
-
-    def put(self, key: str, data: bytes = b"") -> None:
-        """An object, without a request that counts."""
+    @property
+    def backend(self) -> Any:
+        """moto's objects, for what is no request that counts."""
         from moto.s3.models import s3_backends
 
-        next(iter(s3_backends.values()))["aws"].put_object(BUCKET, key, data)
+        return s3_backends["123456789012"]["aws"]
+
+    def make_bucket(self, name: str) -> None:
+        self.backend.create_bucket(name, "us-east-1")
+
+    def put(self, key: str, data: bytes = b"", bucket: str = BUCKET) -> None:
+        self.backend.put_object(bucket, key, data)
+
+    def get(self, key: str, bucket: str = BUCKET) -> bytes:
+        return self.backend.get_object(bucket, key).value
+
+    def clear(self) -> None:
+        self.backend.reset()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
+        if not environ.get("HTTP_AUTHORIZATION", "").startswith("AWS4"):
+            _from_google(environ)
         request = _describe(environ)
         self.requests.append(request)
         trouble = self.answer(request)
@@ -70,22 +78,28 @@ class S3Server(RecordedRequests):
             status, code, message = ERRORS[trouble]
             body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
-            start_response(status, [*headers, ("Date", formatdate(time.time() + self.ahead_s, usegmt=True))])
+            start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [] if request.operation.startswith("Head") else [body]
-        if not trouble and request.operation != "ListMultipartUploads":
+        if not trouble:
             return self._app(environ, start_response)
         started: list[Any] = []
         body = b"".join(self._app(environ, lambda *args: started.extend(args)))
-        # In moto's answers every upload was begun in 2010.
-        body = re.sub(rb"(?<=<Initiated>)[^<]*", datetime.now(UTC).strftime("%FT%TZ").encode(), body)
         if trouble == "lost":
             raise ConnectionError
-        left_out = ("content-length", "x-amz-checksum") if self.bare else ("content-length",)
-        headers = [(name, value) for name, value in started[1] if not name.lower().startswith(left_out)]
+        headers = [(name, value) for name, value in started[1] if name.lower() != "content-length"]
         kept = BODY_FAULTS.get(trouble, bytes)(body)
         start_response(started[0], [*headers, ("Content-Length", str(len(body if trouble == "cut" else kept)))])
         return _cut(kept) if trouble == "cut" else [kept]
+
+
+def _from_google(environ: dict[str, Any]) -> None:
+    """Make a request to Google Cloud Storage's XML interface one to S3, whose words differ a little."""
+    signed = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+    environ["HTTP_AUTHORIZATION"] = signed
+    if "HTTP_X_GOOG_COPY_SOURCE" in environ:
+        environ["HTTP_X_AMZ_COPY_SOURCE"] = environ["HTTP_X_GOOG_COPY_SOURCE"]
+    if environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH") == "0":
+        environ["HTTP_IF_NONE_MATCH"] = "*"
 
 
 def _cut(kept: bytes) -> Iterator[bytes]:
@@ -116,7 +130,7 @@ def _describe(environ: dict[str, Any]) -> Request:
 @contextmanager
 def serve_s3(address: str = "127.0.0.1") -> Iterator[S3Server]:
     moto = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
+    pytest.importorskip("obstore")
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Quiet(WSGIRequestHandler):
@@ -144,8 +158,6 @@ def s3_server() -> Iterator[S3Server]:
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
     """The server with an empty bucket BUCKET; programs, also in other processes, find it by the environment."""
-    import s3fs
-
     environment = {
         "AWS_ENDPOINT_URL": s3_server.url,
         "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
@@ -160,13 +172,17 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("cache.store.files.spool_folder", lambda: tmp_path / "scratch")
     forget_forkserver()
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3_server.reset()
-    fs = s3fs.S3FileSystem()
-    fs.mkdir(BUCKET)
+    s3_server.make_bucket(BUCKET)
     s3_server.reset()
     yield s3_server
     s3_server.reset()
-    fs.invalidate_cache()
-    fs.rm(BUCKET, recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
+    s3_server.clear()
+
+
+@pytest.fixture
+def google(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The same server as Google Cloud Storage."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", s3.url)
+    return s3

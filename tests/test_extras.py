@@ -15,14 +15,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-import fsspec
 import pytest
 from PIL import Image
 
+from cache.store.store import Store
 from schemas.cli.starting import EXTRAS
 from stages.cli import PROGRAMS
-from tests import google_server
 from tests.project import Project
+from tests.s3_server import BUCKET
 from tests.webhook_server import serve_webhook
 from tests.wheels import ROOT, clean_environment, make_environment
 
@@ -197,8 +197,9 @@ def test_a_store_alone_with_media(
 ) -> None:
     """Media and root are there. What needs no extra reads the root with that of the store alone."""
     request.getfixturevalue(store)
-    extra, address = {"s3": ("s3", "s3://store"), "google": ("gcs", f"gs://{google_server.BUCKET}")}[store]
-    fsspec.filesystem(extra).put(f"{project}/media/", f"{address}/media/", recursive=True)
+    extra, address = {"s3": ("s3", f"s3://{BUCKET}"), "google": ("gcs", f"gs://{BUCKET}")}[store]
+    for path in (project / "media").iterdir():
+        Store(f"{address}/media").publish_bytes(path.name, path.read_bytes())
     settings = json.loads((project / "pipeline.yaml").read_text()) | {"root": f"{address}/root"}
     settings["datasets"][0] |= {"instance_data_dir": f"{address}/media", "identity": "store"}
     (project / "pipeline.yaml").write_text(json.dumps(settings))

@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from cache.sets.table_checks import check_caption_edits
 from cache.store import arrow_ipc
-from cache.store.exclusive import create_new
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.errors import LatentpressError
@@ -84,7 +83,7 @@ def write_edit(
         table = pa.concat_tables([others, new]).sort_by("media_id").combine_chunks()
         check_caption_edits(table)
         number = int(path[-len("000000.arrow") :].removesuffix(".arrow")) + 1 if path else 1
-        if not create_new(store, f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
+        if not store.create_new(f"{FOLDER}/{number:06d}.arrow", partial(arrow_ipc.write_table, table)):
             continue
         # Where others have changed so much since the table was read that its next number was free again, ours is old.
         kept = read_edits(store)

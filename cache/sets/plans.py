@@ -22,7 +22,6 @@ from cache.sets.table_checks import check_active, check_samples, check_texts, ch
 from cache.store import arrow_ipc
 from cache.store.arrow_ipc import hash_table
 from cache.store.damage import DamageError, as_damage
-from cache.store.exclusive import create_new
 from cache.store.json_checks import (
     check_checksum,
     check_list,
@@ -386,9 +385,9 @@ def _publish_as(
     """Publish generation `name` under its number; False where the number was taken by a plan that was removed.
     PlanOutdated where it is another plan's."""
     for what, table in tables.items():
-        create_new(store, f"plans/{name}/{what}.arrow", partial(arrow_ipc.write_table, table.combine_chunks()))
+        store.create_new(f"plans/{name}/{what}.arrow", partial(arrow_ipc.write_table, table.combine_chunks()))
     rel, mine = _number_file(number), {"plan": name, "record": dict(record)}
-    made = create_new(store, rel, lambda file: file.write(format_record(mine)))
+    made = store.create_new(rel, lambda file: file.write(format_record(mine)))
     taken: dict[str, Any] = mine if made else _read_number(store, number)
     other = taken["plan"]
     removed = not all(store.exists(f"plans/{other}/{what}.arrow") for what in PLAN_TABLES)

@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from cache.sets.table_checks import check_merged_rejects, check_rejects
 from cache.store import arrow_ipc
-from cache.store.batch_reads import read_files
 from cache.store.damage import DamageError, as_damage, until_sound
 from cache.store.files import Entry
 from cache.store.store import Store
@@ -70,7 +69,7 @@ def read_stage(
     merged = _read_merged(store, prefix) if store.root is None and files else {}
     lists = {entry: merged[key] for entry in files if (key := (entry.name, entry.version)) in merged}
     missing = [entry._replace(name=f"{prefix}/{entry.name}") for entry in files if entry not in lists]
-    for entry, data in read_files(store, missing):
+    for entry, data in store.read_files(missing):
         name = entry.name.removeprefix(f"{prefix}/")
         try:
             lists[entry._replace(name=name)] = _parse_list(store, entry.name, [data]).to_pylist()

@@ -36,7 +36,6 @@ from cache.shards.shard_supply import ShardSupply, SupplyError
 from cache.store.damage import ANSWERS, DamageError, note_bad_answer
 from cache.store.files import check_folder, explained
 from cache.store.locks import FileLock
-from cache.store.object_store import copy_object
 from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.config.training import LocalCache, Train
@@ -324,7 +323,7 @@ class Window(ShardSupply):
                 for name, size in files:
                     with explained(str(part)):
                         (part / name).parent.mkdir(parents=True, exist_ok=True)
-                    copy_object(self._store.fs, self._store.key(name), str(part / name), size)
+                    self._store.copy_to_file(name, part / name, size)
                 damages = verify(CopyStore(self._store, part), path) if files else [self._missing(number)]
                 if not damages:
                     break

@@ -7,18 +7,21 @@ again a few times, with a message; only what stays wrong is an error, or damage.
 import errno
 import re
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
 from cache.store import json_checks
 from cache.store.files import explained
-from cache.store.store_requests import notes_of
+from schemas.cli.progress import announce
 from schemas.errors import DAMAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR, NotRegular
+from schemas.text_format import shorten
 
 #: What pyarrow, json and our own conversions raise on damaged bytes. Running out of memory is no damage: nothing is
 #: allocated at a size that a file only claims.
@@ -27,6 +30,8 @@ PARSE_ERRORS = (
     *(ValueError, KeyError, TypeError, IndexError, OverflowError, EOFError, struct.error),
 )
 ANSWERS = 3  # to one question; the last one counts
+PAUSE_S = 60.0  # between two messages about a store
+LONGEST = 200  # characters of a reason
 ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
 #: Of the stages before there is a plan of samples, whose units are of items.
 ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
@@ -118,7 +123,32 @@ def rebuild_advice(path: str) -> str:
 
 
 class BadAnswer(OSError):
-    """Other than as many bytes as were asked for."""
+    """The store returned an unexpected number of bytes."""
+
+
+class RetryNotes:
+    """Messages about requests to one kind of store that are made again: the first at once, others at most once in
+    PAUSE_S. Threads may share it."""
+
+    def __init__(self, store: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock, self._lock = store, clock, threading.Lock()
+        self._said, self._unsaid = -PAUSE_S, 0
+
+    def note(self, reason: str) -> None:
+        with self._lock:
+            now = self._clock()
+            if now - self._said < PAUSE_S:
+                self._unsaid += 1
+                return
+            more = f", as {self._unsaid} more since the last message" if self._unsaid else ""
+            self._said, self._unsaid = now, 0
+        announce(f"{self._store}: {shorten(' '.join(reason.split()), LONGEST)}: the request is tried again{more}")
+
+
+@cache
+def notes_of(store: str) -> RetryNotes:
+    """The notes of all stores with this protocol."""
+    return RetryNotes(store)
 
 
 def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
@@ -128,7 +158,7 @@ def until_sound(url: str, read: Callable[[], T], file: Any = None) -> T:
     for _ in range(ANSWERS - 1 if url else 0):
         try:
             return read()
-        except Exception as error:  # botocore's own can't be imported here
+        except Exception as error:  # obstore's own can't be imported here
             if not _is_of_bad_answer(error):
                 raise
             note_bad_answer(url, error)
@@ -156,4 +186,4 @@ def _is_of_bad_answer(error: Exception) -> bool:
     """Whether other bytes might have been all right. What is missing, and what can't be reached, is no bad answer."""
     if isinstance(error, DamageError):
         return not isinstance(error.__cause__, FileNotFoundError)
-    return isinstance(error, BadAnswer) or type(error).__name__ == "FlexibleChecksumError"
+    return isinstance(error, BadAnswer) or "response body error" in str(error)  # the last: of obstore, cut off

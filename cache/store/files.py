@@ -25,6 +25,7 @@ FORMER_SUFFIX = ".former"  # of a folder that is being replaced
 LOCKED_FOLDER = ".folder"  # before the random part of the names of `replacing_folder`
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.ASCII | re.DOTALL)  # names made by `temporary`
 WRITEBACK_BYTES = 8 << 20
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}  # of file systems without them
 
 NEXT_STEPS = {
     errno.ENOSPC: "free space there, or choose another place, and run the same command again: what is finished is kept",
@@ -203,6 +204,23 @@ def put(temp: Path, path: Path) -> None:
     sync(path.parent)
     if former.is_dir():
         shutil.rmtree(former, ignore_errors=True)
+
+
+def link(temp: Path, path: Path) -> bool:
+    """Make the finished file `temp` appear as `path` too; False if `path` exists."""
+    sync(temp)
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if path.exists():
+            return False
+        replace(str(temp), str(path))
+    sync(path.parent)
+    return True
 
 
 def restore_folders(parent: Path) -> None:

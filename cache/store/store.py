@@ -1,4 +1,4 @@
-"""Files under one root, on a local disk or any fsspec URL, that appear whole or not at all.
+"""Files under one root, on a local disk or an object store, that appear whole or not at all.
 
 A local file is written as `.<name>.<random>.tmp` in the folder of its final name, synced and renamed; a file for an
 object store is written in a scratch folder of this machine and uploaded. So whoever lists or opens a final name sees a
@@ -8,18 +8,19 @@ finished file, and what a killed process leaves behind is never listed.
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from cache.store import arrow_ipc, files, json_checks, object_store
+from cache.store import arrow_ipc, files, json_checks
 from cache.store.damage import DamageError, as_damage, asked_again, damage_unless_regular
 from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temporary, is_unfinished
-from cache.store.layout import is_project_file
-from cache.store.store_errors import explained_object
+from cache.store.object_store import SCHEMES, Bucket, object_version, open_object
+from cache.store.store_errors import error_code, explained_object
 from schemas import json_records
 from schemas.cli.progress import activity
 from schemas.regular_files import open_regular
@@ -27,38 +28,38 @@ from schemas.regular_files import open_regular
 OPEN_TRIES = 5
 STALE = 24 * 3600  # seconds: no writer takes longer over one file
 MAPPED_BYTES = 16 << 20  # smaller tables of an object store are read into memory
+FILES_AT_ONCE = 32  # requests for small files of an object store
 MAX_JSON_BYTES = 64 << 20  # a plan.json or set.json is smaller
 
 
 class Store:
-    """A root folder: a path, or a URL that fsspec knows ("s3://bucket/x", "memory://x"). Names inside are relative,
-    with "/". Every method may raise StoreError; reading a file that is absent raises FileNotFoundError."""
+    """A root folder: a path, or a URL of object_store.SCHEMES, such as s3://bucket/x. Names inside are relative, with
+    "/". Every method may raise StoreError; reading a file that is absent raises FileNotFoundError."""
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
-        try:
-            self._fs, path = object_store.open_filesystem(self.url)
-        except (ImportError, ValueError) as error:  # a library that is not installed, or an unknown protocol
-            what = object_store.needed_package(self.url) or "the library that fsspec names"
-            step = f"install {what}, or choose a folder of this machine"
-            raise StoreError(self.url, f"can't be opened: {error}", step) from error
-        self.base = path.rstrip("/")
-        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
-        self.root = Path(path) if "file" in protocols else None
+        scheme, separator, rest = self.url.partition("://")
+        self.root = Path(rest if scheme == "file" else self.url) if not separator or scheme == "file" else None
         self.remote_url = "" if self.root is not None else self.url
-        self._process = os.getpid()
         self._tables: dict[str, tuple[Any, Callable | None, pa.Table]] = {}  # by name, with the version of the file
         self._unfinished: dict[Path, int] = {}  # files of `open_temp`, added before they are opened -> lock, if any
+        if self.root is not None:
+            self.root = Path(os.path.abspath(self.root))
+            return
+        if scheme not in SCHEMES:
+            step = f"choose a folder of this machine, or a URL that begins with {', '.join(SCHEMES)}"
+            raise StoreError(self.url, "is not a place that this program can write to", step)
+        try:
+            self.bucket = Bucket(self.url)
+        except ImportError as error:
+            extra = {"s3": "s3", "gs": "gcs"}.get(SCHEMES[scheme], "s3")
+            raise StoreError(self.url, f"can't be opened: {error}", f"pip install 'latentpress[{extra}]'") from error
+        except Exception as error:  # obstore's own: a name or a variable of the environment that is not valid
+            step = "correct the URL, or the environment (docs/object-stores.md)"
+            raise StoreError(self.url, f"can't be opened: {' '.join(str(error).split())}", step) from error
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
-
-    @property
-    def fs(self) -> Any:
-        """The file system; after a fork another one, since fsspec's has a thread of its own."""
-        if self._process != os.getpid():
-            self._process, (self._fs, _) = os.getpid(), object_store.open_filesystem(self.url)
-        return self._fs
 
     def _explained(self, rel: str) -> AbstractContextManager[None]:
         """Turn what goes wrong with `rel` into a StoreError. A missing file stays FileNotFoundError."""
@@ -66,12 +67,13 @@ class Store:
         return explained(path) if self.root is not None else explained_object(path)
 
     def path(self, rel: str) -> str:
-        """The full name of `rel`, for messages: a path of this machine, or a URL."""
-        return self.key(rel) if self.root is not None else self._fs.unstrip_protocol(self.key(rel))
+        """The full name of `rel`: a path of this machine, or a URL."""
+        base = self.url.rstrip("/") if self.root is None else str(self.root)
+        return f"{base}/{rel}" if rel else base
 
-    def key(self, rel: str) -> str:
-        """The full name of `rel` in the file system."""
-        return f"{self.base}/{rel}" if rel else self.base
+    def _key(self, rel: str) -> str:
+        """The full name of `rel` in the bucket."""
+        return "/".join(part for part in (self.bucket.prefix, rel.strip("/")) if part)
 
     def relative(self, path: str) -> str:
         return path.removeprefix(f"{self.path('')}/")
@@ -86,7 +88,7 @@ class Store:
             if local is not None:
                 return local.is_file()
             try:
-                object_store.object_info(self.fs, self.key(rel))
+                self.bucket.info(self._key(rel))
             except FileNotFoundError:
                 return False
             return True
@@ -104,16 +106,14 @@ class Store:
 
     def list_files(self, prefix: str = "", temporaries: bool = False, expected: Collection[str] = ()) -> list[Entry]:
         """List as `list_names` does, with sizes and times. temporaries: what stores did not finish instead; of an
-        object store the uploads that were begun, and the files in the scratch folder of this machine."""
-        entries, local, top = list[Entry](), self.local(prefix), self.key(prefix.rstrip("/"))
+        object store the files in the scratch folder of this machine."""
+        entries, local = list[Entry](), self.local(prefix)
         if local is None and temporaries:
-            with self._explained(prefix):
-                entries = [entry for entry, _ in object_store.list_uploads(self.fs, top) if is_project_file(entry.name)]
             local = files.spool_folder()
         shown = activity(f"listing {self.path(prefix)}", unit="files")
         with self._explained(prefix) if local is None else explained(str(local)), shown as task:
             if local is None:
-                for about in object_store.list_objects(self.fs, top, expected):
+                for about in self.bucket.list_objects(self._key(prefix), expected):
                     entries.append(about)
                     task.done = len(entries)
             else:
@@ -131,23 +131,23 @@ class Store:
             local = self.local(rel)
             if local is not None:
                 return files.file_size(local)
-            return object_store.object_info(self.fs, self.key(rel))["size"]
+            return self.bucket.info(self._key(rel))["size"]
 
     def read_bytes(self, rel: str) -> bytes:
         with self._explained(rel), damage_unless_regular(self.path(rel)):
             local = self.local(rel)
             if local is None:
-                return object_store.read_object(self.fs, self.key(rel))
+                return self.bucket.read(self._key(rel))
             with open_regular(local) as file:
                 return file.read()
 
     def open(self, rel: str) -> pa.NativeFile:
         """`rel` for random access, not by several threads at once: a memory map where it is local, else requests, as
-        few as object_store.ObjectCache needs."""
+        few as object_store.ObjectFile needs."""
         with self._explained(rel), damage_unless_regular(self.path(rel)):
             local = self.local(rel)
             if local is None:
-                return object_store.open_object(self.fs, self.key(rel))
+                return open_object(self.bucket, self._key(rel))
             if not files.file_size(local):  # an empty file can't be mapped
                 return pa.BufferReader(b"")
             return pa.memory_map(str(local), "r")
@@ -156,7 +156,7 @@ class Store:
         """`rel` to be read completely: an object in memory, by two requests; StoreError where not all of it came."""
         if self.root is not None:
             return self.open(rel)
-        return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), self.size(rel)))
+        return pa.BufferReader(self.bucket.read(self._key(rel), self.size(rel)))
 
     @asked_again
     def read_table(self, rel: str, check: Callable[[pa.Table], object] | None = None) -> pa.Table:
@@ -186,13 +186,13 @@ class Store:
         """A whole object and its version. A large one is copied to this machine and mapped: it is fetched once and
         needs no memory. The copy has no name and goes with the process."""
         with self._explained(rel):
-            about = object_store.object_info(self.fs, self.key(rel))
-        version = object_store.object_version(about)
+            about = self.bucket.info(self._key(rel))
+        version = object_version(about)
         if about["size"] < MAPPED_BYTES:
-            return pa.BufferReader(object_store.read_object(self.fs, self.key(rel), about["size"])), version
+            return pa.BufferReader(self.bucket.read(self._key(rel), about["size"])), version
         with self.open_temp(rel) as copy:
             try:
-                object_store.copy_object(self.fs, self.key(rel), copy.name, about["size"])
+                self.bucket.copy_to_file(self._key(rel), copy.name, about["size"])
                 return pa.memory_map(copy.name, "r"), version
             finally:
                 self._remove_temp(Path(copy.name))
@@ -200,8 +200,8 @@ class Store:
     def _version(self, rel: str) -> Any:
         with self._explained(rel):
             if self.root is not None:
-                return files.FileIdentity.of(os.stat(self.key(rel)))
-            return object_store.object_version(object_store.object_info(self.fs, self.key(rel)))
+                return files.FileIdentity.of(os.stat(self.root / rel))
+            return object_version(self.bucket.info(self._key(rel)))
 
     @asked_again
     def read_json(self, rel: str) -> dict[str, Any]:
@@ -238,7 +238,8 @@ class Store:
         try:
             local = self.local(rel)
             if local is None:
-                object_store.put_object(self.fs, Path(temp), self.key(rel))
+                with self._explained(rel):
+                    self.bucket.put(Path(temp), self._key(rel))
             else:
                 with explained(self.path(rel)):
                     files.put(Path(temp), local)
@@ -298,9 +299,7 @@ class Store:
         with self._explained(rel):
             source, to = self.local(rel), self.local(target)
             if source is None or to is None:
-                self.fs.invalidate_cache()
-                self.fs.cp_file(self.key(rel), self.key(target))
-                self.fs.rm_file(self.key(rel))
+                self.bucket.move(self._key(rel), self._key(target))
                 return
             files.make_folders(to.parent)
             files.replace(str(source), str(to))
@@ -314,7 +313,7 @@ class Store:
             if local is not None:
                 local.unlink(missing_ok=True)
             elif self.exists(rel):  # in a bucket with versions, removing what is not there leaves a marker
-                self.fs.rm_file(self.key(rel))
+                self.bucket.remove(self._key(rel))
 
     def remove_empty_folders(self, prefix: str) -> None:
         """Remove the empty folders at and below `prefix`; an object store has none."""
@@ -325,9 +324,9 @@ class Store:
                     os.rmdir(folder)
 
     def remove_stale_temps(self, older_than_s: float) -> list[str]:
-        """Remove temporary files not written to for `older_than_s` seconds, and abort uploads begun before; returns
-        their paths. Give more than the longest time that one file takes to write, since another process may be writing.
-        Only names that `open_temp` makes count, and uploads of this project's files: others belong to someone else."""
+        """Remove temporary files not written to for `older_than_s` seconds; returns their paths. Give more than the
+        longest time that one file takes to write, since another process may be writing. Only names that `open_temp`
+        makes count: others belong to someone else."""
         top, before, removed = self.root or files.spool_folder(), time.time() - older_than_s, []
         with explained(str(top)):
             for folder, _, names in os.walk(top):
@@ -336,11 +335,52 @@ class Store:
                         if path.stat().st_mtime < before:
                             path.unlink()
                             removed.append(str(path))
-        if self.root is None:
-            with self._explained(""):
-                for upload, name in list(object_store.list_uploads(self.fs, self.base)):
-                    if is_project_file(upload.name) and upload.modified < before:
-                        with suppress(FileNotFoundError):  # completed, or aborted by another process
-                            object_store.abort_upload(self.fs, self.key(upload.name), name)
-                            removed.append(f"{self.path(upload.name)} (an upload that was not completed)")
         return sorted(removed)
+
+    def copy_to_file(self, rel: str, target: Path, size: int) -> None:
+        """Copy an object into the local file `target`. StoreError if its size is not `size`."""
+        self.bucket.copy_to_file(self._key(rel), str(target), size)
+
+    def read_files(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes]]:
+        """Each listed file with its bytes, of an object store by requests that run together. Files that were removed
+        meanwhile are left out."""
+        wanted = list(entries)
+        with ThreadPoolExecutor(1 if self.root is not None else FILES_AT_ONCE) as threads:
+            for entry, data in zip(wanted, threads.map(self._read_listed, wanted), strict=True):
+                if data is not None:
+                    yield entry, data
+
+    def _read_listed(self, entry: Entry) -> bytes | None:
+        try:
+            data = self.read_bytes(entry.name)
+            return data if self.root is not None or len(data) == entry.size else self.read_bytes(entry.name)
+        except FileNotFoundError:
+            return None
+
+    def create_new(self, rel: str, write: Callable[[BinaryIO], object]) -> bool:
+        """Publish what `write` writes as `rel`; False if `rel` exists, which is left as it is. This is a hard link, or
+        a put with If-None-Match. If the file system or the store supports neither, `rel` is looked up first, and of two
+        processes at the same moment the later one wins: whoever must know reads the file again."""
+        file = self.open_temp(rel)
+        try:
+            with explained(file.name), file:
+                write(file)
+            local, temp = self.local(rel), Path(file.name)
+            if local is not None:
+                with explained(self.path(rel)):
+                    return files.link(temp, local)
+            with explained_object(self.path(rel)):
+                try:
+                    self.bucket.put(temp, self._key(rel), is_new=True)
+                    return True
+                except Exception as error:  # obstore's own can't be imported here
+                    if type(error).__name__ == "AlreadyExistsError":
+                        return False
+                    if error_code(error) not in ("NotImplemented", "501"):
+                        raise
+                if self.exists(rel):
+                    return False
+                self.bucket.put(temp, self._key(rel))
+                return True
+        finally:
+            self.discard_temp(file)

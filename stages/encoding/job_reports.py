@@ -17,7 +17,6 @@ from typing import Any, Self, get_args
 
 from pydantic import Field
 
-from cache.store.batch_reads import read_files
 from cache.store.layout import is_project_file
 from cache.store.store import Store
 from schemas.cli.process_record import Moment, ProcessRecord, RecordWriter, State, parse_record, storable_text
@@ -124,7 +123,7 @@ def read_reports(store: Store, fingerprints: Mapping[str, str], now: float) -> d
         for entry in listed
         if entry.name.rpartition("/")[0] in folders and entry.modified >= now - KEPT_S
     ]
-    for entry, data in read_files(store, recent):
+    for entry, data in store.read_files(recent):
         report = parse_record(JobReport, data)
         if report is None:
             continue

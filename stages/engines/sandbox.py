@@ -55,7 +55,7 @@ PRELOADED_MODULES = [  # imported once, not by each process: readers, the progra
     *("PIL.JpegImagePlugin", "PIL.PngImagePlugin", "pandas"),
 ]
 #: Of sources, and of Ray's workers: preloaded where the program itself has imported one; it may take a second or two.
-SOURCE_LIBRARIES = ["datasets", "s3fs", "aiohttp", "ray"]
+SOURCE_LIBRARIES = ["datasets", "obstore", "aiohttp", "ray"]
 MAX_INLINE_BYTES = 1 << 20  # of results' arrays; larger ones go through a file
 SHARED_MEMORY_FOLDER = "/dev/shm"  # files in memory
 FOLDER_PREFIX = "latentpress-"  # of the folders of results; the owner's process number follows

@@ -71,7 +71,7 @@ def measured(
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_every_benchmark_prints_a_table(measured, name: str, monkeypatch) -> None:
-    for module in {"features_scale": ["faiss"], "object_store": ["boto3"]}.get(name, []):
+    for module in {"features_scale": ["faiss"], "object_store": ["obstore"]}.get(name, []):
         pytest.importorskip(module)
     monkeypatch.setattr("benchmarks.speed.find_compiler", lambda: "eager")  # in a fraction of the time
     assert len(measured(name)) >= 2

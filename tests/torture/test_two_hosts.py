@@ -40,10 +40,8 @@ def hosts(project: Callable[..., Project], tmp_path: Path) -> Iterator[tuple[Hos
             (host.folder / "pipeline.yaml").write_text(json.dumps(settings))
             host.store = server.url
             host.hidden.append(home.folder)
-        s3fs = pytest.importorskip("s3fs")
-        fs = s3fs.S3FileSystem(endpoint_url=server.url, key="x", secret="y")
-        fs.mkdir(BUCKET)
-        stack.callback(fs.rm, BUCKET, recursive=True)
+        server.make_bucket(BUCKET)
+        stack.callback(server.clear)
         yield made[0][0], made[1][0]
 
 

@@ -128,9 +128,7 @@ def cluster(project: Callable[..., Project], tmp_path: Path, monkeypatch) -> Ite
             "NO_PROXY": "*",
         }.items():
             monkeypatch.setenv(name, value)
-        s3fs = pytest.importorskip("s3fs")
-        s3fs.S3FileSystem.clear_instance_cache()  # of other servers
-        s3fs.S3FileSystem().mkdir(BUCKET)
+        server.make_bucket(BUCKET)
         for program in (discover, bucket, encode_text, encode_latents, index):
             assert home.run(program.run).exit_code == 0
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lphome", dir="/tmp")))
@@ -140,7 +138,7 @@ def cluster(project: Callable[..., Project], tmp_path: Path, monkeypatch) -> Ite
             (host.folder / "output").mkdir()
             host.mounts[place / "output"] = shared
         yield Cluster([host for host, _ in made], home, place, shared)
-        s3fs.S3FileSystem().rm(BUCKET, recursive=True)
+        server.clear()
 
 
 TORCHRUN = ("torchrun", "--nnodes 2")

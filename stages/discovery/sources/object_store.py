@@ -12,9 +12,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from cache.store.store_errors import error_code, explain
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes
 from stages.discovery.sources.store_checksum import StoreChecksum, best_checksum
@@ -36,7 +36,7 @@ def object_version(info: Mapping[str, Any]) -> str | None:
     """An object's size with its ETag or the time of its last change. None if the store gives neither: such an object
     is read at every discovery."""
     times = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created")
-    change = next((str(info[key]) for key in ("ETag", "etag", "generation", *times) if info.get(key)), None)
+    change = next((str(info[key]) for key in ("ETag", "etag", "e_tag", "generation", *times) if info.get(key)), None)
     return change and f"{info.get('size')}:{change}"
 
 
@@ -63,7 +63,7 @@ def walk_objects(url: str, ignored: Counter[str]) -> Iterator[list[ListedObject]
         fs.invalidate_cache()  # so that changes are seen, and listings are not kept
         with listing_errors(url):
             level: list[ListedObject] = []
-            for info in chain.from_iterable(_list_pages(fs, folder)):
+            for info in fs.ls(folder, detail=True):
                 name = info["name"].rstrip("/")
                 last = name[len(folder) + 1 :]
                 if name == folder and info["type"] == "directory":
@@ -79,25 +79,6 @@ def walk_objects(url: str, ignored: Counter[str]) -> Iterator[list[ListedObject]
             if folder == root and not level and not todo and not fs.exists(root):
                 raise FileNotFoundError
         yield level
-
-
-def _list_pages(fs: Any, folder: str) -> Iterator[list[dict[str, Any]]]:
-    """A folder's entries as fsspec describes them. From S3 in pages of a thousand: for a million objects in one folder,
-    fsspec's own listing takes a gigabyte."""
-    if not hasattr(fs, "call_s3"):
-        yield fs.ls(folder, detail=True)
-        return
-    bucket, _, prefix = folder.partition("/")
-    request = {"Bucket": bucket, "Prefix": prefix and prefix + "/", "Delimiter": "/", **fs.req_kw}
-    while True:
-        page = fs.call_s3("list_objects_v2", **request)
-        folders, files = page.get("CommonPrefixes", ()), page.get("Contents", ())
-        yield [{"name": f"{bucket}/{part['Prefix']}", "type": "directory"} for part in folders] + [
-            {"name": f"{bucket}/{part['Key']}", "type": "file", "size": part["Size"], **part} for part in files
-        ]
-        if not page.get("IsTruncated"):
-            return
-        request["ContinuationToken"] = page["NextContinuationToken"]
 
 
 # -- one object ------------------------------------------------------------------------------------------------------
@@ -252,8 +233,11 @@ def object_errors(url: str, name: str) -> Iterator[None]:
             error = cause
         status = getattr(error, "status", None)
         reason, problem, step = "unreadable", "can't be read (no answer in time)", _RETRY_ADVICE
-        if isinstance(error, FileNotFoundError) or status in (404, 410):
+        if isinstance(error, FileNotFoundError) or status in (404, 410) or error_code(error) == "NoSuchBucket":
             reason, problem, step = "missing", "is not there", RESTORE_ADVICE
+        elif type(error).__module__.startswith("obstore"):
+            words, step = explain(error)
+            problem = f"can't be read ({scrub_secrets(words, url)})"
         elif isinstance(error, PermissionError) or status in (401, 403):
             problem, step = "can't be read (access is denied)", _ACCESS_ADVICE
         elif not isinstance(error, TimeoutError):

@@ -31,7 +31,7 @@ def best_checksum(info: dict[str, Any], s3: bool) -> StoreChecksum | None:
             return StoreChecksum("md5", digest, digest, is_certain=True)
     if sha := info.get("sha256"):
         return StoreChecksum("sha256", str(sha))
-    tag = str(info.get("ETag") or info.get("etag") or "")
+    tag = str(info.get("ETag") or info.get("etag") or info.get("e_tag") or "")
     if tag and not tag.startswith("W/"):
         tag = tag.strip('"')
         md5 = tag if s3 and re.fullmatch(r"[0-9a-f]{32}", tag) else None

@@ -20,8 +20,7 @@ _SIGNATURE_PARAMETERS = {
     "sig": {"sig", "se", "st", "sp", "sr", "sv", "spr", "sip", "ske", "skt", "sks", "skv", "skoid", "sktid"},
 }
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|ACCESS_KEY|API_KEY|ACCOUNT_KEY|CREDENTIAL", re.IGNORECASE)
-#: A request to S3 or HTTP fails after these seconds without a connection, or without data. s3fs and botocore together
-#: try up to ten times before an item is set aside, which takes less than stages.item_timeout_s.
+#: A request to HTTP fails after these seconds without a connection, or without data.
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 15.0
 
 
@@ -92,20 +91,21 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     Raises UnknownLocation if fsspec can't open the URL, LatentpressError if the library for it is missing.
     """
     try:
-        options: dict[str, Any] = {}  # of each part of the URL: limits of time, so that no server makes a program hang
-        for scheme in re.findall(r"(?:^|::)([a-z0-9]+)(?=://)", url):  # other stores keep those of their libraries
-            if scheme in ("s3", "s3a"):
-                limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-                options[scheme] = {"config_kwargs": limits | {"retries": {"total_max_attempts": 2}}}
-            elif scheme in ("http", "https"):  # whose own limit is five minutes for a whole file, however fast it comes
-                from aiohttp import ClientTimeout
+        if url.partition("://")[0] in ("s3", "s3a", "gs", "gcs", "az"):
+            from stages.discovery.sources.buckets import open_buckets
 
-                timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
-                options[scheme] = {"client_kwargs": {"timeout": timeout}}
+            return open_buckets(url)
+        options: dict[str, Any] = {}  # of each part of the URL
+        for part in re.findall(r"(?:^|::)(https?)(?=://)", url):
+            from aiohttp import ClientTimeout  # whose own limit is five minutes for a whole file, however fast it is
+
+            timeout = ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+            options[part] = {"client_kwargs": {"timeout": timeout}}
         return fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        s3 = "s3" in url.partition("://")[0]
-        step = "pip install 'latentpress[s3]'" if s3 else "install the library that it names"
+        extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+        name = extra.get(url.partition("://")[0])
+        step = f"pip install 'latentpress[{name}]'" if name else "install the library that it names"
         problem = f"a library is missing ({scrub_secrets(str(error), url)})"
     except (ValueError, TypeError, AttributeError, IsADirectoryError, FileNotFoundError) as error:  # it needs arguments
         step = "choose a URL that fsspec opens without arguments, such as s3://bucket/folder, or a local folder"

@@ -74,15 +74,15 @@ def test_what_has_no_room_comes_when_its_section_begins(place: Place) -> None:
 def test_damage(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, fetches: int) -> None:
     """A damaged copy is fetched again a few times, and is then in the store; a copy that is damaged later is not read
     any more; a shard that is missing in the store is named."""
-    copies, copy_object = [], window_module.copy_object
+    copies, copy_object = [], Store.copy_to_file
 
-    def copy(fs: object, path: str, target: str, size: int) -> None:
+    def copy(store: Store, rel: str, target: Path, size: int) -> None:
         copies.append(target)
-        copy_object(fs, path, target, size)
+        copy_object(store, rel, target, size)
         if wrong == "copy" and len(copies) < ANSWERS:
-            place.damage(Path(target))
+            place.damage(target)
 
-    monkeypatch.setattr(window_module, "copy_object", copy)
+    monkeypatch.setattr(Store, "copy_to_file", copy)
     if wrong == "store":
         (whole := tmp_path / "whole").write_bytes(place.store.read_bytes(place.paths[4]))
         place.damage(whole)
@@ -107,19 +107,19 @@ def test_damage(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_a_failed_fetch_is_tried_again_by_who_needs_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_object, failed = window_module.copy_object, threading.Event()
+    copy_object, failed = Store.copy_to_file, threading.Event()
 
     def fail(*_: object) -> None:
         failed.set()
         raise StoreError("memory://x", "is not reachable", "wait")
 
-    monkeypatch.setattr(window_module, "copy_object", fail)
+    monkeypatch.setattr(Store, "copy_to_file", fail)
     window = place.window([(4,)], downloads=1)
     window.follow(0)
     until(lambda: failed.is_set() and window._coming[4].done())
     with pytest.raises(StoreError, match="not reachable"):
         read(window, 4)
-    monkeypatch.setattr(window_module, "copy_object", copy_object)
+    monkeypatch.setattr(Store, "copy_to_file", copy_object)
     read(window, 4)
     window.close()
 
@@ -127,7 +127,7 @@ def test_a_failed_fetch_is_tried_again_by_who_needs_it(place: Place, monkeypatch
 def test_waiting_ends(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `stop_waiting`, and after GIVE_UP_S without a shard."""
     go_on = threading.Event()
-    monkeypatch.setattr(window_module, "copy_object", lambda *_: go_on.wait(60))
+    monkeypatch.setattr(Store, "copy_to_file", lambda *_: go_on.wait(60))
     monkeypatch.setattr(window_module, "GIVE_UP_S", 0.3)
     window = place.window([(4,)])
     window.follow(0)

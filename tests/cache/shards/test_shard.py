@@ -13,6 +13,7 @@ from cache.shards.shard import RejectedMember, ShardMeta, ShardRow
 from cache.shards.shard_io import ReaderPool
 from cache.shards.tensors import NUMPY_DTYPES, Array, count_bytes
 from cache.store.damage import DamageError
+from cache.store.object_store import ObjectFile
 from cache.store.store import Store
 
 COLUMNS = {"embeds": "bfloat16", "pooled": "float32"}
@@ -195,15 +196,13 @@ def test_one_row_of_a_remote_shard_costs_little_more_than_the_row(tmp_path, form
         for number in range(20):
             out.add(ShardRow(f"r{number}", {"a": Array("uint8", (size,), bytes([number]) * size)}))
         rel = out.finish()
-    asked, original = [], store.fs.open
+    asked, original = list[int](), ObjectFile.read
 
-    def counting(path, mode="rb", **options):
-        file = original(path, mode, **options)
-        read = file.read
-        file.read = lambda count=-1: asked.append(count) or read(count)
-        return file
+    def counting(file: ObjectFile, count: int = -1) -> bytes:
+        asked.append(count)
+        return original(file, count)
 
-    monkeypatch.setattr(store.fs, "open", counting)
+    monkeypatch.setattr(ObjectFile, "read", counting)
     with shard_io.open_reader(store, rel) as reader:
         assert reader.read(7).tensors["a"].numpy()[0] == 7
     assert -1 not in asked

@@ -22,10 +22,12 @@ from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages.discovery.sources import huggingface
+from stages.discovery.sources.buckets import Buckets
 from stages.engines import sandbox
 from tests.background import answered
 from tests.processes import forget_forkserver
 from tests.project import CHECKPOINTS, SETTINGS
+from tests.s3_server import S3Server
 
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE77",
@@ -42,7 +44,6 @@ class Place:
     Writing leaves what is the same as it is, and takes away what is no longer offered."""
 
     folder: Path
-    s3: Any
     prefix: str
     web: str
 
@@ -58,50 +59,22 @@ class Place:
         return self.folder
 
     def remote(self, files: dict[str, bytes]) -> str:
-        self.s3.invalidate_cache()
-        there = {path.removeprefix(f"{self.prefix}/") for path in self.s3.find(self.prefix)}
-        for name in there - files.keys():
-            self.s3.rm_file(f"{self.prefix}/{name}")
+        store = Store(f"s3://{self.prefix}")
+        there = store.list_names()
+        for name in set(there) - files.keys():
+            store.remove(name)
         for name, data in files.items():
-            if name not in there or self.s3.cat_file(f"{self.prefix}/{name}") != data:
-                self.s3.pipe_file(f"{self.prefix}/{name}", data)
-        return f"s3://{self.prefix}"
-
-
-@pytest.fixture(scope="session")
-def s3_address() -> Iterator[str]:
-    moto = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+            if name not in there or store.read_bytes(name) != data:
+                store.publish_bytes(name, data)
+        return store.url
 
 
 @pytest.fixture
-def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """An empty bucket `media`; the file system is made from the environment alone."""
-    import s3fs
-
-    environment = {
-        "AWS_ENDPOINT_URL": s3_address,
-        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
-        "AWS_SECRET_ACCESS_KEY": SECRETS["AWS_SECRET_ACCESS_KEY"],
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": str(tmp_path / "none"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
-        "NO_PROXY": NO_PROXY,
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    forget_forkserver()
-    s3fs.S3FileSystem.clear_instance_cache()
-    fs = s3fs.S3FileSystem()
-    fs.mkdir("media")
-    yield fs
-    fs.rm("media", recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
+def media(s3: S3Server) -> S3Server:
+    """The server with an empty bucket `media`."""
+    Buckets.clear_instance_cache()
+    s3.make_bucket("media")
+    return s3
 
 
 @pytest.fixture
@@ -187,23 +160,20 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture(scope="module")
-def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_address: str) -> Iterator[Any]:
-    s3fs, hf = pytest.importorskip("s3fs"), pytest.importorskip("datasets")
+def s3_of_pipelines(top: Path, patch: pytest.MonkeyPatch, s3_server: S3Server) -> Iterator[S3Server]:
+    hf = pytest.importorskip("datasets")
     none = str(top / "none")
-    settings = {"AWS_ENDPOINT_URL": s3_address, "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}
+    settings = {"AWS_ENDPOINT_URL": s3_server.url, "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}
     settings |= {"AWS_CONFIG_FILE": none, "AWS_SHARED_CREDENTIALS_FILE": none, "HF_HOME": str(top / "hf")}
     for name, value in (settings | SECRETS).items():
         patch.setenv(name, value)
     patch.setattr(hf.config, "HF_DATASETS_CACHE", top / "hf/datasets")
-    patch.setattr(sandbox, "SOURCE_LIBRARIES", ["datasets", "s3fs", "aiohttp"])
+    patch.setattr(sandbox, "SOURCE_LIBRARIES", ["datasets", "obstore", "aiohttp"])
     forget_forkserver()
-    s3fs.S3FileSystem.clear_instance_cache()
-    fs = s3fs.S3FileSystem()
-    fs.mkdir("media")
-    yield fs
-    fs.invalidate_cache()
-    fs.rm("media", recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
+    Buckets.clear_instance_cache()
+    s3_server.make_bucket("media")
+    yield s3_server
+    s3_server.clear()
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +210,7 @@ class Home:
             "cache": {"unit_mib": 0.02},
             "model": self.model,
             "datasets": [{"id": "photos"} | common | dataset for dataset in self.datasets],
-            # Two, as each process imports datasets or s3fs, which takes seconds.
+            # Two, as each process imports datasets or aiohttp, which takes seconds.
             "stages": {"discover": {"workers": 2}, "encode-text": {"threads": 1}, "encode-latents": {"threads": 1}},
         }
         self.folder.mkdir(exist_ok=True)
@@ -260,9 +230,10 @@ class Home:
 
     def shards(self, *kinds: str) -> dict[str, bytes]:
         """Every shard: name -> bytes."""
-        fs, top = self.store.fs, self.store.base
-        found = [path for kind in kinds or ("text", "latents") for path in fs.find(f"{top}/{kind}")]
-        return {path.removeprefix(f"{top}/"): fs.cat_file(path) for path in found}
+        store, tops = self.store, kinds or ("text", "latents")
+        return {
+            f"{kind}/{name}": store.read_bytes(f"{kind}/{name}") for kind in tops for name in store.list_names(kind)
+        }
 
     @property
     def plan(self) -> plans.Plan:
@@ -292,7 +263,7 @@ class Home:
     def assert_no_secret(self, *secrets: str) -> None:
         texts = {"screen": self.said.encode()}
         texts |= {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
-        texts |= {path: self.store.fs.cat_file(path) for path in self.store.fs.find(self.store.base)}
+        texts |= {name: self.store.read_bytes(name) for name in self.store.list_names()}
         for secret in (*SECRETS.values(), PASSWORD, "Signature=", *secrets):
             for name, text in texts.items():
                 assert secret.encode() not in text, f"{secret} in {name}"
@@ -301,7 +272,7 @@ class Home:
 @pytest.fixture(scope="module")
 def place_of(top: Path, s3_of_pipelines: Any, web: str) -> Callable[[str], Place]:
     def make(name: str) -> Place:
-        return Place(top / name, s3_of_pipelines, f"media/{name}", f"{web}/{name}")
+        return Place(top / name, f"media/{name}", f"{web}/{name}")
 
     return make
 

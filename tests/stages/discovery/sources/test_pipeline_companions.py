@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cache.store.store import Store
 from stages import bucket, discover, encode_latents, encode_text
 
 pytestmark = pytest.mark.slow
@@ -156,7 +157,7 @@ def test_companions_that_change_or_go(home_of, place_of, photo, pairs: list[Pair
     text, latents = home.run(encode_text, encode_latents)
     assert [row["reason"] for row in latents.set_aside] == ["changed"]
     assert {row["reason"] for row in text.set_aside} == {"changed"}  # the captions of the item and its null prompt
-    place.s3.rm_file(f"{place.prefix}/masks/i1.jpg")
+    Store(f"s3://{place.prefix}").remove("masks/i1.jpg")
     found, planned = home.run(discover, bucket)
     assert [row["reason"] for row in found.set_aside] == ["no-mask"]
     assert {word: row["items"] for word, row in planned.details["changes"].items()} == {"changed": 1, "removed": 1}

@@ -13,6 +13,7 @@ import pytest
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
+from stages.discovery.sources.buckets import Buckets
 from stages.discovery.sources.object_store import RemoteFile
 from stages.media import files
 from stages.media.files import MediaError
@@ -29,10 +30,10 @@ NAMES = ("a b.png", "a b.txt", "a?#1.JPG", "sub/deep/c.png", "sub/deep/c.txt", "
 
 
 @pytest.mark.slow
-def test_a_prefix_in_s3(s3) -> None:
+def test_a_prefix_in_s3(media) -> None:
     for name in NAMES:
-        s3.pipe_file(f"media/set/{name}", name.encode())
-    s3.call_s3("put_object", Bucket="media", Key="set/empty/", Body=b"")  # what consoles make for a folder
+        media.put(f"set/{name}", name.encode(), bucket="media")
+    media.put("set/empty/", bucket="media")  # what consoles make for a folder
     source = pickle.loads(pickle.dumps(open_source(dataset("s3://media/set/"))))
     rows = scan(source)
     assert [row["path"] for row in rows] == ["a b.png", "a?#1.JPG", "sub/deep/c.png"]
@@ -46,35 +47,14 @@ def test_a_prefix_in_s3(s3) -> None:
     for row in rows:
         assert read(source.open(row["path"])) == row["path"].encode()
     assert str(source.open("a?#1.JPG").name) == "s3://media/set/a?#1.JPG"
-    s3.pipe_file("media/set/a b.txt", b"corrected")
+    media.put("set/a b.txt", b"corrected", bucket="media")
     again = scan(source)
     assert again[0]["captions_version"] != rows[0]["captions_version"]
     assert [row["version"] for row in again] == [row["version"] for row in rows]
 
 
 @pytest.mark.slow
-def test_a_long_listing_of_s3_comes_in_pages(s3, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(7):
-        s3.pipe_file(f"media/set/{number}.png", b"x")
-        s3.pipe_file(f"media/set/{number}.txt", b"x")
-        s3.pipe_file(f"media/set/sub{number}/a.png", b"x")
-    s3.call_s3("put_object", Bucket="media", Key="set//a.png", Body=b"")
-    call, pages = type(s3).call_s3, []
-
-    def small_pages(self, method, *args, **kwargs):
-        pages.append(method)
-        return call(self, method, *args, **kwargs, MaxKeys=3)
-
-    monkeypatch.setattr(type(s3), "call_s3", small_pages)
-    source = open_source(dataset("s3://media/set"))
-    rows = scan(source)
-    assert len({row["path"] for row in rows}) == len(rows) == 14
-    assert sum(bool(row["captions_at"]) for row in rows) == 7
-    assert len(pages) >= 8 and source.ignored == {"folder without a name": 1}
-
-
-@pytest.mark.slow
-def test_tars_in_s3(s3, tmp_path: Path) -> None:
+def test_tars_in_s3(media, tmp_path: Path) -> None:
     """Members are read in ranges of their tar, and named by the store's word for it."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
@@ -82,7 +62,7 @@ def test_tars_in_s3(s3, tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    s3.pipe_file("media/wds/00000.tar", data.getvalue())
+    media.put("wds/00000.tar", data.getvalue(), bucket="media")
     place = dataset("s3://media/wds/{00000..00000}.tar", source="webdataset", identity="store")
     source = open_source(place)
     rows = scan(source)
@@ -95,7 +75,7 @@ def test_tars_in_s3(s3, tmp_path: Path) -> None:
     assert read(second) == b"k" and files.media_size(first) == 3_000_000
     assert files.compute_media_id(first) != files.compute_media_id(second)
     files.require_unchanged(second, files.compute_media_id(second))
-    s3.pipe_file("media/wds/00000.tar", data.getvalue() + bytes(512))
+    media.put("wds/00000.tar", data.getvalue() + bytes(512), bucket="media")
     with pytest.raises(MediaError, match="not the file that was discovered"):
         files.require_unchanged(second, second.media_id() and files.compute_media_id(first))
     media = pa.concat_tables(source.scan(None)).sort_by("path")
@@ -105,7 +85,7 @@ def test_tars_in_s3(s3, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_prefix_that_is_not_there(s3) -> None:
+def test_a_prefix_that_is_not_there(media) -> None:
     for place in ("s3://media/none", "s3://no-such-bucket/x"):
         with pytest.raises(LatentpressError, match="is not there") as caught:
             scan(open_source(dataset(place)))
@@ -175,16 +155,16 @@ def test_a_page_of_links(tmp_path: Path, serve) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    s3fs = pytest.importorskip("s3fs")
     for name in ("CONNECT_TIMEOUT_S", "READ_TIMEOUT_S"):
-        monkeypatch.setattr(f"stages.discovery.sources.urls.{name}", 0.2)
+        for module in ("stages.discovery.sources.urls", "cache.store.object_store"):
+            monkeypatch.setattr(f"{module}.{name}", 0.2)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
         environment = {"AWS_ENDPOINT_URL": f"http://{place}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
         for name, value in (environment | {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "*"}).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-        s3fs.S3FileSystem.clear_instance_cache()
+        Buckets.clear_instance_cache()
         where = "s3://media" if scheme == "s3" else f"http://{place}"
         with pytest.raises(LatentpressError, match="can't be read"):
             scan(open_source(dataset(f"{where}/set", source="remote")))
@@ -193,4 +173,4 @@ def test_a_server_that_never_answers(scheme: str, monkeypatch: pytest.MonkeyPatc
         (tmp_path / "all.csv").write_text(f"path,caption\n{where}/a.jpg,x\n")
         [row] = scan(open_source(dataset(str(tmp_path / "all.csv"))))
         assert row["problem"].startswith("unreadable: can't be read")
-        s3fs.S3FileSystem.clear_instance_cache()
+        Buckets.clear_instance_cache()
