@@ -44,7 +44,7 @@ class Store:
         self._tables: dict[str, tuple[Any, Callable | None, pa.Table]] = {}  # by name, with the version of the file
         self._unfinished: dict[Path, int] = {}  # files of `open_temp`, added before they are opened -> lock, if any
         if self.root is not None:
-            self.root = Path(os.path.abspath(self.root))
+            self.root = Path(os.path.abspath(self.root.expanduser()))
             return
         if scheme not in SCHEMES:
             step = f"choose a folder of this machine, or a URL that begins with {', '.join(SCHEMES)}"

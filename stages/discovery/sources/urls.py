@@ -92,7 +92,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     """
     try:
         if url.partition("://")[0] in ("s3", "s3a", "gs", "gcs", "az"):
-            from stages.discovery.sources.buckets import open_buckets
+            from cache.store.buckets import open_buckets
 
             return open_buckets(url)
         options: dict[str, Any] = {}  # of each part of the URL

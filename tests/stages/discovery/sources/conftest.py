@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 
 from cache.sets import plans
+from cache.store.buckets import Buckets
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
 from schemas.config.loading import load_config
 from stages.discovery.sources import huggingface
-from stages.discovery.sources.buckets import Buckets
 from stages.engines import sandbox
 from tests.background import answered
 from tests.processes import forget_forkserver

@@ -8,11 +8,10 @@ import sys
 import obstore
 import pytest
 
+from cache.store.buckets import Buckets
 from cache.store.store import Store
 from schemas.errors import LatentpressError
-from stages.discovery.sources.buckets import Buckets
-from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile
-from stages.discovery.sources.store_checksum import best_checksum
+from stages.discovery.sources.object_store import READ_AHEAD_BYTES, RemoteFile, best_checksum
 from stages.discovery.sources.urls import open_filesystem
 from stages.media import files
 from stages.media.files import MediaError
@@ -28,7 +27,7 @@ def test_a_protocol_nobody_knows() -> None:
 
 
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "stages.discovery.sources.buckets", None)
+    monkeypatch.setitem(sys.modules, "cache.store.buckets", None)
     for url, extra in (("s3://bucket/a.jpg", "s3"), ("gs://bucket/a.jpg", "gcs")):
         with pytest.raises(LatentpressError) as caught:
             RemoteFile(url).size()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from cache.store.buckets import Buckets
 from schemas.config.datasets import Dataset
 from schemas.errors import LatentpressError
 from stages.discovery.sources.base import open_source
-from stages.discovery.sources.buckets import Buckets
 from stages.discovery.sources.object_store import RemoteFile
 from stages.media import files
 from stages.media.files import MediaError

@@ -1,4 +1,4 @@
-"""Media in S3, Google Cloud Storage and Azure: obstore, by fsspec's interface. Imported if a URL needs it."""
+"""Objects of S3, Google Cloud Storage and Azure by fsspec's interface, for media. Imported if a URL needs it."""
 
 from typing import Any
 
