@@ -1,6 +1,5 @@
 """What the encoding stages refuse to load: pickled weights, and checkpoints whose parts do not belong together."""
 
-import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from cache.models.weights import WeightsError
 from schemas.catalog import FAMILIES
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text
-from stages.encoding.text import gemma, kandinsky5
+from stages.encoding.text import kandinsky5
+from stages.encoding.vae import flux
 
 CPU = torch.device("cpu")
 TEXT, IMAGE = "kandinsky5-image-t2i", FAMILIES["kandinsky5-image"].templates["t2i"]
@@ -58,7 +58,6 @@ def test_a_tokenizer_whose_template_is_shorter_than_the_crop_is_refused(altered)
     ("kind", "key", "value", "said"),
     [
         ("kandinsky5-image-t2i", "latent_channels", 4, "latent_channels = 4"),
-        ("kandinsky5-image-t2i", "block_out_channels", [8, 16, 16], "3 entries of block_out_channels"),
         ("sana", "latent_channels", 16, "latent_channels = 16"),
     ],
 )
@@ -78,11 +77,8 @@ def test_an_autoencoder_that_the_transformer_cant_read_is_refused_before_anythin
 @pytest.mark.parametrize(
     ("part", "key", "value", "run"),
     [
-        ("vae", "norm_num_groups", "x", encode_latents.run),
         ("vae", "norm_num_groups", 0, encode_latents.run),
-        ("vae", "layers_per_block", None, encode_latents.run),
         ("vae", "scaling_factor", {}, encode_latents.run),
-        ("text_encoder_2", "num_attention_heads", 0, encode_text.run),
         ("text_encoder_2", "hidden_size", "x", encode_text.run),
     ],
 )
@@ -117,27 +113,12 @@ def pickled(tiny: Callable[[str], Path], tmp_path: Path) -> Callable[[str, str],
     return copy
 
 
-def refused(folder: Path, part: str, load: Callable[[], object]) -> None:
-    with pytest.raises(WeightsError, match=rf"{folder}/{part}/\w+\.bin is pickled") as caught:
-        load()
-    assert "safe_serialization=True" in caught.value.next_step
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("flux", TEXT), ("dc_ae", "sana"), ("hunyuan_video", "kandinsky5-video-t2v")]
-)
-def test_an_autoencoder(pickled, name, kind) -> None:
-    folder = pickled(kind, "vae")
-    module = importlib.import_module(f"stages.encoding.vae.{name}")
-    refused(folder, "vae", lambda: module.Autoencoder(str(folder), None, torch.float32, CPU))
-
-
-@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
-def test_qwen_and_clip(pickled, part) -> None:
+@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
+def test_pickled_weights_are_refused(pickled, part) -> None:
     folder = pickled(TEXT, part)
-    refused(folder, part, lambda: kandinsky5.Encoder(str(folder), None, IMAGE, 64, torch.float32, CPU))
-
-
-def test_gemma(pickled) -> None:
-    folder, template = pickled("sana", "text_encoder"), FAMILIES["sana"].templates["t2i"]
-    refused(folder, "text_encoder", lambda: gemma.Encoder(str(folder), None, template, 64, torch.float32, CPU))
+    with pytest.raises(WeightsError, match=rf"{folder}/{part}/\w+\.bin is pickled") as caught:
+        if part == "vae":
+            flux.Autoencoder(str(folder), None, torch.float32, CPU)
+        else:
+            kandinsky5.Encoder(str(folder), None, IMAGE, 64, torch.float32, CPU)
+    assert "safe_serialization=True" in caught.value.next_step
