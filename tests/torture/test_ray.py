@@ -130,7 +130,7 @@ def load_slowly(job: Job, sleeps: bool = True) -> Echo:
 
 
 @pytest.mark.parametrize(
-    ("sleeps", "timeout", "said"), [(True, 10.0, "not ready after 10 s"), (False, 120.0, "before it was ready")]
+    ("sleeps", "timeout", "said"), [(True, 20.0, "not ready after 20 s"), (False, 120.0, "before it was ready")]
 )
 def test_a_worker_that_never_gets_ready_is_replaced_and_no_unit_blamed(
     cluster, tmp_path, sleeps, timeout, said
