@@ -8,23 +8,12 @@ import pytest
 
 from cache.shards import shard, shard_io
 from cache.store.store import Store
+from tests.processes import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 WORKERS = 3
 WIDE = 2000
-
-
-def spawn(work) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return child
 
 
 @pytest.fixture
@@ -38,11 +27,11 @@ def at_once(shards):
                 time.sleep(draw.uniform(0, 0.004))
                 shards.write(store, format, width=width_of(number))
 
-        children = [spawn(lambda number=number: work(number)) for number in range(WORKERS)]
+        children = [Child(lambda number=number: work(number)) for number in range(WORKERS)]
         while children:
             yield
             for child in list(children):
-                ended, status = os.waitpid(child, os.WNOHANG)
+                ended, status = os.waitpid(child.pid, os.WNOHANG)
                 if ended:
                     children.remove(child)
                     assert status == 0
@@ -81,7 +70,7 @@ def test_of_unlike_hardware(tmp_path, shards, format, at_once, often) -> None:
 def test_of_both_formats(tmp_path, shards) -> None:
     """A machine whose cache.format differs: done_units names one, and both are whole."""
     store = Store(tmp_path)
-    children = [spawn(lambda f=f: shards.write(store, f, width=WIDE)) for f in ("arrow", "webdataset")]
-    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    children = [Child(lambda f=f: shards.write(store, f, width=WIDE)) for f in ("arrow", "webdataset")]
+    assert [child.wait() for child in children] == [0, 0]
     for rel in shard.find_done_units(store, "text/f00d").values():
         assert shard_io.verify(store, rel) == []
