@@ -180,20 +180,6 @@ def test_without_a_model_it_says_what_to_set(project) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_be_read_is_set_aside(make) -> None:
-    home = make("kandinsky5-image-t2i")
-    for number in range(6):
-        path = home.image(f"{number}.png", (64, 64), f"picture {number}", number)
-    prepare(home)
-    content = path.read_bytes()
-    Path(path).write_bytes(content[:-20])
-    report = home.run(encode_vision.run)
-    assert report.done == 5 and list(home.rejects(report)) == [path.name]
-    path.write_bytes(content)
-    assert home.run(encode_vision.run).set_aside == []
-
-
-@pytest.mark.slow
 def test_a_clip_of_several_passes_takes_smaller_ones_when_memory_runs_out(make, monkeypatch) -> None:
     """Nine frames, four in a pass: two fit."""
     home, passes, patches = make("kandinsky5-video-t2v"), [], Encoder.patches

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,11 @@ import cache.shards.wds
 import cache.store.files
 import cache.store.store
 from schemas.cli.interruption import pause
-from schemas.errors import INCOMPLETE, INTERRUPTED
+from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker
-from tests.background import LIMIT_S, until
-from tests.forms import long
+from tests.background import LIMIT_S
 from tests.processes import ForkedProgram
 
 
@@ -158,40 +156,6 @@ def test_a_stage_under_run_is_told_to_stop_and_reports(planned, forked_programs,
         while True:  # those that only ever wait for a parent see its end a little later
             os.killpg(started.pid, 0)
             time.sleep(0.01)
-
-
-def commands(session: int) -> str:
-    """The command lines of a session's processes."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if os.getsid(int(process.name)) == session:
-                found.append((process / "cmdline").read_text())
-    return " ".join(found)
-
-
-@pytest.mark.long
-@pytest.mark.linux
-@pytest.mark.parametrize(("program", "code"), [long("discover", INTERRUPTED), ("run", INCOMPLETE)])
-def test_ctrl_c_while_readers_start_prints_no_traceback_and_leaves_no_semaphore(project, program, code) -> None:
-    """It reaches every process of the terminal's group; what `run` has started gets its SIGTERM, too."""
-    home = project()
-    first = home.image("0.png")
-    for number in range(1, 5000):  # it does not end before it is interrupted
-        os.link(first, first.with_name(f"{number}.png"))
-        os.link(first.with_suffix(".txt"), first.with_name(f"{number}.txt"))
-    home.config()
-    command = [sys.executable, "-m", "stages.cli", program, "--config", str(home.folder / "pipeline.yaml")]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    until(
-        lambda: started.poll() is not None or "multiprocessing.forkserver" in commands(started.pid),
-        "a server of readers",
-    )
-    os.killpg(started.pid, signal.SIGINT)
-    said, _ = started.communicate()  # also of processes that end after it
-    assert started.returncode == code and "Traceback" not in said and "leaked" not in said, said
 
 
 def hanging() -> Callable[[object], object]:

@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.cells import cell_len
 
 from cache.store.store import Store
-from schemas.cli.report import WIDTH, Report
 from schemas.errors import LatentpressError
 from schemas.json_records import format_record
 from stages import bucket, discover, encode_latents, encode_text, gc, status
@@ -25,7 +23,6 @@ from stages.encoding.job_reports import (
 from stages.engines.jobs import UnitResult
 from tests.background import until
 from tests.project import Project
-from tests.reports import odd_keys
 from tests.s3_server import BUCKET, S3Server
 
 STAGE, CACHE = "encode-latents", "0" * 24
@@ -183,27 +180,6 @@ def job(**about: object) -> JobReport:
     }
     usual |= {"units": 1, "units_done": 1, "items_per_second": 53.2, "seconds": 11, "exit_code": 0}
     return JobReport.model_validate(usual | about)
-
-
-def lines_of(**jobs: list[JobReport]) -> list[str]:
-    report = Report("status", details=list_jobs({name.replace("_", "-"): found for name, found in jobs.items()}, True))
-    assert list(odd_keys(report.to_dict())) == []
-    return report.summary().splitlines()[1:]
-
-
-@pytest.mark.parametrize(
-    "host", ["ip-10-0-12-134.eu-central-1.compute.internal", "encode-latents-7-x8k2p", "写真" * 20]
-)
-def test_long_names_counts_and_reasons_keep_to_the_width(host) -> None:
-    why = "13 of 25 samples were set aside; the whole list: s3://bucket/work/rejects/encode-latents/0123456789abcdef.arrow"
-    big = {"host": host, "members": 10**7, "done": 10**6, "units": 40000, "units_done": 1201, "seconds": 2 * 86400 + 5}
-    jobs = [job(**big, shard=f"{i}/128", set_aside=i, units_failed=i, exit_code=None) for i in range(5)]
-    jobs += [job(**big, shard="7/128", engine="ray", workers=512, exit_code=3, reason=why)]
-    lines = lines_of(encode_latents=jobs)
-    assert max(map(cell_len, lines)) <= WIDTH
-    text = " ".join(" ".join(lines).split())
-    assert "48:00:05" in text and "why jobs stopped" in text and "compute.internal" not in text
-    assert why in text.replace(" reason: ", " ")
 
 
 def test_programs_get_every_job_and_people_the_most_interesting() -> None:
