@@ -161,7 +161,6 @@ def discard_outdated(out: Path) -> None:
             "demo_data.py",
             "demo_data_models.py",
             "demo_models.py",
-            "demo_transformers.py",
             "tiny_models.py",
             "tiny_shapes.py",
         )
