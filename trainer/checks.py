@@ -19,7 +19,10 @@ def run(config: Config, options: Options, console: Console) -> Report:
     check_run(config, 1)
     require_trackers(config.train)
     if checkpoint := find_checkpoint(config):
-        check_signature(checkpoint, config_signature(config))
+        signature, before = config_signature(config), checkpoint.state.terms["methods"]
+        if "regularization" in before:  # of a set with regularization data, which need not be configured
+            signature["methods"].setdefault("regularization", before["regularization"])
+        check_signature(checkpoint, signature)
     with garbage_collection_paused(), activity("loading torch and diffusers", at_once=True):
         from trainer.attention import check_attention
         from trainer.families.base import module_of

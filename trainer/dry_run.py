@@ -51,7 +51,7 @@ def predict_memory(
     """Details: the memory of a step of the largest bucket with the longest text's length, by part; a warning where
     it is more than the card has. Only the transformer's config.json is read; torch is imported, to compute with shapes.
     """
-    config = config.model_copy(update={"train": config.train.model_copy(update={"device": device})})
+    config = config.changed(train=config.train.changed(device=device))
     try:
         shape = read_shape(config)
     except compatibility.CheckpointMismatch:
@@ -60,9 +60,8 @@ def predict_memory(
         console.warn(f"the memory is not predicted: {error}")
         return {}
     with garbage_collection_paused(), activity("loading torch", at_once=True):
-        from trainer.memory.card_fit import explain_fit, find_card
+        from trainer.memory.card_fit import explain_fit, find_card, find_plan, longest_text
         from trainer.memory.estimate import MemoryEstimate, estimate_memory
-        from trainer.memory.planned import find_plan, longest_text
         from trainer.setup.load import explain_checkpoint_errors
 
     length = longest_text(config, None if config.train.set else find_plan(config))

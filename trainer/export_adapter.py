@@ -24,9 +24,10 @@ from trainer.adapters.header import (
     AdapterFile,
     check_family,
     check_fits,
+    from_comfyui,
     read_adapter,
+    resolve_names,
 )
-from trainer.adapters.names import from_comfyui, resolve_names
 from trainer.run.run_state import result_folder
 
 
@@ -208,7 +209,7 @@ def convert_adapter(
 ) -> list[Path]:
     """Write the adapter in a format; returns the files. The checkpoint's shapes are checked where it is on this
     machine."""
-    from trainer.adapters.files import adapter_contents, load_layers, write_adapter
+    from trainer.adapters.files import adapter_contents, load_layers, write_file
     from trainer.run.output_folder import explain_failures
 
     check_format(adapter, form)
@@ -227,20 +228,16 @@ def convert_adapter(
     path = adapter.path.parent if to is None else to
     path = path if path.suffix == ".safetensors" else path / FILE_NAMES[form]
     report.details["to_format"] = form
-    layers = load_layers(adapter, scale)
-    finals = [final for final, _, _ in adapter_contents(layers, form, path, adapter.notes, names)]
-    for final in finals:
-        if final.exists() and final.samefile(adapter.path):
-            raise ExportError(f"{final} is the adapter itself", "Choose another place: --to PATH")
-        check_outside_models(config, final)
-        if os.path.lexists(final) and not overwrite:
-            raise ExportError(
-                f"{final} is there already", "Choose another place: --to PATH; or replace it: --overwrite"
-            )
+    contents = adapter_contents(load_layers(adapter, scale), form, adapter.notes, names)
+    if path.exists() and path.samefile(adapter.path):
+        raise ExportError(f"{path} is the adapter itself", "Choose another place: --to PATH")
+    check_outside_models(config, path)
+    if os.path.lexists(path) and not overwrite:
+        raise ExportError(f"{path} is there already", "Choose another place: --to PATH; or replace it: --overwrite")
     if report.dry_run:
-        return finals
+        return [path]
     with explain_failures(path.parent):
-        return write_adapter(layers, form, path, adapter.notes, names)
+        return [write_file(*contents, path)]
 
 
 def merge_adapter(

@@ -217,7 +217,7 @@ def sample_sigma(
         lowest, highest = within
         if settings.sampling == "list":
             kept = [value for value in settings.values if lowest <= value < highest or value == highest == 1]
-            return listed(uniform_B, settings.model_copy(update={"values": tuple(kept)}))
+            return listed(uniform_B, settings.changed(values=tuple(kept)))
         first, last = draws_within(settings, shift, within)
         sigma_B = sample_sigma(first + uniform_B.double() * (last - first), settings, shift).float()
         end = highest if highest == 1 else float(np.nextafter(np.float32(highest), np.float32(0)))

@@ -252,7 +252,7 @@ def validate(run: TrainState, record: metrics.RecordMetrics, done: int) -> None:
 def validate_weights(run: TrainState, record: metrics.RecordMetrics, done: int, weights: str) -> None:
     """`validate` with the weights that the model has; `weights` says which they are."""
     predict, reader = run.accelerator.unwrap_model(run.denoiser).eval(), run.loader.reader
-    settings = run.config.validation.model_copy(update={"eval_sigmas": run.config.eval_sigmas})
+    settings = run.config.validation.changed(eval_sigmas=run.config.eval_sigmas)
     batch_size, device = run.loader.schedule.batch_size, run.accelerator.device
     folder = run.folder / "validation" / f"step-{done:06d}"
     if settings.eval_samples and settings.eval_sigmas:

@@ -273,7 +273,7 @@ def pin_revision(model: Model, memo: Store) -> Model:
     ):
         return model
     commit = weights.current_commit(model.source, model.revision, memo)
-    pinned = model.model_copy(update={"revision": commit})
+    pinned = model.changed(revision=commit)
     if model.family_spec.sparse is not None and find_published(model.source):
         try:
             config = weights.read_component_config(model.source, commit, model.family_spec.components[0])

@@ -201,7 +201,7 @@ class Options:
         """The stage's resources as configured, overridden by --device and --workers."""
         given = {"device": self.device, "workers": self.workers}
         update = {key: value for key, value in given.items() if value is not None}
-        return config.stages.resources(stage).model_copy(update=update)
+        return config.stages.resources(stage).changed(**update)
 
     def add_given_options(self, text: str) -> str:
         """Add this program's --config and --set to the latentpress commands in a text that has none of them."""

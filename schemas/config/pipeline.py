@@ -82,14 +82,14 @@ class Config(Section):
         """Set latents.precision and the videos' frame_rate to the family's own where they are not given, and which
         items `caption` and `masks` are for where they are configured."""
         if self.latents.precision is None and self.model.family_spec.latent_precision is not None:
-            latents = self.latents.model_copy(update={"precision": self.model.family_spec.latent_precision})
+            latents = self.latents.changed(precision=self.model.family_spec.latent_precision)
             object.__setattr__(self, "latents", latents)  # sections are frozen
         if (rate := self.model.family_spec.frame_rate) != Family.frame_rate:
             object.__setattr__(self, "datasets", tuple(set_frame_rate(dataset, rate) for dataset in self.datasets))
         for section, option in (("caption", "make_captions"), ("masks", "make_masks")):
             if getattr(self, section) is not None:
                 datasets = (
-                    dataset if getattr(dataset, option) else dataset.model_copy(update={option: "missing"})
+                    dataset if getattr(dataset, option) else dataset.changed(**{option: "missing"})
                     for dataset in self.datasets
                 )
                 object.__setattr__(self, "datasets", tuple(datasets))
@@ -123,8 +123,8 @@ class Config(Section):
         """The runs that this is of: one for each expert with `train.experts: both`, in order, else itself."""
         if self.train.experts != "both":
             return [self]
-        trains = [self.train.model_copy(update={"experts": name}) for name in self.experts]
-        return [self.model_copy(update={"train": train}) for train in trains]
+        trains = [self.train.changed(experts=name) for name in self.experts]
+        return [self.changed(train=train) for train in trains]
 
     @property
     def run_name(self) -> str:
@@ -346,4 +346,4 @@ def set_frame_rate(dataset: Dataset, rate: float) -> Dataset:
     """The dataset with this rate of frames where it gives none."""
     if dataset.dataset_type == "image" or "frame_rate" in dataset.video.model_fields_set:
         return dataset
-    return dataset.model_copy(update={"video": dataset.video.model_copy(update={"frame_rate": rate})})
+    return dataset.changed(video=dataset.video.changed(frame_rate=rate))

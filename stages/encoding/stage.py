@@ -178,8 +178,8 @@ class EncodingStage:
                 report_set_aside(store, self, state, report)
                 return report
             followed.drop(state.retry_units)
-            cache = config.cache.model_copy(update={"format": followed.format})
-            written_as = config.model_copy(update={"cache": cache})
+            cache = config.cache.changed(format=followed.format)
+            written_as = config.changed(cache=cache)
             resources, report.details["workers"] = choose_resources(
                 config, options, self.name, console, readers, prefetch
             )
@@ -228,7 +228,7 @@ class EncodingStage:
         if not self.reads_checkpoint:
             return config
         if not dry_run:
-            config = config.model_copy(update={"model": pin_revision(config.model, store)})
+            config = config.changed(model=pin_revision(config.model, store))
         check_parts(config, ask_hub=not dry_run)
         return config
 

@@ -29,7 +29,7 @@ def choose_engine(config: Config, engine: EngineName | None, address: str | None
     if address is not None:
         chosen["ray"]["address"] = address
     try:
-        return config.model_copy(update={"stages": Stages.model_validate(chosen)})
+        return config.changed(stages=Stages.model_validate(chosen))
     except ValidationError as error:
         problems = [
             problem for problem_found in error.errors(include_url=False) for problem in explain_error(problem_found)
@@ -44,13 +44,13 @@ def choose_resources(
     """The stage's resources with a number of workers, and a line about that number, which is logged if it was chosen
     here. readers, prefetch: the values of these options, in place of the configured ones."""
     given = {key: value for key, value in (("readers", readers), ("prefetch", prefetch)) if value}
-    resources = options.resources(config, stage).model_copy(update=given)
+    resources = options.resources(config, stage).changed(**given)
     assert isinstance(resources, Encoding)
     workers, reason = choose_workers(config, resources)
     line = f"{workers}, {reason}"
     if resources.workers is None:
         console.log(f"workers: {line}")
-    return resources.model_copy(update={"workers": workers}), line
+    return resources.changed(workers=workers), line
 
 
 def choose_workers(config: Config, resources: Encoding) -> tuple[int, str]:

@@ -102,7 +102,7 @@ def _cpus(resources: Encoding) -> float:
 def actor_settings(resources: Encoding) -> Encoding:
     """An actor's own: a node's cores are not all its own, so the readers are as many as the CPUs it asked for."""
     readers = resources.readers or max(1, min(MOST_READERS, int(_cpus(resources)) - 1))
-    return resources.model_copy(update={"workers": 1, "readers": readers})
+    return resources.changed(workers=1, readers=readers)
 
 
 def describe_room(options: dict[str, Any]) -> str:

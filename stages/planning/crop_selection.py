@@ -284,7 +284,7 @@ def report_step(
 
     def select(step: int) -> Selection:
         items = CandidateItems(candidates.dataset, candidates.table)
-        return items, select_crops(model, dataset.model_copy(update={"bucket_step": step}), items, side_multiple)
+        return items, select_crops(model, dataset.changed(bucket_step=step), items, side_multiple)
 
     step = workable(dataset.bucket_step)
     finest = (kept, crops) if step == side_multiple else select(side_multiple)

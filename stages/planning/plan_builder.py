@@ -91,7 +91,7 @@ def build_plan(
     held_out_ids = pc.unique(pa.concat_arrays(held_out))
     parts = []
     for dataset in used:
-        sizes = [dataset.model_copy(update={"resolution": size}) for size in dataset.resolutions(default_resolution)]
+        sizes = [dataset.changed(resolution=size) for size in dataset.resolutions(default_resolution)]
         inputs = media[dataset.id], made.get(dataset.id), masks.get(dataset.id), side_multiple, held_out_ids
         plans = [_plan_dataset(config, resized, *inputs) for resized in sizes]
         parts.append(_join_resolutions(dataset.id, plans) if len(plans) > 1 else plans[0])

@@ -113,8 +113,8 @@ def largest_bucket(config: Config) -> str:
 
 
 def predict(config: Config, shape: dict[str, Any]) -> int:
+    from trainer.memory.card_fit import longest_text
     from trainer.memory.estimate import estimate_memory
-    from trainer.memory.planned import longest_text
 
     return estimate_memory(config, shape, [largest_bucket(config)], longest_text(config, None)).device
 

@@ -76,7 +76,7 @@ def test_preempted_training_saves_a_checkpoint_and_goes_on(project, cluster) -> 
     cluster.wait_for_line("step 100")
     urgent = cluster.call("sbatch", "--parsable", "--partition=high", "--cpus-per-task=2", "--wrap", "sleep 1")
     assert cluster.wait([urgent]) == ["COMPLETED"]
-    cluster.wait_for_line("going on from")
+    cluster.wait_for_line("continuing from")
     cluster.call("scancel", job)
     assert cluster.wait([job]) == ["CANCELLED"]
 

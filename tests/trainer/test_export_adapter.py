@@ -317,23 +317,6 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(foreign, tmp_path) -> N
     assert "replaces nothing" in foreign.refused(merge=True, to=tmp_path / "new", overwrite=True)
 
 
-def test_what_a_model_or_program_can_not_hold_is_named(foreign, tmp_path) -> None:
-    own = {"source": foreign.adapter, "to": tmp_path / "new"}
-    for merge in (False, True):
-        foreign.save("transformer", "transformer_2")
-        assert "adapts transformer_2; sana has transformer" in foreign.refused(**own, merge=merge)
-        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            foreign.save("transformer", dtype=dtype)
-            said = foreign.refused(**own, merge=merge)
-            assert f"{foreign.adapter}: " in said and " is of type F8_E" in said
-    foreign.save("transformer", **{"transformer.to_q.alpha": torch.tensor(1e308, dtype=torch.float64)})
-    assert "transformer.to_q.alpha is no number up to 1e+30" in foreign.refused(**own)
-    foreign.save("transformer")
-    own["to"].symlink_to(tmp_path / "elsewhere")
-    assert f"{own['to']} is a link" in foreign.refused(**own, merge=True)
-    assert ". is the working directory" in foreign.refused(source=foreign.adapter, to=Path(), merge=True)
-
-
 def test_each_of_two_experts_has_a_file_of_its_own(foreign, tmp_path) -> None:
     model, train = {"family": "wan2.2-a14b", "path": "owner/name"}, {"run": "run", "experts": "both"}
     datasets = [{"id": "a", "instance_data_dir": "media", "dataset_type": "video"}]

@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cache.order.schedule import BatchSchedule
-from cache.sets.trainset import SetError
 from schemas.catalog import FAMILIES
-from tests.trainer.runs import lines, opened, train
+from tests.trainer.runs import opened
 from trainer.data import BatchLoader
 from trainer.noise import sample_latents
 
@@ -71,12 +69,6 @@ def test_draws_have_the_mean_and_variance_of_the_moments() -> None:
     assert torch.equal(draws[[7]], sample_latents(stored[None], FLUX, ["0/7/0/a"]))
 
 
-@pytest.mark.parametrize(("family", "channels"), [("kandinsky5-image", 24), ("kandinsky5-video", 8), ("sana", 64)])
-def test_another_number_of_channels_is_refused(family, channels) -> None:
-    with pytest.raises(SetError, match=f"has {channels} channels; {family} has"):
-        sample_latents(torch.zeros(1, channels, 1, 2, 2), FAMILIES[family], ["x"])
-
-
 def test_moments_are_drawn_alike_while_reading_and_where_the_step_begins(make_config, moments_set) -> None:
     config = make_config("i2v")
     moments_set(config)
@@ -117,23 +109,3 @@ def test_every_step_draws_anew_and_ranks_draw_alike(make_config, moments_set, ki
             seen.setdefault(name, []).append(latent)
     twice = [latents for latents in seen.values() if len(latents) > 1]
     assert twice and all((latents[0] - latents[1]).abs().max() > 0.1 for latents in twice)
-
-
-@pytest.mark.slow
-def test_training_on_moments_goes_on_as_if_never_stopped(make_config, moments_set) -> None:
-    """Steps, eval loss and a validation latent, whole and in two parts: the same to the last bit."""
-    torch.set_num_threads(1)
-    found = []
-    look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
-    options = {"batch_size": 2, "checkpoint_every": 2, "validation": look, "optimizer": {"lr": 2e-3, "warmup": 0}}
-    for name, parts in (("whole", (4,)), ("parts", (2, 4))):
-        for steps in parts:
-            config = make_config("i2v", name=name, steps=steps, **options)
-            if steps == parts[0]:
-                moments_set(config)
-            train(config)
-        latent = load_file(config.run_folder / "validation" / "step-000004" / "one.safetensors")["latent"]
-        assert latent.shape[0] == config.model.family_spec.latent_channels
-        found.append((lines(config), lines(config, "eval_loss"), latent))
-    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
-    assert len(found[0][0]) == 4 and len(found[0][1]) == 3

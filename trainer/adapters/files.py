@@ -8,7 +8,7 @@ checkpoint are in memory at a time, and names, order and dtype of all tensors st
 import json
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,16 +25,18 @@ from schemas.config.adapter import FILE_NAMES, FileFormat
 from schemas.family import ComfyUINames
 from trainer.adapters.header import (
     ALPHA,
+    DIFFUSERS_NAMES,
     FLOAT_DTYPES,
     LYCORIS_PREFIX,
     OUR_PREFIX,
     WHOLE_COPY,
     AdapterError,
     AdapterFile,
+    flat_name,
     pair_layers,
+    rename,
 )
 from trainer.adapters.layers import METADATA_KEY, SIDES, Layer, Lokr, Tensors
-from trainer.adapters.names import DIFFUSERS_NAMES, flat_name, rename
 
 
 def load_layers(adapter: AdapterFile, scale: float = 1.0) -> dict[str, Layer]:
@@ -82,116 +84,78 @@ def write_formats(
     names: ComfyUINames = DIFFUSERS_NAMES,
 ) -> Path:
     """Write what training saves in each format, a LoKr in LyCORIS', too; returns the first file. tensors: by diffusers'
-    keys. settings: peft's configurations for diffusers' header. names: see `adapter_contents`."""
+    keys. settings: peft's configuration for diffusers' header. names: see `adapter_contents`."""
     header = make_header(notes, settings)
     lokr: list[FileFormat] = ["lycoris"] if any(".lokr_" in key for key in tensors) else []
     for form in (*formats, *lokr):
         path = folder / FILE_NAMES[form]
         if form == "diffusers":
-            _write(tensors, path, header)
+            write_file(tensors, header, path)
         else:
             shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-            write_adapter(with_tensors(pair_layers(path, shapes, header, {}), tensors), form, path, notes, names)
+            layers = with_tensors(pair_layers(path, shapes, header, {}), tensors)
+            write_file(*adapter_contents(layers, form, notes, names), path)
     return folder / FILE_NAMES[formats[0]]
 
 
-def write_adapter(
-    layers: Mapping[str, Layer],
-    form: FileFormat,
-    path: Path,
-    notes: Mapping[str, str],
-    names: ComfyUINames = DIFFUSERS_NAMES,
-) -> list[Path]:
-    """Write the files of `adapter_contents`; returns their paths. Files appear whole."""
-    contents = adapter_contents(layers, form, path, notes, names)
-    return [_write(tensors, final, header) for final, tensors, header in contents]
-
-
 def adapter_contents(
-    layers: Mapping[str, Layer],
-    form: FileFormat,
-    path: Path,
-    notes: Mapping[str, str],
-    names: ComfyUINames = DIFFUSERS_NAMES,
-) -> Iterator[tuple[Path, Tensors, dict[str, str]]]:
-    """Path, tensors and header of each file that the adapter is in a format: one, in ComfyUI's format one for each
-    component, as ComfyUI has a model for each. notes: text for the header (`latentpress.<key>`). names: the family's
-    `comfyui_names`. AdapterError where diffusers' format has no place for a LoKr of another program."""
+    layers: Mapping[str, Layer], form: FileFormat, notes: Mapping[str, str], names: ComfyUINames = DIFFUSERS_NAMES
+) -> tuple[Tensors, dict[str, str]]:
+    """Tensors and header of the file that the adapter of a transformer is in a format. notes: text for the header
+    (`latentpress.<key>`). names: the family's `comfyui_names`. AdapterError if diffusers' format has no place for a
+    LoKr of another program, or numbers are beyond their dtype."""
     if form == "diffusers":
+        named = {f"{name}.{end}": tensor for name, layer in layers.items() for end, tensor in layer.tensors.items()}
         header = make_header(notes, describe_for_peft(layers))
-        yield path, _name_tensors({f"{name}.": layer.tensors for name, layer in layers.items()}), header
-    elif form == "lycoris":
-        starts = {f"{LYCORIS_PREFIX}{flat_name(name)}.": layer for name, layer in layers.items()}
-        yield path, _name_with_alpha(starts), make_header(notes)
     else:
-        for part, modules in _by_component(layers).items():
-            starts = {f"{names.prefix}{rename(name, names.paths)}.": layer for name, layer in modules.items()}
-            final = path if part == "transformer" else path.with_name(f"{path.stem}.{part}{path.suffix}")
-            yield final, _name_with_alpha(starts), make_header(notes)
+        named, header = {}, make_header(notes)
+        for name, layer in layers.items():
+            path = rename(name.removeprefix("transformer."), names.paths)
+            start = f"{LYCORIS_PREFIX}{flat_name(name)}" if form == "lycoris" else f"{names.prefix}{path}"
+            tensors, alpha = layer.tensors_and_alpha()
+            named |= {f"{start}.{end}": tensor for end, tensor in tensors.items()}
+            named[f"{start}.{ALPHA}"] = torch.tensor(alpha)
+        for key, tensor in named.items():
+            if not tensor.isfinite().all():
+                what = f"{key}: multiplied by the adapter's strength, it is beyond {str(tensor.dtype)[6:]}"
+                raise AdapterError(what, "Give a lower --scale.")
+    return {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}, header
 
 
 def make_header(notes: Mapping[str, str], settings: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The header of a file. notes: text, as `latentpress.<key>`. settings: peft's configurations, for diffusers."""
+    """The header of a file. notes: text, as `latentpress.<key>`. settings: peft's configuration, for diffusers."""
     header = {"format": "pt"} | {OUR_PREFIX + key: value for key, value in notes.items()}
     return header if settings is None else header | {METADATA_KEY: json.dumps(settings, sort_keys=True)}
 
 
-def _name_tensors(layers: Mapping[str, Tensors]) -> Tensors:
-    """layers: by the beginning of their keys."""
-    named = {f"{start}{end}": tensor for start, tensors in layers.items() for end, tensor in tensors.items()}
-    return {key: tensor.detach().cpu().contiguous() for key, tensor in named.items()}
-
-
-def _name_with_alpha(layers: Mapping[str, Layer]) -> Tensors:
-    parts = {start: layer.tensors_and_alpha() for start, layer in layers.items()}
-    named = _name_tensors({start: {**tensors, ALPHA: torch.tensor(alpha)} for start, (tensors, alpha) in parts.items()})
-    for key, tensor in named.items():
-        if not tensor.isfinite().all():
-            what = f"{key}: multiplied by the adapter's strength, it is beyond {str(tensor.dtype)[6:]}"
-            raise AdapterError(what, "Give a lower --scale.")
-    return named
-
-
-def _by_component(layers: Mapping[str, Layer]) -> dict[str, dict[str, Layer]]:
-    """Component -> module path -> layer."""
-    components = defaultdict[str, dict[str, Layer]](dict)
-    for name in sorted(layers):
-        part, _, module = name.partition(".")
-        components[part][module] = layers[name]
-    return dict(components)
-
-
-def _write(tensors: Tensors, final: Path, header: Mapping[str, str]) -> Path:
+def write_file(tensors: Tensors, header: Mapping[str, str], final: Path) -> Path:
+    """Write a file that appears whole; returns its path."""
     with replacing(final) as temporary:
         write_tensors(tensors, temporary, header)
     return final
 
 
 def describe_for_peft(layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """peft's configuration of each component, with the rank and alpha of each module, as diffusers writes them."""
+    """peft's configuration with the rank and alpha of each module, as diffusers writes it."""
     from peft import LoKrConfig, LoraConfig
 
-    peft = dict[str, Any]()
-    for part, modules in _by_component(layers).items():
-        ranks = {f"^{re.escape(name)}": layer.rank for name, layer in modules.items()}
-        alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in modules.items()}
-        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-        settings: dict[str, Any] = {
-            "r": int(rank),
-            "target_modules": sorted(modules),
-            "rank_pattern": {key: value for key, value in ranks.items() if value != rank},
-            "alpha_pattern": {key: value for key, value in alphas.items() if value != alpha},
-        }
-        lokrs = {name: layer for name, layer in modules.items() if isinstance(layer, Lokr)}
-        if lokrs:
-            config = LoKrConfig(alpha=alpha, **settings, **find_decomposition(lokrs)).to_dict()  # type: ignore[arg-type]
-        else:
-            dora = any(layer.kind == "DoRA" for layer in modules.values())
-            config = LoraConfig(lora_alpha=alpha, use_dora=dora, **settings).to_dict()  # type: ignore[arg-type]
-        peft |= {
-            f"{part}.{key}": sorted(option) if isinstance(option, set) else option for key, option in config.items()
-        }
-    return peft
+    modules = {name.removeprefix("transformer."): layers[name] for name in sorted(layers)}
+    ranks = {f"^{re.escape(name)}": layer.rank for name, layer in modules.items()}
+    alphas = {f"^{re.escape(name)}": layer.alpha for name, layer in modules.items()}
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    settings: dict[str, Any] = {
+        "r": int(rank),
+        "target_modules": sorted(modules),
+        "rank_pattern": {key: value for key, value in ranks.items() if value != rank},
+        "alpha_pattern": {key: value for key, value in alphas.items() if value != alpha},
+    }
+    lokrs = {name: layer for name, layer in modules.items() if isinstance(layer, Lokr)}
+    if lokrs:
+        config = LoKrConfig(alpha=alpha, **settings, **find_decomposition(lokrs)).to_dict()  # type: ignore[arg-type]
+    else:
+        dora = any(layer.kind == "DoRA" for layer in modules.values())
+        config = LoraConfig(lora_alpha=alpha, use_dora=dora, **settings).to_dict()  # type: ignore[arg-type]
+    return {f"transformer.{key}": sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
 def find_decomposition(layers: Mapping[str, Lokr]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ diffusers  transformer.<module>.lora_A.weight (rank, inputs, ...) and .lora_B.we
 comfyui    diffusion_model.<module>.lora_A.weight, .lora_B.weight and .alpha, a number; without that the strength is 1.
            ComfyUI maps this prefix for every model whose modules have these names, and "transformer." only for some
            (comfy/lora.py, comfy/weight_adapter/lora.py). Where it has other names for them, or knows these with the
-           other prefix alone (Family.comfyui_names), the file has those; which modules they mean is seen in the model
-           (`trainer/adapters/names.py`)
-lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains.
-           Which paths they mean is seen in the model (`trainer/adapters/names.py`); ComfyUI maps them for some only.
-           Kohya's LoRAs (musubi-tuner) are read likewise: lora_unet_<module path with underscores>.lora_down.weight
+           other prefix alone (Family.comfyui_names), the file has those
+lycoris    lycoris_<module path with underscores>.<tensor>, of a LoKr, as the LyCORIS library names what it trains;
+           ComfyUI maps them for some only. Kohya's LoRAs (musubi-tuner) are read likewise: lora_unet_<module path with
+           underscores>.lora_down.weight
+
+Which modules ComfyUI's, LyCORIS' and the original releases' names mean is seen in the model (`resolve_names`).
 
 A DoRA has transformer.<module>.lora_magnitude_vector, too; `trainer/adapters/layers.py` has the tensors of a LoKr.
 Files of other programs are read: keys without a prefix, and lora_down and lora_up in place of lora_A and lora_B.
@@ -18,17 +19,19 @@ Files of other programs are read: keys without a prefix, and lora_down and lora_
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cache.models.weights import PICKLE_SUFFIXES
 from cache.store.json_checks import printable
+from schemas.catalog import FAMILIES
 from schemas.config.adapter import FILE_NAMES, Adapter, FileFormat
 from schemas.config.encoding import Model
 from schemas.errors import USAGE, LatentpressError
+from schemas.family import ComfyUINames
 from schemas.regular_files import NOT_REGULAR
 from trainer.adapters.layers import (
     DOWN,
@@ -37,6 +40,7 @@ from trainer.adapters.layers import (
     UP,
     Kind,
     Layer,
+    Lokr,
     Shapes,
     check_alpha,
     pair_lokr,
@@ -45,6 +49,8 @@ from trainer.adapters.layers import (
 )
 
 OUR_PREFIX = "latentpress."
+DIFFUSERS_NAMES = ComfyUINames()
+Joined = tuple[tuple[str, tuple[str, ...]], ...]
 FLOAT_DTYPES, INTEGER_DTYPES = ("F64", "F32", "F16", "BF16"), ("I64", "I32", "I16", "I8", "U8")
 COMFYUI_PREFIX, LYCORIS_PREFIX = "diffusion_model.", "lycoris_"
 FLAT_PREFIXES = (LYCORIS_PREFIX, "lora_unet_")  # of module paths with underscores
@@ -150,8 +156,21 @@ def read_adapter(source: Path) -> AdapterFile:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             header = file.metadata() or {}
             shapes = {key: tuple(tensor.get_shape()) for key, tensor in slices.items()}
-            _check_dtypes(path, {key: tensor.get_dtype() for key, tensor in slices.items()})
-        alphas = _read_alphas(path, [key for key in shapes if key.endswith(".alpha")])
+            dtypes = {key: tensor.get_dtype() for key, tensor in slices.items()}
+        for key, dtype in dtypes.items():
+            if dtype not in FLOAT_DTYPES and (not key.endswith(".alpha") or dtype not in INTEGER_DTYPES):
+                raise AdapterError(
+                    f"{path}: {printable(key)} is of type {dtype}, and not one of {', '.join(FLOAT_DTYPES)}",
+                    "Name the adapter's file before it was quantized or converted, or convert it to bfloat16.",
+                )
+        alphas = dict[str, float]()
+        if alpha_keys := [key for key in shapes if key.endswith(".alpha")]:
+            with safe_open(path, "pt") as file:  # numpy has no bfloat16
+                for key in alpha_keys:
+                    tensor = file.get_tensor(key)
+                    if tensor.numel() != 1:
+                        raise ValueError(f"{key} is not a number")
+                    alphas[key] = check_alpha(float(tensor), key)
         layers = pair_layers(path, shapes, header, alphas)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path} is damaged or no safetensors file: {printable(error)}", WHOLE_COPY) from error
@@ -163,30 +182,6 @@ def read_adapter(source: Path) -> AdapterFile:
     form: FileFormat = "comfyui" if alphas or any(key.startswith(COMFYUI_PREFIX) for key in shapes) else "diffusers"
     form = "lycoris" if any(key.startswith(FLAT_PREFIXES) for key in shapes) else form
     return AdapterFile(path, form, layers, notes)
-
-
-def _check_dtypes(path: Path, dtypes: Mapping[str, str]) -> None:
-    for key, dtype in dtypes.items():
-        if dtype not in FLOAT_DTYPES and (not key.endswith(".alpha") or dtype not in INTEGER_DTYPES):
-            raise AdapterError(
-                f"{path}: {printable(key)} is of type {dtype}, and not one of {', '.join(FLOAT_DTYPES)}",
-                "Name the adapter's file before it was quantized or converted, or convert it to bfloat16.",
-            )
-
-
-def _read_alphas(path: Path, keys: list[str]) -> dict[str, float]:
-    if not keys:
-        return {}
-    from safetensors import safe_open
-
-    alphas = {}
-    with safe_open(path, "pt") as file:  # numpy has no bfloat16
-        for key in keys:
-            tensor = file.get_tensor(key)
-            if tensor.numel() != 1:
-                raise ValueError(f"{key} is no number")
-            alphas[key] = check_alpha(float(tensor), key)
-    return alphas
 
 
 def pair_layers(path: Path, shapes: Shapes, header: Mapping[str, str], alphas: Mapping[str, float]) -> dict[str, Layer]:
@@ -315,3 +310,91 @@ def initial_scale(layer: Layer, rslora: bool) -> tuple[int, float]:
 def _join(numbers: Any) -> str:
     shown = sorted(set(numbers))
     return ", ".join(f"{number:g}" for number in shown[:5]) + (", ..." if len(shown) > 5 else "")
+
+
+def rename(path: str, names: Iterable[tuple[str, str]]) -> str:
+    """A module path with whole segments replaced, one pair of `names` after the other."""
+    path = f".{path}."
+    for name, other in names:
+        path = path.replace(f".{name}.", f".{other}.")
+    return path[1:-1]
+
+
+def from_comfyui(name: str, names: ComfyUINames) -> str:
+    """A module path by diffusers' names, of one by ComfyUI's; a path by diffusers' names is left."""
+    return rename(name, [(other, ours) for ours, other in names.paths])
+
+
+def flat_name(name: str) -> str:
+    """ "<component>.<module path>" as LyCORIS' files have it, without their prefix."""
+    return name.removeprefix("transformer.").replace(".", "_")
+
+
+def resolve_names(adapter: AdapterFile, weights: Iterable[str], model: str) -> AdapterFile:
+    """The adapter with the model's module paths in place of other programs' names, or itself where it has paths. A
+    layer of several modules becomes one of each. AdapterError where a name may mean several. weights: the model's
+    "<component>.<module path>"."""
+    names, flat = list(weights), adapter.format == "lycoris"
+    known = set(names)
+    if not flat and known.issuperset(adapter.layers):
+        return adapter
+    meanings = [*_meanings(names, flat)]
+    layers = dict[str, Layer]()
+    for name, layer in adapter.layers.items():
+        key = flat_name(name) if flat else name
+        candidates = next((table[key] for table in meanings if key in table), [(name,)])
+        if not flat and name in known:
+            candidates = [(name,)]
+        if len(candidates) > 1:
+            paths = ", ".join(path for path, *_ in candidates)
+            raise AdapterError(
+                f"{adapter.path}: {_start(layer)} may be any of {paths} in {model}",
+                "Name diffusers' or ComfyUI's file of the same adapter, whose keys are module paths.",
+            )
+        for path, part in zip(candidates[0], _split(adapter, name, layer, len(candidates[0])), strict=True):
+            if path in layers:
+                raise is_twice(adapter.path, path, _first_key(layers[path]), _first_key(layer))
+            layers[path] = part
+    return replace(adapter, layers=layers)
+
+
+def _meanings(weights: Sequence[str], flat: bool) -> Iterator[dict[str, list[tuple[str, ...]]]]:
+    """For diffusers' own names, and for those of each family's models elsewhere: name there -> the modules of which it
+    may be, each as one path, or the paths of several whose outputs it has."""
+    known = set(weights)
+    tables: dict[tuple[tuple[str, str], ...], Joined] = {DIFFUSERS_NAMES.paths: ()} if flat else {}
+    for family in FAMILIES.values():
+        tables |= {family.comfyui_names.paths: (), family.original_names.paths: family.original_names.joined}
+    for paths, joined in tables.items():
+        table = defaultdict[str, list[tuple[str, ...]]](list)
+        for name in weights:
+            there = rename(name, paths)
+            table[flat_name(there) if flat else there].append((name,))
+            for joint, (first, *others) in joined:
+                if name.endswith(f".{first}"):
+                    start = name.removesuffix(first)
+                    modules = (name, *(start + other for other in others))
+                    if known.issuperset(modules):
+                        there = rename(start + joint, paths)
+                        table[flat_name(there) if flat else there].append(modules)
+        yield table
+
+
+def _split(adapter: AdapterFile, name: str, layer: Layer, count: int) -> list[Layer]:
+    if count == 1:
+        return [layer]
+    if isinstance(layer, Lokr):
+        raise AdapterError(
+            f"{adapter.path}: {_start(layer)} is of {count} modules here, and a LoKr of them can't be divided",
+            "Train or convert it for the separate modules, or name a LoRA.",
+        )
+    return [*layer.split(count)]
+
+
+def _first_key(layer: Layer) -> str:
+    return next(iter(layer.keys.values()))
+
+
+def _start(layer: Layer) -> str:
+    """The name of its module in the file."""
+    return re.split(r"\.(?:lora_|lokr_|lora\.)", _first_key(layer))[0]

@@ -5,27 +5,38 @@ For the latter nothing is downloaded: shapes of a published repository are the c
 buckets and the longest text are the plan's; where there is none, those that the datasets and the family allow.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import ValidationError
 
-from cache.models.compatibility import find_published
-from cache.models.weights import local_folder, read_component_config
+from cache.models.compatibility import bucket_side_multiple, find_published
+from cache.models.weights import WeightsError, local_folder, read_component_config
+from cache.sets import plans
+from cache.sets.text_lengths import most_tokens, reference_tokens
+from cache.store.store import Store
 from schemas.cli.progress import activity
 from schemas.cli.report import Report
+from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config
-from schemas.config.section import Section
+from schemas.config.section import Section, listed
 from schemas.config.training import Train
 from schemas.devices import DeviceNotFound, device_memory, device_name, find_device
-from schemas.geometry import Bucket
+from schemas.geometry import Bucket, largest_valid_frames, resolution_buckets
+from schemas.recipe import plan_key
+from schemas.references import SOURCE_ROLES
 from trainer.memory import encoders as encoder_memory
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
-from trainer.memory.planned import find_plan, list_buckets, longest_text
 
 Shapes = dict[str, dict[str, Any]]
 #: Bytes of a card, for the CUDA context, kernels' own memory and fragments
 RESERVED = 1 << 30
+CAPTION_TOKENS = 512  # of a caption behind references, whose template has no limit of its own
 LEAST_SAVED = 0.01  # share of what is needed, by an option that is named
 OTHERWISE = "A smaller train.base_precision, train.adapter.rank, smaller buckets or fewer frames take less."
 
@@ -38,8 +49,8 @@ def check_card(config: Config, card: float, ranks: int) -> Report:
     plan = find_plan(config)
     buckets, where = list_buckets(config, plan)
     largest = max(buckets, key=lambda name: _numbers(config, name))
-    settings = config.train.model_copy(update={"device": "cuda"})  # as if the card were here
-    config = config.model_copy(update={"train": settings})
+    settings = config.train.changed(device="cuda")  # as if the card were here
+    config = config.changed(train=settings)
     length = longest_text(config, plan)
 
     def train(changed: Config) -> MemoryEstimate:
@@ -153,7 +164,7 @@ def try_changes(
             values = {name: change_settings(getattr(config, name), keys) for name, keys in sections.items()}
         except ValidationError:  # such as block offload of full rank
             continue
-        changed = config.model_copy(update=values)
+        changed = config.changed(**values)
         if changed == config or (smaller := predict(changed)) > need * (1 - LEAST_SAVED):
             continue
         need, config = smaller, changed
@@ -191,3 +202,66 @@ def change_settings(settings: Section, values: Mapping[str, Any]) -> Section:
 
 def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+def find_plan(config: Config) -> plans.Plan | None:
+    if "://" not in config.root and not Path(config.root).is_dir():
+        return None
+    return plans.newest_plan(Store(config.root), plan_key(config, _side_multiple(config)))
+
+
+def list_buckets(config: Config, plan: plans.Plan | None) -> tuple[list[str], str]:
+    """The buckets, and where they are from: the plan, or the sizes and frames of the datasets."""
+    if plan is not None:
+        alone = pc.is_in(plan.active.column("role"), value_set=pa.array(SOURCE_ROLES))  # which are not trained on
+        if buckets := pc.unique(plan.active.filter(pc.invert(alone)).column("bucket")).to_pylist():
+            return buckets, "the plan"
+    return sorted(set(_possible_buckets(config))), "the datasets' sizes, as there is no plan yet"
+
+
+def longest_text(config: Config, plan: plans.Plan | None) -> int:
+    """Tokens that are stored of the longest text, at most: of one in the plan a token for every byte."""
+    most = config.text.max_length or config.model.template.max_length
+    if plan is not None:
+        active = plan.text_table.filter(pc.is_in(plan.text_table.column("text_id"), value_set=plan.active_text_ids))
+        return int(most_tokens(config, active).max(initial=1))
+    if of_each := reference_tokens(config):
+        given = [len(dataset.source_roles) for dataset in config.datasets if not dataset.disabled]
+        given += [len(listed(prompt.image)) for prompt in config.validation.prompts]
+        return min(most, max(given, default=1) * of_each + CAPTION_TOKENS)
+    return most
+
+
+def _side_multiple(config: Config) -> int:
+    model, spec = config.model, config.model.family_spec
+    sparse = spec.sparse is not None and model.flavour_spec.sparse
+    published = spec.sparse.side_multiple if spec.sparse and sparse else spec.side_multiple
+    try:
+        return bucket_side_multiple(model) if local_folder(model.source) is not None else published
+    except WeightsError:
+        return published
+
+
+def _possible_buckets(config: Config) -> Iterator[str]:
+    spec, multiple = config.model.family_spec, _side_multiple(config)
+    for dataset in config.datasets:
+        if dataset.disabled:
+            continue
+        frames = largest_valid_frames(dataset.video.num_frames, spec.temporal_stride)
+        frames = frames if dataset.dataset_type == "video" else 1
+        if dataset.buckets == "family":
+            sizes = [size for size in config.model.flavour_spec.sizes if not any(side % multiple for side in size)]
+        else:
+            make = partial(resolution_buckets, step=dataset.bucket_step, max_aspect=dataset.max_aspect)
+            edges = dataset.resolutions(spec.resolution)
+            sizes = [size for edge in edges for size in make(edge, dataset.resolution_type, multiple)]
+        yield from (str(Bucket(width, height, frames, _references(config, dataset))) for width, height in sizes)
+
+
+def _references(config: Config, dataset: Dataset) -> tuple[tuple[int, int], ...]:
+    """Sizes of as many references as the dataset's items may have: squares of the largest area."""
+    condition = config.model.condition
+    if condition is None or condition.size is None:
+        return ()
+    side = math.isqrt(condition.size.area) // condition.size.multiple * condition.size.multiple
+    return ((side, side),) * len(dataset.source_roles)

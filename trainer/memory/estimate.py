@@ -33,10 +33,9 @@ from trainer.memory.meter import (
     measure_optimizer,
     quantize_shapes,
 )
-from trainer.methods.selection import make_methods
+from trainer.methods import make_methods
 from trainer.setup.adapters import MUTATING_INITS
-from trainer.setup.assistant import add_assistant, assistant_bytes
-from trainer.setup.attach import fit_initial, make_trainable
+from trainer.setup.attach import add_assistant, assistant_bytes, fit_initial, make_trainable
 from trainer.setup.blocks import checkpoint_blocks, largest_groups
 from trainer.setup.load import choose_dtypes
 from trainer.setup.shard import AUTOCAST, gathered_dtype, uses_sharding
@@ -107,7 +106,7 @@ def estimate_memory(
     settings, family = config.train, module_of(config.model.family_spec)
     dtype, autocast = choose_dtypes(config)
     # Its values change no size.
-    adapter = settings.adapter.model_copy(update={"init_weights": "default"})
+    adapter = settings.adapter.changed(init_weights="default")
     file = read_initial(adapter)
     with META:
         with config_errors(f"{config.model.source}/{config.part}/config.json"):

@@ -218,7 +218,7 @@ def _measure(settings_json: str, dtype: torch.dtype, cpu: bool) -> OptimizerMemo
     chosen = {*arguments, *find_optimizer(settings.name).arguments}
     if not cpu and kind.__module__.startswith("torch.optim") and not {"foreach", "fused"} & chosen:
         arguments["foreach"] = True
-    settings = settings.model_copy(update={"groups": (), "arguments": arguments})
+    settings = settings.changed(groups=(), arguments=arguments)
     try:
         (state, few, averages), (_, more, _) = (trial(settings, dtype, count) for count in (FEW, MORE))
     except (RuntimeError, AssertionError, NotImplementedError):

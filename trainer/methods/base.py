@@ -1,7 +1,7 @@
 """The contract of a training method: what it adds to the plain flow-matching loss. Nothing of a method is in the loop.
 
 A method is a file of this folder, a section of the configuration under train.methods, which names the tensors that it
-needs of a sample, and a row of METHODS in `trainer/methods/selection.py`.
+needs of a sample, and a row of METHODS in `trainer/methods/__init__.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

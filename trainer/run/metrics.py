@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import isfinite
@@ -104,9 +104,21 @@ def open_metrics_log(
     """
     path = folder / METRICS_FILE
     if accelerator.is_main_process:
+        from accelerate import tracking
+
         if path.exists() and path.stat().st_size:
-            mark_resumption(path, {"step": first, "resumed": True} | ({"set": new_set} if new_set else {}))
-        accelerator.log_with = make_trackers(folder, first, settings)
+            line = {"step": first, "resumed": True} | ({"set": new_set} if new_set else {})
+            with path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                cut_off = file.read(1) != b"\n"  # by a kill
+                file.write((b"\n" if cut_off else b"") + json.dumps(line).encode() + b"\n")
+        trackers: list[GeneralTracker] = []  # which a resumed run continues
+        if "tensorboard" in settings.trackers:
+            purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
+            trackers.append(tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=purge))
+        if "wandb" in settings.trackers:
+            trackers.append(tracking.WandBTracker(**wandb_options(folder, "train")))
+        accelerator.log_with = trackers
         accelerator.init_trackers("latentpress")
 
     def record(numbers: dict[str, Any]) -> None:
@@ -115,43 +127,17 @@ def open_metrics_log(
         line = to_json_values(numbers)  # JSON has no NaN
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        accelerator.log(dict(find_scalars(line)), step=numbers["step"])
+        scalars = {key: value for key, value in line.items() if isinstance(value, float)}
+        for key, parts in line.items():  # of those by bucket or sigma as "loss_by_sigma/0.5-0.75"
+            if isinstance(parts, dict):
+                scalars |= {f"{key}/{name}": part for name, part in parts.items() if isinstance(part, float)}
+        accelerator.log(scalars, step=numbers["step"])
         show(numbers)
 
     try:
         yield record
     finally:
         accelerator.end_training()
-
-
-def find_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Name -> value of the numbers of a line, for trackers; of those by bucket or sigma as "loss_by_sigma/0.5-0.75"."""
-    for key, value in line.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}/{name}", part) for name, part in value.items() if isinstance(part, float))
-        elif isinstance(value, float):
-            yield key, value
-
-
-def mark_resumption(path: Path, line: Mapping[str, Any]) -> None:
-    """Add the line of a resumption, on a line of its own where a kill cut the last one off."""
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        cut_off = file.read(1) != b"\n"
-        file.write((b"\n" if cut_off else b"") + json.dumps(dict(line)).encode() + b"\n")
-
-
-def make_trackers(folder: Path, first: int, settings: Train) -> "list[GeneralTracker]":
-    """accelerate's trackers of `settings.trackers`, writing below the run's folder. A resumed run continues them."""
-    from accelerate import tracking
-
-    trackers: list[GeneralTracker] = []
-    if "tensorboard" in settings.trackers:
-        purge = first + 1 if first else 0  # a run that begins again validates at step 0 again
-        trackers.append(tracking.TensorBoardTracker(TENSORBOARD, str(folder), purge_step=purge))
-    if "wandb" in settings.trackers:
-        trackers.append(tracking.WandBTracker(**wandb_options(folder, "train")))
-    return trackers
 
 
 @contextmanager

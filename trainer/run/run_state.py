@@ -22,7 +22,6 @@ from cache.store.files import replacing
 from schemas.config.adapter import FILE_NAMES
 from schemas.config.methods import Method, Regularization
 from schemas.config.pipeline import Config
-from schemas.config.training import Parallel
 from schemas.geometry import Bucket
 from schemas.libraries import QUANTIZATION_LIBRARIES, find_library, is_installed
 from trainer.adapters.header import check_family, find_adapter, read_assistant, read_initial
@@ -53,15 +52,14 @@ def resume_signature(config: Config, data: TrainSet, schedule: BatchSchedule) ->
     needs = {name for method in config.train.methods.used.values() for name in method.needs}
     return config_signature(config) | {
         "data": data_signature(data, needs),
-        "seed": schedule.seed,
-        "batch size": schedule.batch_size,
         "global batch": schedule.global_batch,
         "shuffle_shards": shards and {"shards": shards, "rows of shards": schedule.order.digest},
-        "methods": {
-            name: section.model_dump(mode="json", exclude_none=True)
-            for name, section in used_methods(config, data).items()
-        },
+        "methods": _method_terms(used_methods(config, data)),
     }
+
+
+def _method_terms(methods: Mapping[str, Method]) -> dict[str, Any]:
+    return {name: section.model_dump(mode="json", exclude_none=True) for name, section in methods.items()}
 
 
 def config_signature(config: Config) -> dict[str, Any]:
@@ -74,6 +72,9 @@ def config_signature(config: Config) -> dict[str, Any]:
         "family": config.model.family,
         "task": config.model.task,
         "random numbers": RANDOM_NUMBERS,
+        "seed": config.train.seed,
+        "batch size": config.train.batch_size,
+        "methods": _method_terms(config.train.methods.used),
         "caption_dropout": config.train.caption_dropout,
         "shift": None if config.train.timesteps.auto_shift else fixed_shift(config),
         "timesteps": config.train.timesteps.model_dump(mode="json"),
@@ -171,32 +172,22 @@ def train_shift(config: Config, bucket: str) -> float:
     return family.shift_by_tokens((size.width // token) * (size.height // token))
 
 
-def check_parallel(settings: Parallel, ranks: int) -> None:
-    """RunError for what needs several processes and would be without effect in one."""
-    if ranks == 1 and settings.cpu_offload:
-        raise RunError(
-            "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
-            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
-            "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
-        )
-
-
 def check_run(config: Config, ranks: int) -> None:
     """AdapterError or RunError for adapters, processes and libraries that do not fit the configuration."""
     if initial := read_initial(config.train.adapter):
         check_family(initial, config.model.family)
     read_assistant(config.model)
-    check_base_precision(config)
-    check_parallel(config.train.parallel, ranks)
-
-
-def check_base_precision(config: Config) -> None:
-    """RunError for a train.base_precision whose library is not installed."""
-    name = config.train.base_precision
-    library = QUANTIZATION_LIBRARIES.get(name)
+    precision = config.train.base_precision
+    library = QUANTIZATION_LIBRARIES.get(precision)
     if library and not is_installed(library):
         step = f"Install it: {find_library(library).command}"
-        raise RunError(f"train.base_precision: {name} needs {library}", step)
+        raise RunError(f"train.base_precision: {precision} needs {library}", step)
+    if ranks == 1 and config.train.parallel.cpu_offload:
+        raise RunError(
+            "train.parallel.cpu_offload: one process trains the whole model and has no shards to keep on the host",
+            "Start several processes (docs/cluster.md), or set it to false. In one process train.offload.blocks, with "
+            "train.parallel.strategy ddp, keeps an adapter's frozen blocks on the host.",
+        )
 
 
 def result_folder(config: Config) -> Path:

@@ -12,8 +12,7 @@ from trainer.adapters.header import read_assistant, read_initial
 from trainer.families.base import ModelFamily
 from trainer.run.run_state import train_shift
 from trainer.setup.adapters import choose_scales, choose_targets, is_convolution
-from trainer.setup.assistant import match_modules
-from trainer.setup.attach import fit_initial, unfreeze
+from trainer.setup.attach import fit_initial, match_modules, unfreeze
 from trainer.setup.blocks import check_compile, check_offload
 from trainer.setup.load import empty_transformer, explain_checkpoint_errors
 from trainer.setup.optimizers import check_optimizer

@@ -30,28 +30,16 @@ from trainer.setup.quantize import quantize_base
 from trainer.setup.shard import by_turns, gathered_dtype, shard_model
 
 
-def config_of_other(config: Config) -> Config:
-    """The configuration of the run of the expert that this one does not train."""
-    [name] = config.experts.keys() - {config.train.experts}
-    return config.model_copy(update={"train": config.train.model_copy(update={"experts": name})})
-
-
-def find_result(config: Config) -> Path | None:
-    """The folder of the run's result; None where it has none yet."""
-    folder = result_folder(config)
-    return folder if ResultNote.try_read(config.run_folder / RESULT_NOTE) and folder.is_dir() else None
-
-
 @contextmanager
 def other_expert(run: TrainState) -> Iterator[Any]:
     """The other expert in eval mode, on the device in place of the trained one, which is back there at the end. Every
     rank enters it."""
     device, sharded = run.accelerator.device, is_sharded(run.model.parameters())
     moves = not (sharded or run.config.train.offload.blocks)  # else the device has a part of it alone
-    config = config_of_other(run.config)
-    found = find_result(config) if run.is_main else None
-    name = run.files.from_main(None if found is None else str(found))
-    result = None if name is None else Path(name)
+    [name] = run.config.experts.keys() - {run.config.train.experts}
+    config = run.config.changed(train=run.config.train.changed(experts=name))
+    found = ResultNote.try_read(config.run_folder / RESULT_NOTE) is not None and result_folder(config).is_dir()
+    result = result_folder(config) if run.files.from_main(found) else None
     which = "that of the checkpoint" if result is None else f"with {shown_path(result)}"
     run.log(f"samples: the expert {config.train.experts} is {which}")
     try:
@@ -74,14 +62,18 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
     run.watch.note(f"loading {name}", alone=True)
     source = config
     if result is not None and settings.adapter.type == "full":
-        saved = config.model.model_copy(update={"path": str(result.parent), "revision": None})
-        source, result = config.model_copy(update={"model": saved}), None
+        saved = config.model.changed(path=str(result.parent), revision=None)
+        source, result = config.changed(model=saved), None
     with activity(f"loading {name}"), explain_checkpoint_errors(config):
         model, autocast = load_transformer(source, family, home)
         if settings.quantized:
             quantize_base(model, family, settings.base_precision, settings.quantize_via, device, home)
         if result is not None:
-            make_trainable(model, family, as_saved(settings.adapter, result))
+            kind = read_adapter(result).kind  # whatever its rank is
+            given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA"}
+            if kind == "LoKr":
+                given |= settings.adapter.model_dump(include={"decompose_factor", "decompose_both"})
+            make_trainable(model, family, Adapter.model_validate(given | {"init": str(result)}))
         model.requires_grad_(False).eval()
         if settings.attention_backend != NATIVE:
             use_backend(model, family, settings.attention_backend)
@@ -93,12 +85,3 @@ def load_other(run: TrainState, config: Config, result: Path | None, sharded: bo
     if run.stop is not None:
         run.stop.stop_validation(model)
     return model
-
-
-def as_saved(settings: Adapter, result: Path) -> Adapter:
-    """Settings that start from a run's adapter, whatever its rank is."""
-    kind = read_adapter(result).kind
-    given: dict[str, Any] = {"type": "lokr" if kind == "LoKr" else "lora", "dora": kind == "DoRA", "init": str(result)}
-    if kind == "LoKr":
-        given |= settings.model_dump(include={"decompose_factor", "decompose_both"})
-    return Adapter.model_validate(given)

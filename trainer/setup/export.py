@@ -13,7 +13,7 @@ from schemas.catalog import FAMILIES
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from trainer.adapters.files import write_formats
-from trainer.adapters.names import DIFFUSERS_NAMES
+from trainer.adapters.header import DIFFUSERS_NAMES
 from trainer.families.base import ModelFamily
 from trainer.run.sharded import gather_all, is_sharded
 from trainer.setup.adapters import ADAPTER_NAME, list_adapted_modules, lora_state, read_scales, trainable_parameters
@@ -61,7 +61,7 @@ def gather_model(model: Any, family: ModelFamily, config: Config, keep: bool) ->
         return None
     with torch.device("meta"):
         whole = family.untrained(model_shape(model))
-        adapter = adapter.model_copy(update={"init_weights": "default"})
+        adapter = adapter.changed(init_weights="default")
         make_trainable(whole, family, adapter, scales=read_scales(model))
     whole.load_state_dict(state, strict=False, assign=True)
     if hasattr(model, "initial_lora"):  # of PiSSA and OLoRA

@@ -121,15 +121,8 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
             f"pip install {where}{DISTRIBUTIONS.get(package, package)}, or choose another train.optimizer.name.",
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        classes = sorted(
-            key
-            for key, value in vars(importlib.import_module(module)).items()
-            if isinstance(value, type)
-            and issubclass(value, torch.optim.Optimizer)
-            and value is not torch.optim.Optimizer
-        )
         raise RunError(
-            f"train.optimizer.name: {module} has no optimizer {attribute!r}; it has {', '.join(classes) or 'none'}",
+            f"train.optimizer.name: {module} has no optimizer {attribute!r}",
             "Name a class of it, or one of " + ", ".join(OPTIMIZERS) + ".",
         )
     return kind

@@ -5,7 +5,7 @@ import gc
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,16 +29,15 @@ from trainer.adapters.header import read_assistant
 from trainer.attention import NATIVE, check_attention, use_backend
 from trainer.data import BatchLoader
 from trainer.families.base import ModelFamily, module_of
+from trainer.methods import make_methods
 from trainer.methods.base import Method, Predict
-from trainer.methods.selection import make_methods
 from trainer.run import checkpoint, resume, run_state
 from trainer.run.interruption import StopRequest
 from trainer.run.new_data import describe_changes, first_step, list_changes
 from trainer.run.rank_watch import RankWatch
 from trainer.run.ranks import RunFiles, describe_rank, find_changed_settings, refuse_differences
 from trainer.run.sharded import is_sharded
-from trainer.setup.assistant import add_assistant
-from trainer.setup.attach import make_trainable
+from trainer.setup.attach import add_assistant, make_trainable
 from trainer.setup.blocks import compile_blocks, loading_device, reduce_memory
 from trainer.setup.checks import check_noise_levels, check_scheduler, check_start
 from trainer.setup.ema import MovingAverage
@@ -107,12 +106,6 @@ class TrainState:
             return count
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
         return int(counts.max())
-
-    def begin_order(self, continued: resume.Checkpoint) -> None:
-        """Let the order of the samples begin where the data last changed, as the run goes on from a checkpoint."""
-        self.data_changes = list_changes(continued, self.signature["data"]["digest"])
-        self.loader.schedule.first_step = begun = first_step(self.data_changes)
-        self.new_set = self.loader.data.id if self.data_changes and begun == continued.step else None
 
     def log(self, message: str) -> None:
         if self.is_main:
@@ -197,7 +190,13 @@ def prepare_run(
     check_noise_levels(config, schedule)
     check_scheduler(config, family, data)
     methods = make_methods(run_state.used_methods(config, data))
-    set_up_methods(methods, config, family, data)
+    if methods:
+        with explain_checkpoint_errors(config):
+            empty = empty_transformer(config)
+        shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
+        for name, method in methods.items():
+            torch.manual_seed(derive_seed(f"{settings.seed}/{name}", "method"))
+            method.setup(empty, family, shapes)
     signature, bad_steps = run_state.resume_signature(config, data, schedule), BadStepCounter(settings.max_bad_steps)
     run = TrainState(config, console, accelerator, watch, files, loader, family, methods, signature, bad_steps)
     torch.manual_seed(derive_seed(str(settings.seed), "adapter"))
@@ -267,18 +266,6 @@ def prepare_model(run: TrainState, sharded: bool, load: Callable[..., Any] | Non
     return denoiser
 
 
-def set_up_methods(methods: Mapping[str, Method], config: Config, family: ModelFamily, data: TrainSet) -> None:
-    """`Method.setup` of each; MethodError where one can't be used. Reads the transformer's config.json and a sample."""
-    if not methods:
-        return
-    with explain_checkpoint_errors(config):
-        model = empty_transformer(config)
-    shapes = {name: tuple(array.shape) for name, array in data.sample(0).tensors.items()}
-    for name, method in methods.items():
-        torch.manual_seed(derive_seed(f"{config.train.seed}/{name}", "method"))
-        method.setup(model, family, shapes)
-
-
 def resume_run(run: TrainState) -> resume.Checkpoint | None:
     """Continue from the newest intact checkpoint and return it, if there is one. Writes config.yaml."""
     folder, newest = run.folder / "checkpoints", None
@@ -292,30 +279,26 @@ def resume_run(run: TrainState) -> resume.Checkpoint | None:
     run.watch.note("resuming")
     newest = run.files.checkpoint(newest)
     if newest is not None:
+        may_change, describe = run.config.train.on_new_data == "continue", partial(describe_changes, run.loader.data)
+        resume.check_signature(newest, run.signature, may_change, describe)
+        run.data_changes = list_changes(newest, run.signature["data"]["digest"])
+        run.loader.schedule.first_step = begun = first_step(run.data_changes)
+        run.new_set = run.loader.data.id if run.data_changes and begun == newest.step else None
         with activity(f"reading {newest.path.name}"):
-            restore_run(run, newest)
+            averages = None if run.average is None else run.average.averages
+            checkpoint.restore(newest, run.trainable, run.optimizer, averages, run.methods)
+        if run.average is not None:
+            run.average.updates = newest.state.ema_updates
+        run.bad_steps.steps, run.bad_steps.total = newest.state.bad_steps, newest.state.bad_total
+        run.log(f"continuing from {shown_path(newest.path)}, {newest.step} steps done")
+        if run.new_set is not None:
+            run.log(f"on other data from here: set {run.new_set}, in a new order")
     if run.is_main:
         if newest is not None and (changed := find_changed_settings(run.folder / "config.yaml", run.config)):
             run.log(f"changed since this run was started last: {'; '.join(changed)}")
         run_state.write_config(run.config, run.loader.data)
     run.accelerator.wait_for_everyone()
     return newest
-
-
-def restore_run(run: TrainState, continued: resume.Checkpoint) -> None:
-    """Give the run the state that a checkpoint holds."""
-    may_change, describe = run.config.train.on_new_data == "continue", partial(describe_changes, run.loader.data)
-    resume.check_signature(continued, run.signature, may_change, describe)
-    run.begin_order(continued)
-    average = run.average
-    averages = None if average is None else average.averages
-    checkpoint.restore(continued, run.trainable, run.optimizer, averages, run.methods)
-    if average is not None:
-        average.updates = continued.state.ema_updates
-    run.bad_steps.steps, run.bad_steps.total = continued.state.bad_steps, continued.state.bad_total
-    run.log(f"going on from {shown_path(continued.path)}, {continued.step} steps done")
-    if run.new_set is not None:
-        run.log(f"on other data from here: set {run.new_set}, in a new order")
 
 
 def log_start(run: TrainState) -> None:

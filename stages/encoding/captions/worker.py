@@ -35,7 +35,7 @@ class CaptionWorker(UnitWorker):
         self._caption = caption
         self._questions = caption.questions(has_source_images(self.config))
         self.precision = caption.precision or self.config.model.precision
-        pinned = caption.model_copy(update={"revision": self.pinned_revision(caption.revision)})
+        pinned = caption.changed(revision=self.pinned_revision(caption.revision))
         self._describer = load_describer(pinned, self.config.model, self.device)
 
     def member_bytes(self, unit: Unit) -> int:

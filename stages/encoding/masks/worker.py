@@ -42,7 +42,7 @@ class MasksWorker(FrameWorker):
         super().__init__(job)
         self._masks = require_masks(self.config)
         dtype = getattr(torch, self._masks.precision or self.config.model.precision)
-        pinned = self._masks.model_copy(update={"revision": self.pinned_revision(self._masks.revision)})
+        pinned = self._masks.changed(revision=self.pinned_revision(self._masks.revision))
         self._segmenter = load_segmenter(pinned, dtype, self.device)
 
     def prepare(self, name: str, read: MemberPixels | None) -> PreparedItem:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.forms import long
 from tests.project import SETTINGS
 from tests.trainer.pipelines import KINDS, apply_as_comfyui, exact_output, output, pipeline, trained
-from trainer.adapters.files import load_layers, write_adapter
+from trainer.adapters.files import adapter_contents, load_layers, write_file
 from trainer.adapters.header import AdapterError, read_adapter
 from trainer.setup import export
 from trainer.setup.adapters import choose_targets
@@ -70,31 +70,21 @@ def test_ranks_and_strengths_of_single_modules_survive_both_formats(tiny, tmp_pa
     theirs.load_lora_weights(tmp_path / "theirs.safetensors")
     wanted = output(kind, theirs.transformer)
     layers = load_layers(read_adapter(tmp_path / "theirs.safetensors"), 0.5)
-    [comfyui] = write_adapter(layers, "comfyui", tmp_path / "comfyui.safetensors", {})
+    comfyui = write_file(*adapter_contents(layers, "comfyui", {}), tmp_path / "comfyui.safetensors")
     back = read_adapter(comfyui)
     assert back.format == "comfyui" and back.ranks == list(range(2, 2 + len(names)))
     assert all(layer.scale == pytest.approx(0.5) for layer in back.layers.values())
     plain = pipeline(kind, tiny(kind)).transformer
     apply_as_comfyui(plain, comfyui)
-    write_adapter(load_layers(back, 2.0), "diffusers", tmp_path / "whole" / "a.safetensors", {"family": kind})
-    write_adapter(load_layers(back), "diffusers", tmp_path / "half" / "a.safetensors", {"family": kind})
+    for folder, scale in (("whole", 2.0), ("half", 1.0)):
+        contents = adapter_contents(load_layers(back, scale), "diffusers", {"family": kind})
+        write_file(*contents, tmp_path / folder / "a.safetensors")
     for folder, expected in (("whole", wanted), ("half", output(kind, plain))):
         pipe = pipeline(kind, tiny(kind))
         pipe.load_lora_weights(tmp_path / folder)
         torch.testing.assert_close(output(kind, pipe.transformer), expected, rtol=0, atol=1e-5)
     with safe_open(tmp_path / "half" / "a.safetensors", "pt") as file:
         assert json.loads(file.metadata()["lora_adapter_metadata"])["transformer.rank_pattern"]
-
-
-def test_comfyui_gets_a_file_for_each_transformer(tmp_path) -> None:
-    layers = {}
-    for part in ("transformer", "transformer_2"):
-        held = {f"{part}.block.to_q.lora_{key}.weight": torch.ones(2, 2) for key in "AB"}
-        save_file(held, tmp_path / "a.safetensors")
-        layers |= load_layers(read_adapter(tmp_path / "a.safetensors"))
-    written = write_adapter(layers, "comfyui", tmp_path / "comfyui_lora.safetensors", {})
-    assert [path.name for path in written] == ["comfyui_lora.safetensors", "comfyui_lora.transformer_2.safetensors"]
-    assert all(sorted(load_file(path))[0] == "diffusion_model.block.to_q.alpha" for path in written)
 
 
 def test_numbers_that_are_not_finite_are_damage(tmp_path) -> None:
@@ -120,5 +110,4 @@ def test_numbers_beyond_float32_are_named(tmp_path) -> None:
     layers = load_layers(read_adapter(tmp_path / "b.safetensors"), scale=10.0)
     for form in ("comfyui", "lycoris"):
         with pytest.raises(AdapterError, match=r"to_q\.lokr_w1: multiplied by the adapter's strength, it is beyond"):
-            write_adapter(layers, form, tmp_path / f"{form}.safetensors", {})
-        assert not (tmp_path / f"{form}.safetensors").exists()
+            adapter_contents(layers, form, {})

@@ -10,8 +10,14 @@ from safetensors.torch import load_file, save_file
 from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
 from tests.trainer.pipelines import KINDS, output, trained
-from trainer.adapters.header import COMFYUI_PREFIX, AdapterError, read_adapter
-from trainer.adapters.names import DIFFUSERS_NAMES, from_comfyui, rename, resolve_names
+from trainer.adapters.header import (
+    COMFYUI_PREFIX,
+    AdapterError,
+    from_comfyui,
+    read_adapter,
+    rename,
+    resolve_names,
+)
 from trainer.setup import export
 from trainer.setup.attach import make_trainable
 
@@ -31,12 +37,6 @@ def test_every_linear_layer_has_a_name_and_it_means_the_layer(tiny):
     assert len({*named.values()}) == len(layers)
     assert all(from_comfyui(name, NAMES) == path for path, name in named.items())
     assert all(from_comfyui(path, NAMES) == path for path in layers), "diffusers' own are left"
-
-
-def test_others_names_are_left():
-    for path in ("transformer_blocks.0.attn1.to_q", "visual_transformer_blocks.3.self_attention.to_query"):
-        assert from_comfyui(path, NAMES) == path
-    assert FAMILIES["sana"].comfyui_names == FAMILIES["kandinsky5-video"].comfyui_names == DIFFUSERS_NAMES
 
 
 @pytest.mark.slow

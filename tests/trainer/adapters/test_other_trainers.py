@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from schemas.config.adapter import Adapter
 from tests.forms import long
 from tests.trainer.pipelines import KINDS, exact_output, output, pipeline, random
-from trainer.adapters.header import AdapterError, read_adapter
-from trainer.adapters.names import resolve_names
+from trainer.adapters.header import AdapterError, read_adapter, resolve_names
 from trainer.setup.attach import make_trainable
 
 RANK, ALPHA = 4, 2.0

@@ -21,7 +21,6 @@ from stages.media.sample_reader import normalize_pixels
 from tests.forms import long
 from tests.trainer import runs
 from tests.trainer.families.batches import check_batch_mates
-from tests.trainer.methods.test_all_at_once import METHODS, samples
 from tests.trainer.pipelines import apply_as_comfyui, random
 from trainer.__main__ import run as train_program
 from trainer.batch import Batch, pad_text
@@ -278,26 +277,6 @@ def test_both_experts_are_there_for_samples_however_the_model_is_stored(
         assert runs.lines(other) == pytest.approx(runs.lines(one), rel=atol)
         wanted = load_file(one.run_folder / "validation/step-000002/one.safetensors")["latent"]
         torch.testing.assert_close(latent, wanted, rtol=0, atol=atol)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("expert", ["high", "low"])
-def test_every_method_trains_an_expert(make_config, make_set, made, tmp_path, expert):
-    """All at once; scheduled sampling, whose steps begin in pure noise, is refused for the low one."""
-    methods = {name: METHODS[name] for name in METHODS if (name, expert) != ("scheduled_sampling", "low")}
-    look = {"eval_samples": 0, "every": 9}
-    options = {"experts": expert, "methods": methods, "steps": 2, "batch_size": 2, "validation": look}
-    config = make_config("wan-a14b", adapter={"rank": 4}, optimizer={"lr": 1e-2, "warmup": 0}, **options)
-    items, null, prompts = samples(made, config)
-    for item in items:
-        item.condition = None
-    for text in (null, *(text for item in items for text in item.texts)):
-        del text["pooled"]
-    make_set(config, items, null, prompts)
-    assert ended(config, tmp_path) == 0
-    assert len(runs.lines(config)) == 2 and all(np.isfinite(loss) for loss in runs.lines(config).values())
-    moved = [value for name, value in runs.result(config).items() if ".lora_B." in name]
-    assert moved and all(value.abs().max() > 0 for value in moved), "every trained weight gets a gradient"
 
 
 def test_what_does_not_go_with_the_experts_is_refused(make_config):

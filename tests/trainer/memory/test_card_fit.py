@@ -18,10 +18,9 @@ from schemas.config.pipeline import Config
 from schemas.errors import INCOMPLETE, OK
 from stages.encoding.text.qwen_vl_images import MAX_CACHED_FEATURES
 from trainer.memory import encoders as encoder_memory
-from trainer.memory.card_fit import check_card, read_shapes
+from trainer.memory.card_fit import check_card, find_plan, list_buckets, longest_text, read_shapes
 from trainer.memory.estimate import sum_bytes
 from trainer.memory.meter import MemoryMeter
-from trainer.memory.planned import find_plan, list_buckets, longest_text
 from trainer.setup.load import empty_transformer
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,8 +19,6 @@ from tests.trainer.peak_memory import MALLOC, skip_without_peaks
 from trainer.families.base import module_of
 from trainer.memory.card_fit import RESERVED, explain_fit, find_card
 from trainer.memory.estimate import MemoryEstimate, estimate_memory
-from trainer.methods.base import Method
-from trainer.methods.selection import METHODS
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Sides in multiples of 64, for nf4-bnb, and large enough that what a step allocates is not lost among small things.
@@ -196,18 +194,3 @@ def test_the_choice_of_sparse_attentions_blocks_is_counted(make_config) -> None:
     heads, blocks = 96 // 32, 241 * 48 * 80 // 64
     assert 16 < found.activations / (heads * blocks**2) < 80
     assert found.activations > 2 * plain.activations
-
-
-@pytest.mark.slow
-def test_weights_of_methods_are_counted(make_config, monkeypatch) -> None:
-    class WithWeights(Method):
-        def modules(self) -> torch.nn.Module:
-            return torch.nn.Linear(512, 1024, bias=False)
-
-    shape, bucket = MIDDLE["sana"], ["512x512"]
-    plain = estimate_memory(make_config("sana", methods={"masked_loss": {}}), shape, bucket, 8)
-    monkeypatch.setitem(METHODS, "masked_loss", lambda settings: WithWeights())
-    found = estimate_memory(make_config("sana", methods={"masked_loss": {}}), shape, bucket, 8)
-    size = 4 * 512 * 1024
-    more = [getattr(found, name) - getattr(plain, name) for name in ("weights", "gradients", "optimizer", "checkpoint")]
-    assert more == pytest.approx([size, size, 2 * size, 3 * size], rel=1e-3)

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.forms import long
 from tests.trainer.families.test_kandinsky5_attention import SPARSE
 from tests.trainer.methods.test_tread import step_once
 from tests.trainer.runs import move_adapter, moved, prepared
+from trainer import methods
 from trainer import train as loop
 from trainer.families.kandinsky5_attention import install_processors
-from trainer.methods import selection
 from trainer.setup import adapters
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -92,29 +91,13 @@ def check_same(found: SimpleNamespace, expected: SimpleNamespace, rel: float = 1
 
 @pytest.mark.long
 def test_each_has_its_part(start) -> None:
-    assert METHODS.keys() == selection.METHODS.keys()
+    assert METHODS.keys() == methods.METHODS.keys()
     losses = [step_once(start("all")).loss, step_once(start("captions", caption_dropout=0.0)).loss]
     for name in METHODS:
         others = {other: options for other, options in METHODS.items() if other != name}
         losses.append(step_once(start(name, methods=others)).loss)
     gaps = np.diff(sorted(losses))
     assert (gaps > 1e-4).all(), losses
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"gradient_checkpointing": True, "offload": {"blocks": True, "activations": True}},
-        long({"compile": "blocks", "compile_backend": "eager", **ONE}),
-        {"attention_backend": "_native_math"},
-    ],
-    ids=["offload", "compile", "attention"],
-)
-def test_blocks_that_are_offloaded_or_compiled_or_have_other_kernels(start, way) -> None:
-    few, run = {key: value for key, value in way.items() if key in ONE}, start("way", **way)
-    check_same(step_once(run), step_once(start("plain", **few)))
-    assert not any(block._forward_hooks for block in run.family.blocks(run.model)), "methods leave nothing behind"
 
 
 @pytest.mark.long

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from schemas.config.methods import Methods
 from tests.trainer.runs import prepared
 from trainer import train as loop
+from trainer.methods import METHODS
 from trainer.methods.base import Method, MethodStep
-from trainer.methods.selection import METHODS
 from trainer.setup import prepare
 
 

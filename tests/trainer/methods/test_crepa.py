@@ -182,9 +182,6 @@ def test_a_similarity_ends_it_and_may_start_it_again(mode: str) -> None:
         assert again.weight(number + 1, 9) == method.weight(number + 1, 9)
     after = (0.0, False) if mode == "permanent" else (0.5, True)
     assert seen == [(0.5, True)] * 3 + [(0.0, mode == "recoverable"), after]
-    for crafted in ({"similarity": "high", "ended": False}, {"similarity": 0.5, "ended": None}):
-        with pytest.raises(ValueError, match="the state of crepa"):
-            again.load_state(crafted)
 
 
 # --- runs ---

@@ -13,7 +13,7 @@ from tests.trainer.methods.test_crepa import with_features
 from tests.trainer.runs import lines, move_adapter, on_two_ranks, prepared, train, trained_weights, write
 from trainer import train as loop
 from trainer.__main__ import run as program_run
-from trainer.methods.selection import METHODS
+from trainer.methods import METHODS
 
 pytestmark = pytest.mark.slow
 
@@ -70,31 +70,6 @@ def test_the_target_is_the_prediction_of_the_base_model(make_config, make_set, m
         sum(losses) / 6, rel=1e-4
     )
     assert not all(torch.equal(*pair) for pair in zip(before, run.trainable.values(), strict=True)), "it is trained"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("t2i", {"base_precision": "nf4-bnb"}),
-        ("sana", {"base_precision": "int8-quanto", "adapter": {"type": "lokr"}}),
-        ("t2i", {"precision": "bfloat16", "adapter": {"init_weights": "gaussian", "dropout": 0.5}}),
-    ],
-)
-def test_a_new_adapter_agrees_with_its_base(make_config, make_set, made, kind, settings) -> None:
-    """Also with a quantized one, at a perturbed input: with nothing else to learn, the loss is 0 and stays so."""
-    config = make_config(kind, steps=2, batch_size=2, methods={"input_perturbation": {}}, **settings)
-    make_set(config, *marked(made, config, every=1))
-    train(config)
-    assert lines(config).keys() == {1, 2} and max(lines(config).values()) < 1e-10
-
-
-def test_the_base_model_computes_all_tokens(make_config, make_set, made) -> None:
-    """Routed, the new adapter's model is not its base."""
-    config = make_config("t2i", steps=1, methods=ROUTE)
-    make_set(config, *marked(made, config, every=1))
-    train(config)
-    assert lines(config)[1] > 1e-4
 
 
 @pytest.mark.long

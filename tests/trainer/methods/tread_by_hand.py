@@ -2,8 +2,6 @@
 
 import numpy as np
 import torch
-from diffusers import QwenImagePipeline
-from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
 from schemas.identity import derive_seed
 from trainer import train as loop
@@ -137,41 +135,6 @@ def z_image_by_hand(model, noisy_CTHW, sigma, text_LD, kept: list[list[int]]) ->
     return -model.unpatchify([*out], sizes, 2, 1)[0]
 
 
-def qwen_image_by_hand(model, noisy_CTHW, sigma, text_LD, kept: list[list[int]]) -> torch.Tensor:
-    """One sample, by blocks with the stock attention; a route drops image tokens, and no text."""
-    _, _, height, width = noisy_CTHW.shape
-    packed = QwenImagePipeline._pack_latents(noisy_CTHW.transpose(0, 1)[None], 1, 16, height, width)
-    x, text = model.img_in(packed), model.txt_in(model.txt_norm(text_LD[None]))
-    time = model.time_text_embed(sigma[None], x)
-    grid, length = (1, height // 2, width // 2), len(text_LD)
-    rope, text_rope = model.pos_embed([[grid]], max_txt_seq_len=length, device=x.device)
-    for number, block in enumerate(model.transformer_blocks):
-        block.attn.set_processor(QwenDoubleStreamAttnProcessor2_0())
-        tokens = kept[ROUTED[number]] if number in ROUTED else [*range(x.shape[1])]
-        text, new = block(x[:, tokens], text, None, time, (rope[tokens], text_rope))
-        x = put_back(x[0], tokens, new[0])[None]
-    out = model.proj_out(model.norm_out(x, time))
-    return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)
-
-
-def wan_by_hand(model, arguments: dict, kept: list[list[int]]) -> torch.Tensor:
-    """One sample; a token's rotary embedding goes with it, and its time where it has one of its own (B, N)."""
-    hidden, timestep = arguments["hidden_states"], arguments["timestep"]
-    _, _, frames, height, width = hidden.shape
-    x = model.patch_embedding(hidden).flatten(2)[0].T
-    each = timestep[0] if timestep.ndim == 2 else timestep.expand(len(x))
-    time, modulation, text, _ = model.condition_embedder(each, arguments["encoder_hidden_states"])
-    modulation, rope = modulation.unflatten(1, (6, -1)), model.rope(hidden)
-    for number, block in enumerate(model.blocks):
-        tokens = kept[ROUTED[number]] if number in ROUTED else [*range(len(x))]
-        new = block(x[tokens][None], text, modulation[tokens][None], tuple(part[:, tokens] for part in rope))[0]
-        x = put_back(x, tokens, new)
-    shift, scale = (model.scale_shift_table + time[:, None]).unbind(1)
-    out = model.proj_out(model.norm_out(x) * (1 + scale) + shift)
-    grid = out.view(frames, height // 2, width // 2, 2, 2, -1)
-    return grid.permute(5, 0, 1, 3, 2, 4).reshape(1, -1, frames, height, width)  # C T h 2 w 2
-
-
 class NablaByHand:
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, rotary_emb=None, sparse_params=None):
         return nabla_by_hand(attn, hidden_states, sparse_params, rotary_emb)
@@ -221,12 +184,6 @@ def loss_by_hand(run: loop.TrainState, kind: str, noisy: torch.Tensor, sigma: to
             predicted = sana_by_hand(run.model, noisy[number, :, 0], sigma[number], single.text_BLD[0], kept)
         elif kind == "z-image":
             predicted = z_image_by_hand(run.model, noisy[number], sigma[number], single.text_BLD[0], kept)
-        elif kind == "qwen-image":
-            predicted = qwen_image_by_hand(run.model, noisy[number], sigma[number], single.text_BLD[0], kept)
-        elif kind.startswith("wan"):
-            task = run.config.model.task
-            arguments = run.family.model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)
-            predicted = wan_by_hand(run.model, arguments, kept)
         else:
             task = run.config.model.task
             arguments = Kandinsky5().model_inputs(run.model, noisy[[number]], sigma[[number]], single, task)

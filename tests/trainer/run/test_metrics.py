@@ -1,7 +1,6 @@
 """What a person sees of a run's steps, and the figures behind it."""
 
 import io
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,25 +36,6 @@ def test_without_a_terminal_there_is_a_line_every_n_steps() -> None:
         "step 25/25  loss 15.4  lr 0.0001  2 samples/s  waiting for data 10 %  0:01:01 left",
         "step 25/25  eval loss 0.5",
     ]
-
-
-def test_a_terminal_has_a_bar_and_below_it_what_is_done_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "60")
-    out = Terminal()
-    console = Console(stderr=out)
-    with show_metrics(console, 0, 20, 1) as show:
-        show(numbers(1))
-        with console.progress(4, "step 1: eval loss", "samples") as progress:
-            progress.advance(4)
-        show(numbers(2))
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert max(map(len, re.split(r"[\r\n]+", text))) <= 60 - len("^C^C"), "beside which a terminal shows Ctrl-C"
-    assert "━" in text and "step 1: eval loss" in text and "4/4 samples" in text
-    # Folded where the terminal is narrow; nothing is cut off.
-    shown = " ".join(word for line in text.splitlines() for word in line.split())
-    assert "step 2/20" in shown and "waiting for data" in shown and "0:01:01 left" in shown
-    assert "eval loss" not in text.rpartition("step 2/20")[2]
 
 
 def test_speed_leaves_out_what_is_done_between_steps_and_the_time_left_has_it() -> None:

@@ -118,21 +118,6 @@ def test_losses_of_before_are_not_compared(make_config, make_set, made) -> None:
     assert best is not None and best.step == 6
 
 
-def test_losses_on_other_captions_are_not_compared(make_config, make_set, made) -> None:
-    """Of the same held-out samples, and with the same training data."""
-    settings = {"validation": {"eval_samples": 4, "eval_sigmas": [0.5], "every": 2, "steps": 1}}
-    for steps, more in ((2, 0), (4, 0), (6, 1)):
-        config = make_config("t2i", steps=steps, **settings)
-        items, null, _ = made.mixed_items(config)
-        items[10:] = [replace(item, role="eval") for item in items[10:]]
-        items[10].texts.extend(items[0].texts[:1] * more)  # the ids of the texts behind it are others then
-        make_set(config, items, null, [], name=f"set{more}")
-        train(config)
-    found = metrics.read_metrics(config.run_folder / "metrics.jsonl")
-    evaluated = {line["step"]: line["eval_id"] for line in found if "eval_id" in line}
-    assert evaluated[0] == evaluated[2] == evaluated[4] != evaluated[6]
-
-
 def change(store: Store, rel: str, edit) -> None:
     """Edit the rows of a table."""
     table = store.read_table(rel)

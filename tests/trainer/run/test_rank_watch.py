@@ -62,8 +62,8 @@ def test_a_rank_that_fails(run_ranks, monkeypatch) -> None:
 @pytest.mark.long  # it waits out train.parallel.timeout
 def test_a_rank_that_is_stopped(run_ranks) -> None:
     """Most of it is waiting: 2 s of processor time."""
-    report = run_ranks(10, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGSTOP})
-    assert "has not answered for 10 s" in report["error"]["message"] and "rank 1 (" in report["error"]["message"]
+    report = run_ranks(20, (INCOMPLETE, -signal.SIGKILL), {1: signal.SIGSTOP})
+    assert "has not answered for 20 s" in report["error"]["message"] and "rank 1 (" in report["error"]["message"]
 
 
 @pytest.mark.long
@@ -76,25 +76,10 @@ def test_a_rank_that_hangs(run_ranks, monkeypatch) -> None:
         return real(self, number)
 
     monkeypatch.setattr(BatchLoader, "step", step)
-    report = run_ranks(10, (INCOMPLETE, INCOMPLETE), {})
+    report = run_ranks(20, (INCOMPLETE, INCOMPLETE), {})
     message = report["error"]["message"]
     assert "rank 1 (" in message and "rank 0" not in message
-    assert "has made no progress for 10 s (train.parallel.timeout) at reading step 4, in trainer/data.py" in message
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_while_it_loads(run_ranks, monkeypatch) -> None:
-    """The other has loaded, and waits for it to begin training."""
-
-    def load(*args, real=prepare.load_transformer):
-        if os.environ["RANK"] == "1":
-            time.sleep(2)  # what it does is told every second
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
-
-    monkeypatch.setattr(prepare, "load_transformer", load)
-    message = run_ranks(10, (INCOMPLETE, -signal.SIGKILL), {})["error"]["message"]
-    assert message.startswith("rank 1 (") and message.endswith("ended without a word at loading the transformer")
+    assert "has made no progress for 20 s (train.parallel.timeout) at reading step 4, in trainer/data.py" in message
 
 
 @pytest.mark.long
@@ -107,7 +92,7 @@ def test_a_rank_that_fails_while_the_other_loads(run_ranks, monkeypatch) -> None
         raise FileNotFoundError("the checkpoint is not here")
 
     monkeypatch.setattr(prepare, "load_transformer", load)
-    message = run_ranks(6, (INCOMPLETE, 1), {})["error"]["message"]
+    message = run_ranks(20, (INCOMPLETE, 1), {})["error"]["message"]
     assert message.startswith("rank 1 (") and message.endswith("failed: FileNotFoundError: the checkpoint is not here")
 
 
@@ -121,9 +106,9 @@ def test_a_rank_that_hangs_in_its_turn_to_load(run_ranks, monkeypatch) -> None:
         return real(*args)
 
     monkeypatch.setattr(prepare, "make_trainable", make_trainable)
-    message = run_ranks(8, (INCOMPLETE, INCOMPLETE), {}, "fsdp2")["error"]["message"]
+    message = run_ranks(20, (INCOMPLETE, INCOMPLETE), {}, "fsdp2")["error"]["message"]
     assert message.startswith("rank 1 (") and "rank 0" not in message
-    assert "has made no progress for 8 s (train.parallel.timeout) at adding what is trained" in message
+    assert "has made no progress for 20 s (train.parallel.timeout) at adding what is trained" in message
 
 
 def test_a_rank_that_can_not_read_its_shards(run_ranks, monkeypatch, tmp_path) -> None:

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from cache.runs.training_checks import read_shape
 from schemas.cli.console import Console
 from schemas.config.pipeline import Config
-from tests.forms import long
 from tests.trainer.pipelines import trained
 from tests.trainer.runs import LOADS, lines, moved, plain_batch, prepared, result, train
 from trainer.adapters.files import load_layers, merge_component
@@ -18,7 +17,7 @@ from trainer.families.base import assistant_off
 from trainer.memory.estimate import estimate_memory
 from trainer.run.resume import ResumeError
 from trainer.setup import export
-from trainer.setup.assistant import assistant_bytes
+from trainer.setup.attach import assistant_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -61,26 +60,6 @@ def test_a_run_trains_as_on_merged_weights_and_shows_as_on_the_base(ready, assis
     assert torch.equal(*shown), "before the first step both are the base"
     kept, own = result(plain), result(ours)
     assert kept.keys() == own.keys() and any(not torch.equal(kept[key], own[key]) for key in kept)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"offload": {"blocks": True}},
-        {"gradient_checkpointing": False, "offload": {"activations": True}},
-        long({"compile": "blocks", "compile_backend": "eager"}),
-        {"adapter": {"type": "full"}},
-    ],
-)
-def test_no_way_of_computing_blocks_loses_it(ready, assistant, settings) -> None:
-    options = {"steps": 1, "adapter": {"rank": 2}} | settings
-    torch.compiler.reset()
-    plain = assisted(ready(KIND, name="plain", steps=1, adapter=options["adapter"]), assistant)
-    other = assisted(ready(KIND, name="other", **options), assistant)
-    for config in (plain, other):
-        train(config)
-    assert lines(other) == pytest.approx(lines(plain), rel=1e-5)
 
 
 def test_over_a_quantized_base_it_adds_the_same(ready, wide, tmp_path) -> None:

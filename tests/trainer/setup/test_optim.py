@@ -85,14 +85,6 @@ def test_groups_follow_the_schedule_from_their_own_rates() -> None:
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate, 4 * rate, 0])
 
 
-def test_the_warm_up_begins_above_zero_and_may_be_left_out() -> None:
-    constant = Optimizer(lr=1.0, warmup=4)
-    assert [learning_rate(constant, n, 10) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate(Optimizer(lr=3.0, warmup=0), 0, 5) == 3.0
-    assert learning_rate(Optimizer(lr=3.0, warmup=9, schedule="cosine"), 8, 5) == 3.0, "longer than the run"
-    assert learning_rate(Optimizer(lr=3.0, warmup=0, schedule="linear", cycles=2), 7, 5) == 0, "after the last step"
-
-
 def test_bad_steps_are_counted_and_end_the_run() -> None:
     bad = BadStepCounter(2)
     assert bad.check(0, 1.0, 1.0)

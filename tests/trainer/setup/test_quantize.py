@@ -11,13 +11,12 @@ from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
 from tests.forms import first, in_turn, long
 from tests.trainer.pipelines import KINDS, make_batch
-from tests.trainer.runs import LOADS, lines, on_two_ranks, train, trained_weights, write
+from tests.trainer.runs import LOADS, lines, train, trained_weights
 from trainer.run import run_state
 from trainer.run.resume import ResumeError
 from trainer.run.sharded import gather
 from trainer.setup import adapters
 from trainer.setup.attach import make_trainable
-from trainer.setup.blocks import checkpoint_blocks, compile_blocks, offload_blocks
 from trainer.setup.checks import check_setup
 from trainer.setup.quantize import (
     base_matrices,
@@ -173,22 +172,6 @@ def test_a_validation_takes_no_gradient_from_nf4(wide, monkeypatch, packing):
     assert errors(step(kind, model.train()), wanted) == pytest.approx([0, 0, 0], abs=1e-6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name if name == "nf4-bnb" else long(name) for name in NAMES])
-def test_compiled_and_offloaded_layers_compute_the_same(wide, name):
-    """Each block's feed-forward: with gradients a whole block takes a minute to compile."""
-    kind = "kandinsky5-image-t2i"
-    expected = step(kind, adapted(kind, wide(kind), name, torch.float32).train())
-    model, said = adapted(kind, wide(kind), name, torch.float32).train(), list[str]()
-    blocks = KINDS[kind][0].blocks(model)
-    torch.compiler.reset()
-    compile_blocks([block.feed_forward for block in blocks], "aot_eager", said.append)
-    checkpoint_blocks(model, blocks)
-    offload_blocks(model, blocks, torch.device("cpu"), blocks_per_group=2)
-    assert errors(step(kind, model), expected) == pytest.approx([0, 0, 0], abs=1e-5)
-    assert len(said) == 2, "one of texts, one of images"
-
-
 # --- what is refused ---
 
 
@@ -245,25 +228,3 @@ def test_a_quantized_run_goes_on_exactly_and_with_its_own_precision_only(make_co
     train(plain)
     assert lines(plain) == pytest.approx(lines(whole), rel=0.1)
     assert lines(plain) != lines(whole)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [long("int8-quanto"), long("int8-torchao"), "nf4-bnb"])
-def test_two_processes_train_a_quantized_model_as_one(make_config, make_set, wide, tmp_path, name):
-    """By DDP, with gradients sent in bfloat16 in the last case, and by FSDP2 in tests/trainer/setup/test_shard.py."""
-    found, half = [], {"parallel": {"gradient_compression": "bfloat16"}} if name == "nf4-bnb" else {}
-    for run, accumulate in (("alone", 2), ("two", 1)):
-        adapter = {"type": "lokr", "rank": 4}
-        common = {"steps": 2, "base_precision": name, "accumulate": accumulate, "adapter": adapter, **half}
-        config = make_config("t2i", name=run, **common)
-        model = config.model.model_copy(update={"path": str(wide("kandinsky5-image-t2i"))})
-        config = config.model_copy(update={"model": model})
-        make_set(config)
-        if run == "alone":
-            train(config)
-        else:
-            assert on_two_ranks(write(config, tmp_path))["done"] == 2
-        found.append((lines(config), lines(config, "grad_norm")))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4 if half else 1e-5)
-    assert found[1][1] == pytest.approx(found[0][1], rel=2**-8 if half else 1e-4)
-    assert not half or found[1][1] != pytest.approx(found[0][1], rel=1e-6), "gradients are rounded"
