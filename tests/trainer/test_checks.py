@@ -1,16 +1,21 @@
 """What training refuses is refused before a set is there: by `run`, and by the dry run of each stage."""
 
+import io
 import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from schemas.cli.console import Console, Options
 from schemas.config.loading import ConfigError
+from schemas.config.methods import InputPerturbation, Methods
 from schemas.errors import INCOMPLETE, OK, LatentpressError
 from stages import bucket, discover, encode_latents, encode_text, index
 from tests.project import Project
+from tests.trainer.runs import train
 from trainer import checks
+from trainer.run.resume import ResumeError
 
 REFUSED = [
     (("train.methods.crepa.block_index=99", "vision.model=dinov2_vits14"), "block_index: 99 is outside of the transf"),
@@ -95,3 +100,26 @@ def test_a_folder_that_is_absent_or_damaged_ends_a_run_and_no_dry_run_of_discove
             home.run(checks.run, f"model.path={path}")
         assert home.run(discover.run, f"model.path={path}", dry_run=True).exit_code in (OK, INCOMPLETE)
         assert "the model is not checked before training" in home.said and said in home.said
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_settings_ends_a_run_before_its_first_stage(ready, tmp_path) -> None:
+    """Also batch size, seed and methods; those of regularization data are the set's."""
+    config = ready("t2i", steps=1)
+    train(config)
+
+    def check(**options) -> None:
+        changed = config.changed(train=config.train.changed(**options))
+        checks.run(changed, Options(tmp_path / "none.yaml"), Console(stderr=io.StringIO()))
+
+    check(steps=2)
+    for options, said in (
+        ({"batch_size": 2}, "train.batch_size: 1 in the checkpoint, 2 now"),
+        ({"seed": 5}, "train.seed: 0 in the checkpoint, 5 now"),
+        (
+            {"methods": Methods(input_perturbation=InputPerturbation())},
+            "input_perturbation: not used in the checkpoint",
+        ),
+    ):
+        with pytest.raises(ResumeError, match=said):
+            check(**options)

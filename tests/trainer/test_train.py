@@ -38,24 +38,12 @@ from trainer.run import metrics
 from trainer.setup import prepare
 from trainer.setup.optimizers import DivergedError
 
-KINDS = [
-    "t2i",
-    long("i2i"),
-    long("t2v"),
-    "i2v",
-    "sana",
-    "z-image",
-    "qwen-image",
-    "wan",
-    long("wan-i2v"),
-    "flux2-klein",
-    long("klein-i2i"),
-    long("edit-plus-i2i"),
-]
+KINDS = ["t2i", "sana", "wan"]
+LATER = ["i2i", "t2v", "i2v", "z-image", "qwen-image", "wan-i2v", "flux2-klein", "klein-i2i", "edit-plus-i2i"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *map(long, LATER)])
 def test_a_run_leaves_what_it_promises(ready, kind) -> None:
     look = {"eval_samples": 2, "eval_sigmas": [0.5], "every": 2}
     adapter = {"type": "full"} if kind == "sana" else {"rank": 2}

@@ -105,10 +105,10 @@ def step_once(run: loop.TrainState) -> SimpleNamespace:
         ("t2i", True, 1),
         long("i2i", False, 1),
         long("t2v", True, 0),
-        ("i2v", True, 2),
+        long("i2v", True, 2),
         ("sana", True, 2),
         long("nabla", False, 1),
-        ("z-image", True, 1),
+        long("z-image", True, 1),
     ],
 )
 def test_a_route_equals_its_blocks_by_hand(start, kind, masks, checkpointed, record_property) -> None:
