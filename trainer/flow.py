@@ -134,7 +134,7 @@ def sigma_sqrt(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
 
 def bell(sigma_B: torch.Tensor, settings: Loss) -> torch.Tensor:
     """exp(-2 (sigma - 1/2)^2) moved to 0 at both ends and scaled to the mean 1: 1.58 in the middle. The weights of
-    DiffSynth-Studio, and "weighted" of ostris' ai-toolkit."""
+    DiffSynth-Studio, and "linear_timesteps" of ostris' ai-toolkit."""
     return ((-2 * (sigma_B - 0.5).square()).exp() - BELL_END) / BELL_MEAN
 
 

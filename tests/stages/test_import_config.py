@@ -354,7 +354,8 @@ def test_the_alpha_of_ai_toolkit_is_the_rank_and_a_lokr_has_whole_matrices(tmp_p
 @pytest.mark.parametrize(
     ("train", "found"),
     [
-        ({"timestep_type": "weighted"}, ("uniform", 1.0, "half_bell")),
+        ({"timestep_type": "weighted"}, ("uniform", 1.6, "none")),
+        ({"linear_timesteps": True}, ("uniform", 1.0, "bell")),
         ({"timestep_type": "linear"}, ("uniform", 1.0, "none")),
         ({"timestep_type": "linear", "content_or_style": "content"}, ("beta", 1.0, "none")),
         ({"timestep_type": "two_step"}, ("list", None, "none")),
@@ -365,9 +366,8 @@ def test_noise_levels_of_ai_toolkit(train: dict[str, Any], found: tuple[Any, ...
     config, outcomes = ai_toolkit(tmp_path, train=train)
     section = config.train
     assert (section.timesteps.sampling, section.shift, section.loss.weighting) == found
-    assert ("nearest to" in outcomes["train.timestep_type"]) == (
-        train["timestep_type"] in ("weighted", "lognorm_blend")
-    )
+    nearest = train.get("timestep_type") in ("weighted", "lognorm_blend")
+    assert ("nearest to" in outcomes["train.timestep_type"]) == nearest
 
 
 def test_the_steps_of_ai_toolkit(tmp_path: Path) -> None:
