@@ -48,10 +48,7 @@ from schemas.cli.progress import (
     PROGRESS_INTERVAL_S,
     STILL_S,
     Display,
-    LineDisplay,
-    NoDisplay,
     Progress,
-    TerminalDisplay,
     show_activities,
 )
 from schemas.cli.report import Report, fold_message, report_width
@@ -110,12 +107,11 @@ class Console:
         self._rich = RichConsole(file=lasting, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._on_terminal = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._clock, self._complete, self._note, self._kept = clock, complete, note, kept
-        self._display: Display = LineDisplay(self.log, clock, interval)
-        self._kept_display: Display = NoDisplay()
+        self._displays = [Display(self.log, clock, interval)]
         if self._on_terminal:
-            self._display = TerminalDisplay(self._rich)
+            self._displays[0].use_terminal(self._rich)
             if kept is not None:
-                self._kept_display = LineDisplay(kept.add, clock, STILL_S)
+                self._displays.append(Display(kept.add, clock, STILL_S))
 
     def keep_log(self, run_folder: Path | None) -> AbstractContextManager[None]:
         """See `KeptLog.begin`. None: nothing changes."""
@@ -167,9 +163,9 @@ class Console:
 
     @contextmanager
     def _showing(self, task: Progress, keep: bool, at_once: bool = False) -> Iterator[None]:
-        display = self._display
-        display.begin(task, at_once, keep)
-        self._kept_display.begin(task, at_once, keep)
+        displays = self._displays
+        for display in displays:
+            display.begin(task, at_once=at_once, keep=keep)
         if self._note is not None:
             self._note.begin(task)
         try:
@@ -177,8 +173,8 @@ class Console:
         finally:
             if self._note is not None:
                 self._note.end(task)
-            self._kept_display.end(task, keep)
-            display.end(task, keep)
+            for display in displays:
+                display.end(task, keep=keep)
 
     @contextmanager
     def live_display(self) -> Iterator[Callable[[Mapping[str, str], str], None]]:
@@ -188,11 +184,11 @@ class Console:
         from rich.text import Text
 
         shown: Mapping[str, str] = {}
-        display, live = self._display, None
+        displays, live = self._displays, None
 
         def show(lines: Mapping[str, str], text: str) -> None:
             nonlocal shown, live
-            self._display = NoDisplay()
+            self._displays = []
             if not self._on_terminal:
                 for key in [key for key in lines if key not in shown]:
                     self.log(lines[key])
@@ -206,7 +202,7 @@ class Console:
         try:
             yield show
         finally:
-            self._display = display
+            self._displays = displays
             if live is not None:
                 live.stop()
 

@@ -21,16 +21,15 @@ from schemas.text_format import escape_unprintable, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-    from rich.console import RenderableType
     from rich.live import Live
+    from rich.text import Text
 
-PROGRESS_INTERVAL_S = 5.0  # between lines of progress where there is no terminal
+PROGRESS_INTERVAL_S = 5.0  # between lines of progress that are not on a terminal
 DELAY_S = 1.0  # what takes less is not shown
 STILL_S = 30.0  # without a terminal: between lines of something that does not move
-MOST_STILL_S = 960.0  # without a terminal: the same of what has no count, of which each pause is twice as long
 TICK_S = 0.25  # between two checks of the clock
-BAR_WIDTH, NARROWEST_BAR = 20, 8  # what has no room beside the narrower one is shown below it
-MARGIN = 4  # columns that stay free beside a full line, for the terminal's "^C"; a further line would not be erased
+BAR_WIDTH = 12
+MARGIN = 4  # columns that stay free next to a full line, for the terminal's "^C"; a further line would not be erased
 
 Clock = Callable[[], float]
 
@@ -120,146 +119,114 @@ def format_seconds(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-class Display(Protocol):
-    """Shows what goes on at the moment: several at a time, one inside the other."""
+class Display:
+    """Shows what goes on at the moment: several at a time, one inside the other, each from its DELAY_S on.
 
-    def begin(self, task: Progress, at_once: bool, keep: bool) -> None: ...
-    def end(self, task: Progress, keep: bool) -> None: ...
-
-
-class NoDisplay:
-    """Shows nothing."""
-
-    def begin(self, task: Progress, at_once: bool, keep: bool) -> None:
-        pass
-
-    def end(self, task: Progress, keep: bool) -> None:
-        pass
-
-
-class TerminalDisplay:
-    """At the bottom of a terminal a line for each that has gone on for DELAY_S, with a bar where the end is known.
-    keep: it is shown from the beginning, and the line of what was not inside anything else stays at its end."""
-
-    def __init__(self, terminal: "RichConsole") -> None:
-        self._terminal, self._tasks, self._lock = terminal, list[Progress](), threading.RLock()
-        self._live: Live | None = None
-        self._at_once: set[Progress] = set()
-
-    def begin(self, task: Progress, at_once: bool, keep: bool) -> None:
-        from rich.live import Live
-
-        with self._lock:
-            self._tasks.append(task)
-            if self._live is None:
-                self._live = Live(
-                    get_renderable=self._render, console=self._terminal, refresh_per_second=round(1 / TICK_S)
-                )
-                self._live.start()
-            if at_once or keep:
-                self._at_once.add(task)
-            if at_once:
-                self._live.refresh()
-
-    def end(self, task: Progress, keep: bool) -> None:
-        with self._lock:
-            assert self._live is not None
-            self._live.refresh()  # its end is seen, however short it was
-            if self._tasks == [task]:
-                self._live.transient = not keep
-                self._live.stop()
-                self._live = None
-            self._tasks.remove(task)
-            self._at_once.discard(task)
-
-    def _render(self) -> "RenderableType":
-        from rich.cells import cell_len
-        from rich.console import Group
-        from rich.constrain import Constrain
-        from rich.progress_bar import ProgressBar
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        def add(*cells: "RenderableType") -> None:
-            row = Table.grid(*(Column(overflow="fold") for _ in cells), padding=(0, 1))
-            row.add_row(*cells)
-            rows.append(row)
-
-        rows, width = list[Table](), max(1, self._terminal.width - MARGIN)
-        for task in list(self._tasks):
-            if task.seconds < DELAY_S and task not in self._at_once:
-                continue
-            description, state = escape_unprintable(task.description), task.state()
-            if task.total is None:
-                add(Text(f"{description}, {state}" if state else description))
-                continue
-            room, below = width - cell_len(description) - 2, list[str]()
-            while state and room - cell_len(state) < NARROWEST_BAR:  # its last words have a line of their own
-                state, _, last = state.rpartition("  ")
-                below.insert(0, last)
-            size = min(BAR_WIDTH, room - cell_len(state)) if state else BAR_WIDTH
-            bar = ProgressBar(total=max(task.total, 1e-9), completed=min(task.done, task.total), width=size)
-            add(Text(description), bar, *([Text(state)] if state else []))
-            if below:
-                add(Text("  ".join(below)))
-        return Constrain(Group(*rows), width)
-
-
-class LineDisplay:
-    """A line when something has gone on for DELAY_S, then one at most every `interval` seconds in which it moves, else
-    every STILL_S, and of what has no count less and less often; keep: and one at its end."""
+    On a terminal each is a line at the bottom, with a bar if the end is known. Elsewhere, and in a kept log, it is a
+    line at most every `interval` seconds in which it moves, else after STILL_S, and without a count less and less
+    often. keep, of begin: it is shown from the beginning, and so is its end.
+    """
 
     def __init__(self, log: Callable[[str], None], clock: Clock, interval: float) -> None:
         self._log, self._clock, self._interval = log, clock, interval
         self._lock = threading.RLock()
-        self._last: dict[Progress, float] = {}  # when each was shown, or begun
-        self._shown: set[Progress] = set()
-        self._ticker: threading.Thread | None = None
+        self._tasks = dict[Progress, tuple[float, float | None]]()  # -> when its last line was, and what was done then
+        self._at_once: set[Progress] = set()
+        self._terminal: RichConsole | None = None
+        self._live: Live | None = None
+        self._ticks = False
 
-    def begin(self, task: Progress, at_once: bool, keep: bool) -> None:
-        with self._lock:
-            self._last[task] = self._clock()
-            task.moved = lambda: self._show(task, self._interval) if task.done else None
-            if at_once:
-                self._show(task, 0)
-            if self._ticker is None:
-                self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
-                self._ticker.start()
+    def use_terminal(self, terminal: "RichConsole") -> None:
+        self._terminal = terminal
 
-    def end(self, task: Progress, keep: bool) -> None:
+    def begin(self, task: Progress, *, at_once: bool, keep: bool) -> None:
         with self._lock:
-            del self._last[task]
-            self._shown.discard(task)
-            if keep:
-                self._log(f"{task.description}: {task.final_state()}")
-
-    def _show(self, task: Progress, after: float) -> None:
-        """Unless it is at its end, of which there is a line of its own."""
-        with self._lock:
-            now = self._clock()
-            if task not in self._last or now - self._last[task] < after or task.done == task.total:
+            self._tasks[task] = self._clock(), None
+            if at_once or keep:
+                self._at_once.add(task)
+            if self._terminal is not None:
+                self._show_live(at_once)
                 return
-            self._last[task] = now
-            first = task not in self._shown and not task.counts and not task.says
-            self._shown.add(task)
-            self._log(task.description if first else f"{task.description}: {task.state()}")
+            task.moved = lambda: self._write(task)
+            if at_once:
+                self._write(task, now=True)
+            if not self._ticks:
+                self._ticks = True
+                threading.Thread(target=self._tick, name="progress", daemon=True).start()
+
+    def end(self, task: Progress, *, keep: bool) -> None:
+        with self._lock:
+            if self._live is not None:
+                self._live.refresh()  # its end is seen, however short it was
+                if [*self._tasks] == [task]:
+                    self._live.transient = not keep
+                    self._live.stop()
+                    self._live = None
+            elif keep:
+                self._log(f"{task.description}: {task.final_state()}")
+            del self._tasks[task]
+            self._at_once.discard(task)
+
+    # --- lines of a log ---
+
+    def _write(self, task: Progress, now: bool = False) -> None:
+        """Write a line about a task if it is time for one; not at its end, which has a line of its own."""
+        with self._lock:
+            if task not in self._tasks or task.done == task.total:
+                return
+            last, done = self._tasks[task]
+            since, first = self._clock() - last, done is None
+            if task.done != (done or 0):
+                pause = self._interval
+            elif first:
+                pause = DELAY_S
+            else:
+                pause = STILL_S if task.counts else max(STILL_S, task.seconds - since)
+            if now or since >= pause:
+                self._tasks[task] = self._clock(), task.done
+                is_plain = first and not task.counts and not task.says
+                self._log(task.description if is_plain else f"{task.description}: {task.state()}")
 
     def _tick(self) -> None:
         while True:
             with self._lock:
-                if not self._last:
-                    self._ticker = None
+                if not self._tasks:
+                    self._ticks = False
                     return
-                for task in list(self._last):
-                    self._show(task, self._pause(task))
+                for task in list(self._tasks):
+                    self._write(task)
             time.sleep(TICK_S)
 
-    def _pause(self, task: Progress) -> float:
-        """Until the next line of what does not move."""
-        if task not in self._shown and not task.done:
-            return DELAY_S
-        gone = task.seconds - (self._clock() - self._last[task])  # at the last line
-        return STILL_S if task.counts else min(MOST_STILL_S, max(STILL_S, gone))
+    # --- the bottom of a terminal ---
+
+    def _show_live(self, at_once: bool) -> None:
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(get_renderable=self._render, console=self._terminal, refresh_per_second=round(1 / TICK_S))
+            self._live.start()
+        if at_once:
+            self._live.refresh()
+
+    def _render(self) -> "Text":
+        from rich.text import Text
+
+        assert self._terminal is not None
+        lines = Text(overflow="fold")
+        for task in list(self._tasks):
+            if task.seconds < DELAY_S and task not in self._at_once:
+                continue
+            line, state = Text(escape_unprintable(task.description)), task.state()
+            if task.total is not None:
+                done = round(BAR_WIDTH * min(1.0, task.done / max(task.total, 1e-9)))
+                line.append(" ").append("━" * done, "green").append("━" * (BAR_WIDTH - done), "bright_black")
+                line.append(f" {state}")
+            elif state:
+                line.append(f", {state}")
+            for part in line.wrap(self._terminal, max(1, self._terminal.width - MARGIN)):
+                lines.append(part).append("\n")
+        lines.right_crop(1 if lines else 0)
+        return lines
 
 
 class Shower(Protocol):

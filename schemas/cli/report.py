@@ -1,5 +1,6 @@
 """A program's report, as one JSON document or as a summary for a reader; tables and long lines within a width."""
 
+import io
 import json
 import re
 from collections import Counter
@@ -13,14 +14,11 @@ from rich.cells import cell_len, chop_cells
 from schemas.errors import DAMAGE, INCOMPLETE, OK
 from schemas.text_format import escape_unprintable, shown_path, to_json_values
 
-WIDTH = 100  # columns of a report, where no terminal says otherwise
+WIDTH = 100  # columns of a report that is not printed to a terminal
 NARROWEST, WIDEST = 40, 140  # of a terminal's columns that are used
-SHORT_CELL = 12  # columns of a text in a table; shorter ones are not folded
-LONGEST_WORD = 16  # columns of a word in a table that is not divided
 MAX_LISTED = 20  # items of a list that the summary shows
 MOST_COLUMNS = 10  # of a table; rows of more are shown one below the other
 REJECTS_COMMAND = "latentpress status --rejects"
-_GAP = "  "
 _NO_BREAK = "\0"  # in place of a space; no message has one
 _WORDS = {"mib": "MiB", "percent": "%", "psnr": "PSNR", "db": "dB", "tensorboard": "TensorBoard"}
 
@@ -37,99 +35,60 @@ def report_width(stream: Any) -> int:
     return max(NARROWEST, min(WIDEST, get_terminal_size((WIDTH, 24)).columns))
 
 
-def fold(text: str, width: int, *, whole_paths: bool = False) -> list[str]:
-    """Lines of at most `width` columns, of which wide characters take two. A longer word is divided; with
-    whole_paths not one with a slash, which people copy."""
+def fold(text: str, width: int, *, divide_paths: bool = False) -> list[str]:
+    """Lines of at most `width` columns, wide characters take two. A longer word is divided, but not what people
+    copy: a path, unless divide_paths, and a command in backticks."""
     lines: list[str] = []
-    for word in text.split(" "):
+    for part in re.sub("`[^`]+`", lambda match: match[0].replace(" ", _NO_BREAK), text).split(" "):
+        word = part.replace(_NO_BREAK, " ")
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
             lines[-1] += f" {word}"
         else:
-            lines += [word] if whole_paths and "/" in word else chop_cells(word, width) or [""]
+            lines += [word] if ("/" in word and not divide_paths) or "`" in word else chop_cells(word, width) or [""]
     return lines
 
 
 def fold_message(line: str, width: int) -> list[str]:
-    """Lines of at most `width` columns, later ones indented. What people copy stays in one piece, however long: a word,
-    such as a path, and a command, which is in backticks or a line of its own."""
+    """The same, indented as the line is, and later lines further. A command that is a line of its own stays whole."""
     text = line.lstrip(" ")
     if cell_len(line) <= width or text.startswith("latentpress "):
         return [line]
     space = " " * (len(line) - len(text))
-    lines: list[str] = []
-    for word in re.sub("`[^`]+`", lambda match: match[0].replace(" ", _NO_BREAK), text).split(" "):
-        word = word.replace(_NO_BREAK, " ")
-        if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(f"{space}{'  ' * bool(lines)}{word}")
-    return lines
+    first, *others = fold(text, max(1, width - len(space) - 2))
+    return [space + first, *(f"{space}  {other}" for other in others)]
 
 
-def format_table(
-    rows: Sequence[Mapping[str, Any]], width: int | None = None, *, whole_paths: bool = False
-) -> list[str] | None:
-    """Aligned lines, one per row, under the headings of the first row; numbers are right-aligned, fractions have six
-    digits. width: of the lines at most, for which headings and text are folded into several; None where the numbers
-    alone take more and, with whole_paths, where a word with a slash would be divided."""
-    columns = [_Column(key, [row.get(key, "") for row in rows]) for key in rows[0]]
-    widths = [column.width for column in columns]
-    room = sum(widths) if width is None else width - len(_GAP) * (len(columns) - 1)
-    for least in ([column.cells_width for column in columns], [column.narrowest for column in columns]):
-        while sum(widths) > room:  # headings are folded before cells
-            surplus, number = max((widths[i] - limit, i) for i, limit in enumerate(least))
-            if surplus <= 0:
-                break
-            widths[number] -= 1
-    if sum(widths) > room:
+def format_table(rows: Sequence[Mapping[str, Any]], width: int) -> list[str] | None:
+    """A table of at most `width` columns under the headings of the first row; numbers are right-aligned and
+    have six digits. None if the numbers, or words in the cells, take more."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = {key: [row.get(key, "") for row in rows] for key in rows[0]}
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    for separator in (" ", "\n"):  # headings are folded before cells
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for key, values in columns.items():
+            is_number = all(isinstance(value, int | float) for value in values)
+            whole = is_number or not any(" " in str(value) for value in values)
+            name = Text(heading(key).replace(" ", separator))
+            table.add_column(name, justify="right" if is_number else "left", no_wrap=whole, overflow="fold")
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*(Text(_format_cell(cell)) for cell in cells))
+        least, most = Measurement.get(console, console.options.update(width=10_000), table)
+        if most <= width:
+            break
+    if least > width:
         return None
-    widths = [column.needed(wide) for column, wide in zip(columns, widths, strict=True)]
-    spare = room - sum(widths)
-    for more, number in sorted((column.cells_width - widths[i], i) for i, column in enumerate(columns)):
-        if 0 < more <= spare:  # whole again
-            widths[number], spare = widths[number] + more, spare - more
-    if whole_paths and any(column.longest_path > wide for column, wide in zip(columns, widths, strict=True)):
-        return None
-    lines = []
-    for row in range(len(rows) + 1):
-        cells = [column.lines(row, wide) for column, wide in zip(columns, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            parts = (cell[number] if number < len(cell) else "" for cell in cells)
-            padded = (column.pad(part, wide) for column, part, wide in zip(columns, parts, widths, strict=True))
-            lines.append(_GAP.join(padded).rstrip())
-    return lines
+    with console.capture() as printed:
+        console.print(table)
+    return [line.rstrip() for line in printed.get().splitlines()]
 
 
-class _Column:
-    """One column of a table: its heading and cells as text. cells_width: columns that it needs, its heading folded;
-    narrowest: its text, too."""
-
-    def __init__(self, key: str, values: Sequence[Any]) -> None:
-        self._is_number = all(isinstance(value, int | float) for value in values)
-        shown = [float(f"{value:.6g}") if isinstance(value, float) and abs(value) < 1e5 else value for value in values]
-        self._cells = [heading(key), *(escape_unprintable(str(value)) for value in shown)]
-        self.width = max(map(cell_len, self._cells))
-        longest_word = max(map(cell_len, self._cells[0].split(" ")))
-        words = [word for cell in self._cells[1:] for word in cell.split(" ")]
-        self.longest_path = max([0, *(cell_len(word) for word in words if "/" in word)])
-        self.cells_width = max(longest_word, *map(cell_len, self._cells[1:]))
-        if self._is_number:
-            self.narrowest = self.cells_width
-        else:
-            whole = [cell for cell in self._cells[1:] if cell_len(cell) < SHORT_CELL]
-            self.narrowest = max(longest_word, min(LONGEST_WORD, max(map(cell_len, words))), *map(cell_len, whole))
-
-    def lines(self, row: int, width: int) -> list[str]:
-        cell = self._cells[row]
-        return [cell] if cell_len(cell) <= width else fold(cell, width)
-
-    def needed(self, width: int) -> int:
-        """Columns that it needs of `width`, where its cells are folded."""
-        return max(cell_len(line) for row in range(len(self._cells)) for line in self.lines(row, width))
-
-    def pad(self, text: str, width: int) -> str:
-        space = " " * (width - cell_len(text))
-        return space + text if self._is_number else text + space
+def _format_cell(value: Any) -> str:
+    return _on_one_line(float(f"{value:.6g}") if isinstance(value, float) and abs(value) < 1e5 else value)
 
 
 @dataclass
@@ -195,33 +154,31 @@ class Report:
 
 def _format_detail(key: str, value: Any, width: int) -> list[str]:
     """Lines of at most `width` columns, as far as their words are shorter."""
-    name, inside = heading(key), width - 2
+    name = heading(key)
     if isinstance(value, Mapping):
-        return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner, inside))]
+        return [f"  {name}:", *(f"  {line}" for inner in value.items() for line in _format_detail(*inner, width - 2))]
     if isinstance(value, list | tuple) and value and all(isinstance(row, Mapping) for row in value):
-        table = None if len(value[0]) > MOST_COLUMNS else format_table(value, width - 4, whole_paths=True)
-        if table is None:  # of each row the first value, and below it the others
-            lines = [f"  {name}:"]
-            for row in value:
-                (_, title), *others = row.items()
-                lines += [f"    {escape_unprintable(str(title))}:"]
-                lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell, width - 4)]
-            return lines
-        return [f"  {name}:", *(f"    {line}" for line in table)]
+        if len(value[0]) <= MOST_COLUMNS and (table := format_table(value, width - 4)):
+            return [f"  {name}:", *(f"    {line}" for line in table)]
+        lines = [f"  {name}:"]
+        for row in value:  # the first value of each, and below it the others
+            (_, title), *others = row.items()
+            lines.append(f"    {escape_unprintable(str(title))}:")
+            lines += [f"    {line}" for key, cell in others for line in _format_detail(key, cell, width - 4)]
+        return lines
     if isinstance(value, list | tuple) and any(str(item).endswith(".") for item in value):  # sentences
-        lines = [line for item in value for line in fold(escape_unprintable(str(item)), width - 4, whole_paths=True)]
-        return [f"  {name}:", *(f"    {line}" for line in lines)]
+        return [f"  {name}:", *(f"    {line}" for item in value for line in fold(_on_one_line(item), width - 4))]
     if isinstance(value, list | tuple):
         value = ", ".join(shown_path(item) if str(item).startswith("/") else str(item) for item in value)
     if isinstance(value, bool):
         value = "yes" if value else "no"
-    if isinstance(value, str) and value.startswith("/") and " " not in value:  # a path: whole, beside its name
-        return [f"  {name}: {escape_unprintable(shown_path(value))}"]
-    shown = escape_unprintable(f"{value:g}" if isinstance(value, float) else str(value))
-    return [
-        f"  {'  ' * (number > 0)}{line}"
-        for number, line in enumerate(fold(f"{name}: {shown}", width - 4, whole_paths=True))
-    ]
+    if isinstance(value, str) and value.startswith("/") and " " not in value:  # a path: whole, next to its name
+        return [f"  {name}: {_on_one_line(shown_path(value))}"]
+    return fold_message(f"  {name}: {_on_one_line(f'{value:g}' if isinstance(value, float) else value)}", width)
+
+
+def _on_one_line(value: object) -> str:
+    return escape_unprintable(str(value))
 
 
 def _format_items(
@@ -233,12 +190,11 @@ def _format_items(
     times = Counter(item.get("path") for item in listed)
     for item in listed:
         what = item.get("path") or item.get("item") or "?"
-        message = str(item.get("message") or "").removeprefix(f"{what}: ")  # which it has where it stands alone
+        message = str(item.get("message") or "").removeprefix(f"{what}: ")
         if times[what] > 1 and str(item.get("item")).endswith(f"/{what}"):  # a file of several datasets
             what = item["item"]
         why = ": ".join(str(text) for text in (item.get("reason"), message) if text)
-        folded = fold(escape_unprintable(f"{what}  {why}".rstrip()), width - 4, whole_paths=True)
-        lines += [f"  {'  ' * (number > 0)}{line}" for number, line in enumerate(folded)]
+        lines += fold_message(f"  {_on_one_line(f'{what}  {why}'.rstrip())}", width)
     if more := max(0, len(items) - MAX_LISTED) + unlisted:
         lines.append(f"  ... and {more} more")
     return lines + ([f"  all of them, by reason: {full}"] if full else [])

@@ -185,5 +185,5 @@ def _describe_group(group: RejectGroup, shown: int | None, width: int) -> Iterat
 
 
 def _indent(text: str, first: str, others: str, width: int) -> Iterator[str]:
-    for number, line in enumerate(fold(text, width - len(first))):
+    for number, line in enumerate(fold(text, width - len(first), divide_paths=True)):
         yield (others if number else first) + line
