@@ -99,7 +99,7 @@ def in_training(kind: str, folder: Path, device: torch.device) -> tuple[dict[str
     steps, prompts = average(marks[1:]), state.loader.reader.data
     marks.clear()
     looks = {"steps": COUNTED + 1, "guidance": 2.0}
-    config = state.config.model_copy(update={"validation": state.config.validation.model_copy(update=looks)})
+    config = state.config.changed(validation=state.config.validation.changed(**looks))
     autocast = state.accelerator.unwrap_model(state.denoiser).eval().autocast
     with counting(device) as counts:
         advance = lambda: marks.append(counts.copy())  # noqa: E731

@@ -78,6 +78,15 @@ class Section(BaseModel):
             raise InconsistentValues(problems)
         return self
 
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values of these fields, validated as a new section is. ValidationError if they don't
+        fit."""
+        fields = type(self).model_fields
+        given = {name: getattr(self, name) for name in self.model_fields_set} | values
+        copy = self.model_validate({fields[name].alias or name: value for name, value in given.items()})
+        object.__setattr__(copy, "__pydantic_private__", self.__pydantic_private__)
+        return copy
+
     def _problems(self) -> Iterator[Problem]:
         """Yield what is inconsistent in this section."""
         yield from ()

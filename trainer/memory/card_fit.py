@@ -162,9 +162,9 @@ def try_changes(
     for label, sections in changes:
         try:
             values = {name: change_settings(getattr(config, name), keys) for name, keys in sections.items()}
+            changed = config.changed(**values)
         except ValidationError:  # such as block offload of full rank
             continue
-        changed = config.changed(**values)
         if changed == config or (smaller := predict(changed)) > need * (1 - LEAST_SAVED):
             continue
         need, config = smaller, changed
