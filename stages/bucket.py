@@ -19,8 +19,8 @@ from cache.sets import plans, rejects
 from cache.sets.caption_edits import apply_edits, read_edits
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
+from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.filters import feature_columns

@@ -23,14 +23,14 @@ from cache.runs.derived import Mark, read_mark
 from cache.runs.training_run import METRICS_FILE, is_running, read_last_metrics, step_of
 from cache.runs.validations import find_picture, is_current
 from cache.store.files import check_folder, check_writable, explained, replacing
+from schemas.activities import activity
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.cli.interruption import StopHandler
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_json
 from schemas.import_time import garbage_collection_paused
+from schemas.interruption import StopHandler
 from stages.encoding.stage_options import UsageError
 from stages.engines.stage_processes import StageProcesses, remove_unfinished
 from stages.follow.trackers import open_trackers

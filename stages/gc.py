@@ -26,10 +26,10 @@ from cache.sets import plans, set_lookup
 from cache.sets.plans import Plan
 from cache.sets.set_lookup import CONFIG_POINTER_PATTERN, current_plan, parse_set_path, read_pointer
 from cache.shards import shard
-from cache.store.damage import STAGE_PROGRAMS, DamageError
+from cache.store.damage import DamageError
 from cache.store.files import Entry, StoreError, walk
 from cache.store.json_checks import printable
-from cache.store.layout import is_project_file
+from cache.store.layout import STAGE_PROGRAMS, is_project_file
 from cache.store.store import STALE, Store
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Progress, Report, make_app
 from schemas.config.loading import load_config

@@ -29,11 +29,12 @@ from cache.sets.set_lookup import current_plan
 from cache.sets.table_checks import PLANNED, read_set_table
 from cache.shards.shard import SUFFIXES, unit_name
 from cache.shards.shard_io import ReaderPool
-from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.damage import DamageError
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from cache.supply.encoded_folder import ReadingOrder, check_room
+from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.identity import hash_bytes, hash_json

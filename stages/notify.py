@@ -15,13 +15,13 @@ import typer
 from cache.runs.training_run import read_progress
 from cache.store.files import replacing
 from cache.store.locks import FileLock
+from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.cli.interruption import pause
-from schemas.cli.progress import activity
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.interruption import pause
 from schemas.json_records import format_record, read_record
 from stages.encoding.stage import refuse_partition
 from stages.follow.messages import LIMIT_S, Sending, Service, describe

@@ -22,8 +22,8 @@ from cache.sets import rejects
 from cache.sets.set_lookup import current_plan
 from cache.store.files import check_folder, explained, replacing
 from cache.store.store import Store
+from schemas.activities import activity
 from schemas.cli.console import Console, Options, Progress, Report, make_app
-from schemas.cli.progress import activity
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

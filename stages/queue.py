@@ -20,11 +20,11 @@ from cache.runs.training_run import is_running, read_failure
 from cache.store.files import check_folder, explained, spool_folder
 from cache.store.locks import FileLock
 from schemas.cli.console import INCOMPLETE, OK, USAGE, Console, Options, Report, make_app
-from schemas.cli.interruption import StopHandler, hangup_ignored
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, noted, read_record
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.interruption import StopHandler, hangup_ignored
 from schemas.text_format import describe_exit
 from stages.encoding.stage import refuse_partition
 from stages.engines.stage_processes import StageProcesses

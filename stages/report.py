@@ -19,8 +19,8 @@ from cache.runs.scores import SCORES_FILE
 from cache.runs.training_run import METRICS_FILE
 from cache.runs.validations import hash_results
 from cache.store.files import check_folder, explained, is_unfinished, replacing
+from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.progress import activity
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import USAGE, LatentpressError

@@ -30,17 +30,17 @@ from cache.runs.training_run import (
 from cache.runs.validations import BEST_KEYS, hash_results
 from cache.sets.set_lookup import NoPlan
 from cache.sets.trainset import SetNotFound
-from cache.store.damage import ENCODE_PROGRAMS
 from cache.store.files import check_writable
+from cache.store.layout import ENCODE_PROGRAMS
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.cli.interruption import MaxTimeOption, StopHandler
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import noted
 from schemas.cli.starting import install_command
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config
 from schemas.errors import DAMAGE, INCOMPLETE, OK
+from schemas.interruption import MaxTimeOption, StopHandler
 from schemas.libraries import require_libraries
 from schemas.text_format import describe_exit, shown_path
 from stages.discovery.media_table import OtherSettings

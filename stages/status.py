@@ -21,16 +21,17 @@ from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
 from cache.sets.trainset import SetError
 from cache.shards.shard_io import ReaderPool
-from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.damage import DamageError
 from cache.store.files import Entry
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from cache.supply.encoded_folder import FOLDER, EncodedFolder
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
-from schemas.cli.interruption import pause
 from schemas.cli.kept_log import LOGS
 from schemas.cli.process_record import ProcessRecord, read_record
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
+from schemas.interruption import pause
 from schemas.tables import TRAINED_ROLES
 from stages.discovery.media_locations import spread_evenly
 from stages.discovery.media_table import OtherSettings, find_media_table

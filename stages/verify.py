@@ -17,8 +17,9 @@ import typer
 from cache.sets.caption_edits import FOLDER as EDITS
 from cache.sets.plans import list_plans
 from cache.shards import shard
-from cache.store.damage import STAGE_PROGRAMS, DamageError
+from cache.store.damage import DamageError
 from cache.store.files import StoreError
+from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import STALE, Store
 from cache.supply.encoded_folder import EncodedFolder
 from schemas.cli.console import Console, Options, Report, make_app

@@ -27,14 +27,14 @@ from cache.sets.window import open_window
 from cache.shards.shard_supply import SupplyError
 from cache.store.damage import DamageError, rebuild_advice
 from cache.supply.encoded_folder import EncodedFolder, EncodedShards, Position, ReadingOrder, check_room
+from schemas.activities import activity, show_activities
 from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.cli.interruption import MaxTimeOption
-from schemas.cli.progress import activity, show_activities
 from schemas.config.encoding import CACHE_LIMIT
 from schemas.config.pipeline import Config
 from schemas.config.training import Train
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
+from schemas.interruption import MaxTimeOption
 from schemas.optimizers import find_optimizer
 from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress

@@ -3,9 +3,9 @@ stage, so that training refuses nothing after hours of encoding."""
 
 from cache.models.weights import WeightsError
 from cache.runs.training_checks import check_before_stages, require_trackers
+from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.devices import find_device
 from schemas.import_time import garbage_collection_paused

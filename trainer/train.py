@@ -15,8 +15,8 @@ import torch
 from cache.order.schedule import BatchSchedule
 from cache.runs.validations import best_checkpoint
 from cache.sets.trainset import TrainSet
+from schemas.activities import activity
 from schemas.cli.console import Console
-from schemas.cli.progress import activity
 from schemas.config.adapter import AdapterFormat
 from schemas.config.pipeline import Config
 from schemas.devices import to_device

@@ -18,7 +18,7 @@ from cache.models.weights import (
     local_folder,
 )
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.identity import hash_json
 
 CONFIG_FILE = "config.json"

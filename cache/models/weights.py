@@ -20,7 +20,7 @@ from cache.store.damage import DamageError
 from cache.store.files import StoreError
 from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
-from schemas.cli.progress import Progress, activity
+from schemas.activities import Progress, activity
 from schemas.errors import USAGE, LatentpressError
 from schemas.identity import hash_json
 from schemas.regular_files import NOT_REGULAR, open_regular

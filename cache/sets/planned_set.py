@@ -22,7 +22,7 @@ from cache.sets.table_checks import PLANNED
 from cache.sets.trainset import SetError, TrainSet
 from cache.shards.shard import RejectedMember
 from cache.shards.shard_supply import ShardSupply
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from schemas.errors import INCOMPLETE
 

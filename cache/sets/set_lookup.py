@@ -25,7 +25,7 @@ from cache.sets.trainset import SetError, SetNotFound, TrainSet
 from cache.store.damage import DamageError
 from cache.store.json_checks import PATH_NAME_PATTERN, printable
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.config.encoding import Model
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache.store import json_checks
-from cache.store.damage import ENCODE_PROGRAMS, as_damage
+from cache.store.damage import as_damage
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.json_checks import (
     check_count,
     check_list,

@@ -37,7 +37,7 @@ from cache.store.damage import ANSWERS, DamageError, note_bad_answer
 from cache.store.files import check_folder, explained
 from cache.store.locks import FileLock
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.config.training import LocalCache, Train
 
 DEFAULT_BYTES = 200 * 10**9  # unless half of the disk's free space is less

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, ClassVar, Self, TypeVar
 import pyarrow as pa
 
 from cache.shards.tensors import Array
-from cache.store.damage import STAGE_PROGRAMS, DamageError, as_damage, until_sound
+from cache.store.damage import DamageError, as_damage, until_sound
 from cache.store.files import explained
 from cache.store.json_checks import (
     check_count,
@@ -28,6 +28,7 @@ from cache.store.json_checks import (
     check_text,
     printable,
 )
+from cache.store.layout import STAGE_PROGRAMS
 from cache.store.store import Store
 from schemas.identity import hash_bytes
 from schemas.tables import FORMAT_VERSION

@@ -16,7 +16,7 @@ from cache.shards.shard import BaseShardReader
 from cache.shards.shard_io import open_reader
 from cache.store.damage import DamageError
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.errors import USAGE, LatentpressError
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from cache.shards.shard import ShardRow
 from cache.shards.tensors import INFINITY_BITS, Array
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from schemas.catalog import FAMILIES
 from schemas.geometry import Bucket
 from schemas.references import REFERENCE_PARTS

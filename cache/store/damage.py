@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from cache.store import json_checks
 from cache.store.files import explained
-from schemas.cli.progress import announce
+from cache.store.layout import STAGE_PROGRAMS
+from schemas.activities import announce
 from schemas.errors import DAMAGE, LatentpressError
 from schemas.regular_files import NOT_REGULAR, NotRegular
 from schemas.text_format import shorten
@@ -32,10 +33,6 @@ PARSE_ERRORS = (
 ANSWERS = 3  # to one question; the last one counts
 PAUSE_S = 60.0  # between two messages about a store
 LONGEST = 200  # characters of a reason
-ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
-#: Of the stages before there is a plan of samples, whose units are of items.
-ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
-STAGE_PROGRAMS = ITEM_PROGRAMS | ENCODE_PROGRAMS
 
 #: Which program writes each kind of table, by the end of its path, and what it does about a damaged one.
 _TABLE_PROGRAMS = (

@@ -6,8 +6,13 @@ media/ or text/ in it may be theirs.
 
 import re
 
-from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
 from schemas.config.section import NAME_PATTERN
+
+#: Kind of shard -> the program that makes it.
+ENCODE_PROGRAMS = {"text": "encode-text", "latents": "encode-latents", "vision": "encode-vision"}
+#: Of the stages before there is a plan of samples, whose units are of items.
+ITEM_PROGRAMS = {"features": "features", "captions": "caption", "masks": "masks"}
+STAGE_PROGRAMS = ITEM_PROGRAMS | ENCODE_PROGRAMS
 
 UNIT_PATTERN = "[A-Za-z0-9][A-Za-z0-9@_-]*"
 _FINGERPRINT, _SET, _DATASET = "[0-9a-f]{24}", "[0-9a-f]{16}", NAME_PATTERN.strip("^$")

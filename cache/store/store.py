@@ -22,7 +22,7 @@ from cache.store.files import Entry, StoreError, WriteBehind, explained, is_temp
 from cache.store.object_store import SCHEMES, Bucket, object_version, open_object
 from cache.store.store_errors import error_code, explained_object
 from schemas import json_records
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.regular_files import open_regular
 
 OPEN_TRIES = 5

@@ -24,14 +24,15 @@ from cache.sets.window import needed_shards
 from cache.shards.shard import BaseShardReader
 from cache.shards.shard_io import open_reader
 from cache.shards.shard_supply import LimitedShards, SupplyError
-from cache.store.damage import ENCODE_PROGRAMS, DamageError
+from cache.store.damage import DamageError
 from cache.store.files import StoreError, explained, make_folders, replace, temporary
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from cache.supply.limited_folder import POSITION, LimitedFolder, Member
 from cache.supply.step_needs import StepNeeds, window_bytes
-from schemas.cli.interruption import pause
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.config.training import Train
+from schemas.interruption import pause
 from schemas.json_records import format_record
 
 FOLDER = "rolling"  # in the root; also the name of its part in reports

@@ -28,7 +28,7 @@ from typing import Annotated, Any, TextIO, cast, get_args
 
 import typer
 
-from schemas.cli.interruption import Speaker, StopHandler, end_with_parent, speak_by
+from schemas.activities import STILL_S, Progress, show_activities
 from schemas.cli.kept_log import KeptLog, LastingStream
 from schemas.cli.limits import limits_explained
 from schemas.cli.options import (
@@ -44,17 +44,12 @@ from schemas.cli.options import (
     WorkersOption,
 )
 from schemas.cli.process_record import NoteWriter, end_records, noted
-from schemas.cli.progress import (
-    PROGRESS_INTERVAL_S,
-    STILL_S,
-    Display,
-    Progress,
-    show_activities,
-)
+from schemas.cli.progress import PROGRESS_INTERVAL_S, Display
 from schemas.cli.report import Report, fold_message, report_width
 from schemas.cli.starting import EXTRAS, OUR_PACKAGES, hide_line, install_command, print_for_reader, show_starting
 from schemas.errors import DAMAGE, EXIT_CODES, INCOMPLETE, OK, RERUN_HINT, USAGE, Interrupted, LatentpressError
 from schemas.import_time import silence_libraries
+from schemas.interruption import Speaker, StopHandler, end_with_parent, speak_by
 from schemas.text_format import escape_lines, to_json_values
 
 # Everything that a program needs, in one import.
@@ -156,7 +151,7 @@ class Console:
     def activity(
         self, description: str, *, total: float | None = None, unit: str = "", keep: bool = False, at_once: bool = False
     ) -> Iterator[Progress]:
-        """See schemas.cli.progress.activity, by which any module does the same."""
+        """See schemas.activities.activity, by which any module does the same."""
         task = Progress(total, description, unit, self._clock)
         with self._showing(task, keep, at_once):
             yield task

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from schemas.cli.interruption import hangup_ignored
 from schemas.errors import LatentpressError
+from schemas.interruption import hangup_ignored
 
 LOGS = "logs"  # folder of a run
 LOG_VARIABLE = "LATENTPRESS_LOG"  # the file that a program adds to, which another one started

@@ -27,7 +27,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from schemas import json_records
-from schemas.cli.progress import Progress
+from schemas.activities import Progress
 from schemas.errors import INTERRUPTED, OK, LatentpressError
 from schemas.text_format import shorten
 

@@ -91,13 +91,6 @@ class Section(BaseModel):
         """Yield what is inconsistent in this section."""
         yield from ()
 
-    def changed(self, **values: Any) -> Self:
-        """A copy with other values of these fields, validated as a new section is. ValidationError if they don't
-        fit."""
-        fields = type(self).model_fields
-        given = {name: getattr(self, name) for name in self.model_fields_set} | values
-        return self.model_validate({fields[name].alias or name: value for name, value in given.items()})
-
 
 def check_pattern(pattern: str) -> str:
     """ValueError where it is no regular expression."""

@@ -44,8 +44,7 @@ LEAST_HELD_OUT = 40  # items, of which the recipe's 5 % are two
 FEW_ITEMS, FEW_RANK = 20, 16  # a lower rank has less to remember few pictures with
 CHECKPOINTS = 8  # of a run
 ROUND = 50  # steps, to which these numbers are rounded down
-#: Beginnings of families whose text encoder describes pictures; any other family takes DESCRIBER.
-DESCRIBING = ("qwen-image", "kandinsky5")
+OWN_DESCRIBER = "qwen2_5_vl"  # a text encoder that describes pictures; any other family takes DESCRIBER
 DESCRIBER = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
@@ -189,7 +188,7 @@ def choose_settings(answers: Answers, candidate: Candidate, media: Media) -> Set
     if answers.caption is not None:
         settings |= {(*DATASET, "caption_strategy"): "instanceprompt", (*DATASET, "instance_prompt"): answers.caption}
     elif answers.needs_captions:
-        own = candidate.model.family.startswith(DESCRIBING)
+        own = candidate.model.family_spec.model_classes.get("text_encoder") == OWN_DESCRIBER
         settings |= {("caption", "prompts"): ["detailed"]} if own else {("caption", "model"): DESCRIBER}
     settings[("train", "run")] = f"{name}-{candidate.settings.get(('train', 'adapter', 'type'), 'lora')}"
     settings |= candidate.settings

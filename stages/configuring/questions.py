@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import typer
 
+from schemas.activities import activity
 from schemas.cli.console import Console
-from schemas.cli.interruption import parse_duration, read_answer
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.config.section import NAME_PATTERN, listed
 from schemas.errors import USAGE, Interrupted, LatentpressError
+from schemas.interruption import parse_duration, read_answer
 from schemas.libraries import is_installed
 from schemas.text_format import shown_path
 from stages.configuring import choice

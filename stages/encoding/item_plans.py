@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from cache.sets import plans
 from cache.sets.plans import Plan, PlanOutdated
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.config.pipeline import Config
 from schemas.tables import TEXTS_SCHEMA
 from stages.discovery.media_table import read_configured_media

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cache.sets.plans import Unit
-from schemas.cli.interruption import wait_for
 from schemas.clips import clip_times
 from schemas.geometry import Bucket, Crop
+from schemas.interruption import wait_for
 from schemas.references import ReferenceSize
 from schemas.tables import MADE
 from stages.engines.sandbox import SandboxPool, WorkerFailure

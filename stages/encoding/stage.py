@@ -27,12 +27,12 @@ from cache.sets.set_lookup import current_plan
 from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.cli.console import Console, Options, Report
-from schemas.cli.interruption import MaxTimeOption
 from schemas.config.encoding import CACHE_LIMIT, MOST_PREFETCH, Encoding, EngineName
 from schemas.config.pipeline import Config, Topic
 from schemas.config.section import MOST_PROCESSES
 from schemas.errors import LatentpressError
 from schemas.identity import compute_fingerprint
+from schemas.interruption import MaxTimeOption
 from schemas.json_records import format_record
 from stages.discovery.media_locations import MediaLocations, require_media, select_probed_members
 from stages.encoding.item_plans import find_item_plan

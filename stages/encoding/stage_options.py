@@ -3,9 +3,9 @@ none is given, one for each card of this machine."""
 
 from pydantic import ValidationError
 
+from schemas.activities import activity
 from schemas.cli.console import Console
 from schemas.cli.options import Options
-from schemas.cli.progress import activity
 from schemas.config.encoding import CACHE_LIMIT, Encoding, EngineName, Stages
 from schemas.config.error_messages import explain_error
 from schemas.config.pipeline import Config

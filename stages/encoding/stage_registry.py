@@ -8,10 +8,10 @@ from typing import Any
 
 from cache.models.weights import fingerprint_weights
 from cache.sets.plans import Plan, Unit
-from cache.store.damage import ENCODE_PROGRAMS, ITEM_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS, ITEM_PROGRAMS
 from cache.store.store import Store
+from schemas.activities import activity
 from schemas.catalog import VISION_MODELS
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket

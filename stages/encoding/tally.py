@@ -10,7 +10,7 @@ from cache.sets import rejects
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.cli.console import Console, Report
-from schemas.cli.interruption import StopHandler, check_stop
+from schemas.interruption import StopHandler, check_stop
 from schemas.cli.options import Partition
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.stage_state import (

@@ -12,7 +12,7 @@ from cache.sets.set_lookup import open_configured_set
 from cache.sets.trainset import SetNotFound
 from cache.shards.shard import ARROW_SUFFIX, unit_name
 from cache.shards.shard_supply import SupplyError
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.supply.encoded_folder import EncodedFolder, Position, ReadingOrder, RunNeeds, require_room
 from cache.supply.limited_folder import Member, ShardQueue
 from schemas.cli.console import Console

@@ -19,9 +19,9 @@ from cache.sets.rejects import make_reject, read_undamaged, write_rejects
 from cache.shards.shard import BaseShardWriter, RejectedMember, ShardMeta, ShardRow, TruncatedText
 from cache.shards.shard_io import open_writer
 from cache.store.store import Store
-from schemas.cli.interruption import wait_for
 from schemas.errors import LatentpressError
 from schemas.geometry import Bucket
+from schemas.interruption import wait_for
 from stages.discovery import media_locations
 from stages.discovery.media_locations import MediaLocations
 from stages.encoding import member_reader, model_loading

@@ -105,7 +105,7 @@ class Engine(Protocol):
     ) -> Generator[UnitResult, None, None]:
         """Run the units, and yield their results in the order in which they end. A unit's result may be a failure.
         None among the units: there is none at the moment (the local engine alone asks again).
-        What a worker announces (`schemas.cli.progress`) is announced by this process. Where a worker dies its unit is
+        What a worker announces (`schemas.activities`) is announced by this process. Where a worker dies its unit is
         tried again by another, a few times; `warn` is called for each death. Closed before its end, it ends the
         workers, which drop their units.
 

@@ -22,9 +22,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 from cache.sets.plans import Unit
-from schemas.cli.interruption import WAIT_S, StopHandler, Stopped, check_stop, pause, signals_blocked
-from schemas.cli.progress import activity, announce, announce_by
+from schemas.activities import activity, announce, announce_by
 from schemas.errors import LatentpressError
+from schemas.interruption import WAIT_S, StopHandler, Stopped, check_stop, pause, signals_blocked
 from stages.engines.jobs import Job, Load, UnitResult
 
 MAX_UNIT_TRIES = 2  # of a unit that was its process' only one when that died

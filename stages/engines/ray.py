@@ -21,9 +21,9 @@ from ray.exceptions import RayError
 
 from cache.sets.plans import Unit
 from cache.store.store import Store
-from schemas.cli.interruption import check_stop, pause
-from schemas.cli.progress import activity, announce
+from schemas.activities import activity, announce
 from schemas.errors import LatentpressError
+from schemas.interruption import check_stop, pause
 from stages.engines.jobs import Job, Load, UnitResult
 from stages.engines.ray_cluster import (
     SHARED_ROOT,

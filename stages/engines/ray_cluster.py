@@ -24,12 +24,12 @@ from ray.job_config import JobConfig
 import schemas
 from cache.sets.plans import Unit
 from cache.store.store import Store
+from schemas.activities import announce_by
 from schemas.cli.import_path import remove_working_directory
-from schemas.cli.interruption import Stopped
-from schemas.cli.progress import announce_by
 from schemas.config.encoding import MOST_READERS, Encoding
 from schemas.config.pipeline import PACKAGES
 from schemas.errors import USAGE, LatentpressError
+from schemas.interruption import Stopped
 from schemas.text_format import shorten
 from stages.engines.jobs import Job, Load, UnitResult
 

@@ -38,9 +38,9 @@ from typing import Any, Generic, TypeVar
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from pebble.pool.process import PoolManager, Task
 
-from schemas.cli.interruption import signals_blocked, wait_for
 from schemas.cli.process_record import find_process_start
 from schemas.config.encoding import Stages
+from schemas.interruption import signals_blocked, wait_for
 from stages.media.files import MediaError
 
 T = TypeVar("T")

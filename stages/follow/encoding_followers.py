@@ -2,7 +2,7 @@
 
 import threading
 
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from schemas.cli.console import Options
 from schemas.config.encoding import StageName
 from schemas.config.pipeline import Config

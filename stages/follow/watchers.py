@@ -20,15 +20,15 @@ from types import TracebackType
 
 from cache.models.compatibility import check_preview_autoencoder
 from cache.runs.training_run import METRICS_FILE, is_running, may_be_running, read_last_metrics, read_progress
+from schemas.activities import Progress, activity
 from schemas.cli.console import Console, Options
-from schemas.cli.interruption import WAIT_S, StopHandler, end_with_this, signals_blocked
 from schemas.cli.kept_log import LOG_VARIABLE, LOGS
-from schemas.cli.progress import Progress, activity
 from schemas.cli.starting import install_command, start_program
 from schemas.config.encoding import StageName
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.errors import OK
+from schemas.interruption import WAIT_S, StopHandler, end_with_this, signals_blocked
 from schemas.text_format import describe_exit, shown_path
 from stages.follow.clip_score import check_clip
 

@@ -27,10 +27,10 @@ from cache.sets.trainset import TrainSet
 from cache.shards import shard, shard_io
 from cache.shards.shard import ShardMeta, ShardRow
 from cache.shards.tensor_checks import find_scale_problem, find_shape_problem
-from cache.store.damage import STAGE_PROGRAMS, DamageError, rebuild_program
+from cache.store.damage import DamageError, rebuild_program
 from cache.store.files import StoreError, explained
 from cache.store.json_checks import printable
-from cache.store.layout import is_project_file, is_shard
+from cache.store.layout import STAGE_PROGRAMS, is_project_file, is_shard
 from cache.store.store import Store
 from schemas.catalog import FAMILIES
 from schemas.config.encoding import STAGE_ORDER

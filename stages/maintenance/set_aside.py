@@ -13,7 +13,7 @@ from cache.sets.plans import Plan
 from cache.sets.set_lookup import current_plan
 from cache.store.files import check_folder, explained, replacing
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.cli.report import WIDTH, Report, fold
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

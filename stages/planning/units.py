@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cache.sets.plans import Plan, Unit
 from cache.sets.text_lengths import image_buckets, image_tokens, most_tokens
 from cache.shards.shard import unit_name
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from schemas import identity
 from schemas.config.pipeline import VALIDATION, Config
 from schemas.geometry import Bucket

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schemas.cli.console import Console, Options, Report
-from schemas.cli.interruption import StopHandler
+from schemas.interruption import StopHandler
 from stages import bucket, discover, report, run
 from stages.follow import watchers
 from stages.pages import pictures, thumbnails

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from cache.supply.encoded_folder import EncodedFolder
 from schemas.errors import INCOMPLETE

@@ -28,7 +28,7 @@ from cache.shards.shard import SIDECAR_SUFFIX, RejectedMember, ShardMeta, ShardR
 from cache.shards.shard_io import open_writer
 from cache.shards.shard_supply import SupplyError
 from cache.shards.tensors import Array
-from cache.store.damage import ENCODE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from cache.supply.encoded_folder import (
     GB,
@@ -41,9 +41,9 @@ from cache.supply.encoded_folder import (
     pinned_shards,
 )
 from cache.supply.limited_folder import ShardQueue
+from schemas.activities import show_activities
 from schemas.cli import progress
 from schemas.cli.console import Console
-from schemas.cli.progress import show_activities
 from schemas.config.encoding import Rolling
 from schemas.config.training import Train
 from tests.background import repeated

@@ -20,7 +20,7 @@ from cache.models.weights import WeightsError, local_folder, read_component_conf
 from cache.sets import plans
 from cache.sets.text_lengths import most_tokens, reference_tokens
 from cache.store.store import Store
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.cli.report import Report
 from schemas.config.datasets import Dataset
 from schemas.config.pipeline import Config

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from cache.runs.training_run import METRICS_FILE, clear_failure, read_metrics
 from schemas.cli.console import Console
-from schemas.cli.interruption import StopHandler, speak_by
 from schemas.config.pipeline import Config
 from schemas.errors import INTERRUPTED, LatentpressError
+from schemas.interruption import StopHandler, speak_by
 from trainer.run.resume import newest_checkpoint
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cache.runs.training_run import RESULT_NOTE, ResultNote
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.config.adapter import Adapter
 from schemas.config.pipeline import Config
 from schemas.text_format import shown_path

@@ -19,8 +19,8 @@ from cache.order.schedule import BatchSchedule
 from cache.runs.training_checks import train_precision
 from cache.sets.trainset import TrainSet
 from cache.sets.window import Ranks, open_window
+from schemas.activities import activity
 from schemas.cli.console import Console
-from schemas.cli.progress import activity
 from schemas.config.pipeline import Config
 from schemas.devices import pins_memory
 from schemas.identity import derive_seed, hash_json

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from cache.runs.training_checks import RunError
-from schemas.cli.progress import activity
+from schemas.activities import activity
 from schemas.config.training import Offload, Parallel, Train
 from schemas.devices import DeviceNotFound, find_device
 from schemas.family import Task

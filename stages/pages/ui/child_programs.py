@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cache.runs.run_queue import RunQueue
-from cache.store.damage import STAGE_PROGRAMS
 from cache.store.files import explained, make_folders
+from cache.store.layout import STAGE_PROGRAMS
 from cache.store.locks import FileLock
 from schemas.cli.process_record import (
     NOTES_VARIABLE,

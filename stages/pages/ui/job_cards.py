@@ -9,7 +9,7 @@ from typing import Any
 from cache.runs.scores import read_lines
 from cache.runs.training_run import RunProgress, read_progress
 from cache.runs.validations import list_validations
-from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
+from cache.store.layout import ENCODE_PROGRAMS, STAGE_PROGRAMS
 from schemas.cli.process_record import ProcessRecord
 from schemas.cli.report import Report
 from schemas.config.pipeline import Config

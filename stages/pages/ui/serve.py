@@ -12,8 +12,8 @@ from starlette.responses import RedirectResponse
 from starlette.routing import BaseRoute, Mount
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from schemas.cli.interruption import StopHandler
 from schemas.errors import USAGE, LatentpressError
+from schemas.interruption import StopHandler
 from stages.pages.ui import captions_page, config_page, documents, flow_page, pictures_page, queue_page, records
 from stages.pages.ui.app import Page, build_app, get, serve_file
 from stages.pages.ui.guard import Guard, Token, list_names, login_route

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.store.damage import ENCODE_PROGRAMS, STAGE_PROGRAMS
-from cache.store.layout import is_project_file, is_shard
+from cache.store.layout import ENCODE_PROGRAMS, STAGE_PROGRAMS, is_project_file, is_shard
 from schemas.geometry import Bucket
 from schemas.identity import compute_fingerprint, hash_json, unit_id
 

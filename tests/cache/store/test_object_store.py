@@ -23,7 +23,7 @@ from cache.store.files import StoreError
 from cache.store.store import Store
 from cache.store.store_errors import explained_object
 from schemas.cli.console import Console
-from schemas.cli.progress import show_activities
+from schemas.activities import show_activities
 from tests.forms import long
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request

@@ -9,8 +9,9 @@ import pytest
 from rich.cells import cell_len
 
 from cache.models.weights import bar_class
+from schemas.activities import DELAY_S, STILL_S, Progress, activity, show_activities
 from schemas.cli.console import Console
-from schemas.cli.progress import DELAY_S, MARGIN, STILL_S, Progress, activity, show_activities
+from schemas.cli.progress import MARGIN
 from tests.background import until
 from tests.forms import long
 from tests.terminal import run_in_terminal, screen_lines
@@ -127,6 +128,7 @@ def test_a_download_of_the_hub_is_an_activity(log) -> None:
 
 
 PROBE = """\
+from schemas.activities import activity
 from schemas.cli import progress
 from schemas.cli.console import Report, make_app
 
@@ -134,7 +136,7 @@ progress.DELAY_S = 0.0
 
 def run(config, options, console):
     with console.progress(4, "encode-latents", "samples") as shown:
-        with progress.activity("loading AutoencoderKLHunyuanVideo from a/long/path/of/some/checkpoint/vae, 942.0 MiB"):
+        with activity("loading AutoencoderKLHunyuanVideo from a/long/path/of/some/checkpoint/vae, 942.0 MiB"):
             pass
         shown.advance(0)
         with console.progress(1000, "step 100000: validation of prompts", "denoising steps") as inner:

@@ -16,7 +16,7 @@ import cache.shards.arrow
 import cache.shards.wds
 import cache.store.files
 import cache.store.store
-from schemas.cli.interruption import pause
+from schemas.interruption import pause
 from schemas.errors import INCOMPLETE
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader, worker

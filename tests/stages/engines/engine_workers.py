@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.sets.plans import Unit
-from schemas.cli.progress import announce
+from schemas.activities import announce
 from schemas.config.encoding import Encoding
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from schemas.cli.progress import announce_by
+from schemas.activities import announce_by
 from schemas.config.encoding import EngineName
 from schemas.errors import LatentpressError
 from stages.engines import local

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from schemas.cli.progress import announce_by
+from schemas.activities import announce_by
 from schemas.errors import USAGE, LatentpressError
 from stages import bucket, discover, encode_latents
 from stages.encoding.stage_options import UsageError, choose_engine

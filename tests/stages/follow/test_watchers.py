@@ -16,7 +16,7 @@ import pytest
 
 from cache.runs.training_run import LOCK_NAME
 from schemas.cli.console import Console, Options, Report
-from schemas.cli.interruption import StopHandler
+from schemas.interruption import StopHandler
 from stages import report, run
 from stages.follow import watchers
 from stages.follow.watchers import Watch, Watcher, Watchers

@@ -16,8 +16,8 @@ import torch
 
 from cache.runs.training_run import read_failure
 from schemas.cli.console import INCOMPLETE, OK
-from schemas.cli.interruption import REPEATED_S, pause
 from schemas.errors import INTERRUPTED
+from schemas.interruption import REPEATED_S, pause
 from tests.background import LIMIT_S, until
 from tests.forms import long
 from tests.processes import ForkedProgram

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from schemas.cli.interruption import (
+from schemas.activities import activity
+from schemas.errors import INTERRUPTED
+from schemas.interruption import (
     PARENT_VARIABLE,
     StopHandler,
     check_stop,
@@ -26,8 +28,6 @@ from schemas.cli.interruption import (
     pause,
     wait_for,
 )
-from schemas.cli.progress import activity
-from schemas.errors import INTERRUPTED
 from tests.background import LIMIT_S, until
 from tests.processes import processes
 
@@ -116,7 +116,7 @@ def test_a_signal_before_the_body_ends_the_body() -> None:
 
 AGAIN = """
 import multiprocessing, os, subprocess, sys, time
-from schemas.cli.interruption import StopHandler, end_with_this
+from schemas.interruption import StopHandler, end_with_this
 
 if __name__ == "__main__":
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 def test_ctrl_c_again_ends_it_and_its_children_at_once_and_sigterm_again_does_not(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(AGAIN)
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     program = subprocess.Popen(
         [sys.executable, str(tmp_path / "program.py")], stdout=subprocess.PIPE, text=True, env=environment

@@ -1,7 +1,7 @@
 """Effects that Ctrl-C, SIGTERM and the end of `--max-time` have on a program that can be stopped and started again.
 
 A signal only sets a flag. A thread reads the signals, so no exception is raised between two instructions of a library.
-Loops call `check_stop`, as activities do when they begin and advance (schemas/cli/progress.py); waits are `pause` and
+Loops call `check_stop`, as activities do when they begin and advance (schemas/activities.py); waits are `pause` and
 `wait_for`, which look every WAIT_S. Ctrl-C again, REPEATED_S later or more, ends the process and its children at once.
 SIGTERM again does not, since schedulers, launchers and `run` may each send one.
 """
