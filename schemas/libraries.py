@@ -8,8 +8,8 @@ from typing import NamedTuple
 from schemas.cli.starting import install_command
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
+from schemas.config.training import DISTRIBUTIONS, find_optimizer
 from schemas.errors import LatentpressError
-from schemas.optimizers import DISTRIBUTIONS, find_optimizer
 
 QUANTIZATION_LIBRARIES = {
     "int8-quanto": "optimum.quanto",

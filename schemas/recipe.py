@@ -11,9 +11,9 @@ from pathlib import PurePath
 from typing import Any
 
 from schemas.config.datasets import Dataset
+from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
 from schemas.config.section import listed
-from schemas.filters import feature_columns
 from schemas.identity import hash_json
 from schemas.tables import TABLES_VERSION
 

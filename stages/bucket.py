@@ -21,9 +21,9 @@ from cache.store.files import SPACE_ADVICE, find_shortage
 from cache.store.store import Store
 from schemas.activities import activity
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
+from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.filters import feature_columns
 from schemas.recipe import plan_key
 from schemas.tables import ACTIVE_SCHEMA
 from schemas.text_format import escape_unprintable

@@ -32,10 +32,9 @@ from schemas.cli.console import Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
 from schemas.config.encoding import CACHE_LIMIT
 from schemas.config.pipeline import Config
-from schemas.config.training import Train
+from schemas.config.training import Train, find_optimizer
 from schemas.import_time import garbage_collection_paused, leave_out_pandas
 from schemas.interruption import MaxTimeOption
-from schemas.optimizers import find_optimizer
 from trainer.dry_run import CardOption, report_card, report_dry_run
 from trainer.run.interruption import StopRequest, StopTraining, describe_progress
 from trainer.run.metrics import describe_results

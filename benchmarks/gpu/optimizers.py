@@ -12,9 +12,8 @@ from benchmarks.gpu.parts import PartOptions
 from benchmarks.gpu.training import GIB, Model, describe, forget_models
 from schemas.catalog import FAMILIES
 from schemas.config.adapter import Adapter
-from schemas.config.training import Optimizer
+from schemas.config.training import OPTIMIZERS, Optimizer
 from schemas.errors import LatentpressError
-from schemas.optimizers import OPTIMIZERS
 from trainer.families.base import module_of
 from trainer.setup.attach import make_trainable
 from trainer.setup.optimizers import make_optimizer

@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 
 from cache.store import json_checks
 from cache.store.damage import as_damage
-from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.json_checks import (
     check_count,
     check_list,
@@ -26,6 +25,7 @@ from cache.store.json_checks import (
     check_prompt_image,
     check_text,
 )
+from cache.store.layout import ENCODE_PROGRAMS
 from cache.store.store import Store
 from schemas import tables
 from schemas.config.section import NAME_PATTERN

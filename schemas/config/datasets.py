@@ -293,7 +293,7 @@ class Dataset(Section):
     def _problems(self) -> Iterator[Problem]:
         for key in ("where", "make_captions_where"):
             if (filter := getattr(self, key)) is not None:
-                from schemas.filters import Filter  # which imports pyarrow
+                from schemas.config.filters import Filter  # which imports pyarrow
 
                 try:
                     Filter(filter)

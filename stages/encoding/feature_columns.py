@@ -10,9 +10,9 @@ from cache.sets.item_rows import join_item_table, read_item_table
 from cache.store.store import Store
 from schemas.config.datasets import Dataset
 from schemas.config.encoding import Features
+from schemas.config.filters import feature_columns
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.filters import feature_columns
 from schemas.identity import compute_fingerprint, hash_json
 from schemas.recipe import FILTERS, uses_features
 from stages.discovery.media_table import read_configured_media

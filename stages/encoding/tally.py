@@ -10,8 +10,8 @@ from cache.sets import rejects
 from cache.sets.plans import Unit
 from cache.store.store import Store
 from schemas.cli.console import Console, Report
-from schemas.interruption import StopHandler, check_stop
 from schemas.cli.options import Partition
+from schemas.interruption import StopHandler, check_stop
 from stages.encoding.job_reports import JobReport, JobReporter
 from stages.encoding.stage_state import (
     MEMBER_NAMES,

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from schemas import identity
 from schemas.config.datasets import Dataset
+from schemas.config.filters import Filter, feature_columns
 from schemas.config.pipeline import Config
 from schemas.errors import LatentpressError
-from schemas.filters import Filter, feature_columns
 from schemas.identity import hash_json
 from schemas.recipe import item_dataset_settings
 from schemas.tables import ACTIVE_SCHEMA, EXTRA_PREFIX, GEOMETRY_TYPE, SAMPLES_SCHEMA, TABLES_VERSION

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from schemas.config.pipeline import Config
+from schemas.config.training import OPTIMIZERS
 from schemas.devices import HostCopy
-from schemas.optimizers import OPTIMIZERS
 from tests.accelerator.counts import counting
 from tests.accelerator.runs import DEVICES, check_equal, on_device, train, train_on_both
 from tests.accelerator.tensors import NAME

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from schemas.filters import Filter
+from schemas.config.filters import Filter
 
 TABLE = pa.table(
     {

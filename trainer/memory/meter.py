@@ -12,8 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class under no other name
 
-from schemas.config.training import Optimizer
-from schemas.optimizers import find_optimizer
+from schemas.config.training import Optimizer, find_optimizer
 from trainer.families.base import ModelFamily
 from trainer.run.optimizer_state import collect
 from trainer.setup.optimizers import averages_weights, find_class, make_optimizer

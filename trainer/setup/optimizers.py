@@ -17,9 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from cache.runs.training_checks import RunError
 from schemas.config.pipeline import Config
-from schemas.config.training import Optimizer
+from schemas.config.training import DISTRIBUTIONS, OPTIMIZERS, Optimizer, find_optimizer
 from schemas.errors import LatentpressError
-from schemas.optimizers import DISTRIBUTIONS, OPTIMIZERS, find_optimizer
 from trainer.run.optimizer_state import collect
 from trainer.run.sharded import gather
 from trainer.schedules import scheduled_value

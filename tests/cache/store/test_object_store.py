@@ -22,8 +22,8 @@ from cache.store.damage import ANSWERS, PAUSE_S, DamageError, RetryNotes
 from cache.store.files import StoreError
 from cache.store.store import Store
 from cache.store.store_errors import explained_object
-from schemas.cli.console import Console
 from schemas.activities import show_activities
+from schemas.cli.console import Console
 from tests.forms import long
 from tests.s3_server import BUCKET, S3Server
 from tests.store_requests import Request

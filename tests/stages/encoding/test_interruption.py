@@ -16,8 +16,8 @@ import cache.shards.arrow
 import cache.shards.wds
 import cache.store.files
 import cache.store.store
-from schemas.interruption import pause
 from schemas.errors import INCOMPLETE
+from schemas.interruption import pause
 from stages import bucket, discover, encode_latents
 from stages.encoding import member_reader, worker
 from stages.encoding.vae.worker import LatentsWorker

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from cache.runs.training_checks import RunError
-from schemas.config.training import Optimizer
-from schemas.optimizers import OPTIMIZERS
+from schemas.config.training import OPTIMIZERS, Optimizer
 from tests.trainer.run.test_checkpoint import saved_at
 from trainer.run import checkpoint, optimizer_state, resume
 from trainer.setup.ema import inference_weights
