@@ -4,29 +4,43 @@
 is not uploaded again.
 """
 
+import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from cache.models.weights import hash_file
 from cache.runs.training_run import RESULT_NOTE, ResultNote
 from cache.store.files import replacing
-from cache.store.json_checks import printable
+from cache.store.json_checks import check_object, printable
 from cache.store.store import Store
 from schemas import json_records
 from schemas.cli.console import NOT_DIVIDED, Console, Options, Report, make_app
 from schemas.cli.expert_runs import for_each_expert
+from schemas.config.adapter import FILE_NAMES
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.pipeline import Config
 from schemas.config.section import PATTERNS, REPO
+from schemas.config.sharing import Hub
 from schemas.errors import USAGE, LatentpressError
-from schemas.json_records import RecordError
+from schemas.identity import hash_bytes
+from schemas.json_records import RecordError, parse_json
+from stages.discovery.sources.urls import scrub_secrets
 from stages.encoding.stage import refuse_partition
-from stages.follow.card import CARD, base_model, gather_facts, write_card
-from stages.follow.upload import HubError, count_bytes, digest_files, result_files, upload
+from stages.follow.card import CARD, HubError, base_model, check_inside, gather_facts, write_card
 
 CARD_FOLDER, PUSHED_FILE = "hub", "pushed.json"
+AGAIN = "Run `latentpress push` again: what has arrived is not sent again."
+AGAIN_SAVED = "Save the result again: latentpress train"
+LOGIN = "Log in by `hf auth login`, or set HF_TOKEN, with a token that may write to it."
+#: Of a transformer's folder, as diffusers saves it.
+MODEL_FILES = ("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.safetensors.index.json")
+#: Path in the repository -> the file, or its content.
+Files = Mapping[str, Path | bytes]
 
 
 class NoRepository(LatentpressError):
@@ -115,6 +129,123 @@ def _read_pushed(folder: Path) -> dict:
         return json_records.read_record(folder / PUSHED_FILE)
     except (OSError, ValueError):
         return {}
+
+
+def result_files(config: Config, folder: Path, base_model: str) -> dict[str, Path | bytes]:
+    """The weights of a run's result, as its configuration names them. HubError where one is not there, or is a link to
+    a place outside of the run's folder."""
+    files: dict[str, Path | bytes] = {}
+    if config.train.adapter.type != "full":
+        files |= {path.name: path for path in _adapter_files(config, folder / "adapter")}
+    else:
+        listed = sorted(path for name in MODEL_FILES for path in (folder / "model" / config.part).glob(name))
+        files |= {f"{config.part}/{path.name}": path for path in listed}
+    if missing := [str(path) for path in files.values() if isinstance(path, Path) and not path.is_file()]:
+        raise HubError(f"{', '.join(missing)}: not there", AGAIN_SAVED)
+    if not any(name.endswith(".safetensors") for name in files):
+        raise HubError(f"{folder} has no trained weights", "Train it first: latentpress run")
+    for name, path in files.items():
+        if isinstance(path, Path):
+            check_inside(path, folder)
+        if isinstance(path, Path) and path.suffix == ".json":
+            files[name] = _without_path(path, base_model)
+    return files
+
+
+def _adapter_files(config: Config, folder: Path) -> list[Path]:
+    """Return the files of `train.adapter.formats`, and those that training may write beside them."""
+    adapter = config.train.adapter
+    names = [FILE_NAMES[form] for form in adapter.formats]
+    beside = [FILE_NAMES["lycoris"]] if adapter.type == "lokr" else []
+    return [folder / name for name in (*names, *(name for name in beside if (folder / name).is_file()))]
+
+
+def _without_path(path: Path, base_model: str) -> bytes:
+    """A config.json; diffusers notes in it where the model was loaded from, which may be a local folder."""
+    try:
+        content = check_object(parse_json(path.read_bytes()), "the whole")
+    except ValueError as error:
+        raise HubError(f"{path} can't be read: {printable(error)}", AGAIN_SAVED) from error
+    if "_name_or_path" in content:
+        content["_name_or_path"] = base_model
+    return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def digest_files(repo: str, files: Files, memo: Store) -> str:
+    """Equal for the same files in the same repository. memo: where the hashes of large files are stored."""
+    parts = [repo.encode()]
+    for name, content in sorted(files.items()):
+        parts += [name.encode(), content if isinstance(content, bytes) else hash_file(content, memo).encode()]
+    return hash_bytes(*parts)
+
+
+def count_bytes(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def upload(hub: Hub, repo: str, files: Files, message: str) -> tuple[str, str]:
+    """Make the repository where there is none, and commit the files; returns (URL of the repository, commit).
+
+    A repository that is public is not written to where `hub.private` is set.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    api = HfApi(library_name="latentpress")
+    with _explained(repo):
+        url = str(api.create_repo(repo, private=hub.private, exist_ok=True))
+        head = api.repo_info(repo)
+        if hub.private and not head.private:
+            raise HubError(
+                f"{repo} is public, and hub.private is true",
+                "Set hub.private to false, make it private on the hub, or choose another hub.repo.",
+            )
+        operations = [
+            CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+            for name, content in files.items()
+        ]
+        made = api.create_commit(repo, operations, commit_message=message, parent_commit=head.sha)
+    return url, made.oid
+
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """Turn the hub's and the network's errors into HubError, without the token."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise HubError("there is no token of the Hugging Face Hub", LOGIN) from error
+    except HfHubHTTPError as error:
+        raise _explain_status(repo, error) from None
+    except (HTTPError, OSError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {_scrub(str(error))}".partition("\n")[0]
+        raise HubError(f"{repo} can't be uploaded: the connection failed ({what})", AGAIN) from None
+
+
+def _explain_status(repo: str, error: Any) -> HubError:
+    status = error.response.status_code if error.response is not None else None
+    message = _scrub(error.server_message or "")
+    suffix = f": {message}" if message else ""
+    if status == 401:
+        return HubError(f"the Hugging Face Hub refuses the token, or there is none ({repo}){suffix}", LOGIN)
+    if status == 403:
+        return HubError(f"the token has no right to write to {repo}{suffix}", LOGIN)
+    if status == 404:
+        return HubError(f"{repo} is not there, or the token may not see it{suffix}", LOGIN)
+    if status in (409, 412):
+        return HubError(f"{repo} was changed meanwhile{suffix}", AGAIN)
+    return HubError(f"the Hugging Face Hub answered {status} for {repo}{suffix}", AGAIN)
+
+
+def _scrub(text: str) -> str:
+    from huggingface_hub import get_token
+
+    token = get_token()
+    text = scrub_secrets(text)
+    return text.replace(token, "***") if token else text
 
 
 app = make_app(

@@ -20,7 +20,6 @@ from schemas.errors import LatentpressError
 from schemas.family import Task
 from schemas.geometry import Bucket
 from schemas.text_format import escape_unprintable
-from stages.follow.upload import check_inside
 from stages.pages.pictures import SmallPicture, read_pictures
 
 CARD, PICTURES, TEMPLATE = "README.md", "images", Path(__file__).with_name("card.md.jinja")
@@ -50,6 +49,16 @@ SHOWN = (
     *("train.adapter.dora", "train.base_precision", "train.timesteps.sampling", "train.loss.type"),
     *("train.loss.weighting", "model.precision"),
 )
+
+
+class HubError(LatentpressError):
+    """The hub refuses an upload, or can't be reached."""
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """HubError for a link to a place outside of a run's folder."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise HubError(f"{path} is a link to a place outside of {folder}", "Put the file itself there.")
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from stages import bucket, discover, report
 from stages.encoding.job_reports import JobReport
 from stages.encoding.stage_registry import TEXT
 from stages.media.image import png_info
-from stages.pages.report.curves import build_charts
-from stages.pages.report.plots import draw_chart
+from stages.pages.report.charts import build_charts, draw_chart
 from tests.project import Project
 from tests.stages.html_page import HOSTILE, SEEN, Page, alike
 from tests.stages.report_run import FakeRun, eval_line, step_line

@@ -12,7 +12,7 @@ import pytest
 from schemas.catalog import FAMILIES
 from schemas.config.loading import ConfigError, load_config
 from schemas.config.yaml_reader import parse_yaml
-from stages.pages.ui.config_form import build_form, changed_text
+from stages.pages.ui.config_page import build_form, changed_text
 from tests.project import Project
 from tests.stages.browser import browser, note_errors, until  # noqa: F401 (a fixture)
 from tests.stages.ui_server import UiServer

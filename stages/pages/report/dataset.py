@@ -24,7 +24,7 @@ from stages.discovery.media_locations import spread_evenly
 from stages.encoding import stage_registry
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.pictures import Picture
-from stages.pages.report.plots import Plot, draw_bars
+from stages.pages.report.charts import Plot, draw_bars
 from stages.pages.thumbnails import read_thumbnails
 from stages.planning.summary import only_trained
 

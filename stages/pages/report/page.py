@@ -19,9 +19,8 @@ from cache.runs.validations import NOTHING_HELD_OUT, measured_on
 from schemas.config.pipeline import Config
 from stages.pages.html import TEMPLATES, render_template
 from stages.pages.report import tables
-from stages.pages.report.curves import build_charts, score_charts
+from stages.pages.report.charts import COLORS, Plot, build_charts, draw_chart, score_charts, script_library
 from stages.pages.report.dataset import DataGlance, glance_at_data
-from stages.pages.report.plots import COLORS, Plot, draw_chart, script_library
 from stages.pages.report.samples import SampleGrid, gather_samples
 from stages.pages.report.tables import ReportRun
 

@@ -1,9 +1,14 @@
-"""The configuration: its text with the errors at their lines, beside a form that changes the same text."""
+"""The configuration: its text with the errors at their lines, next to a form that changes the same text. The form has
+groups of fields made from the JSON Schema, and lists to which items are added; what it has is written into the text."""
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from starlette.concurrency import run_in_threadpool
@@ -12,21 +17,244 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache.store.files import explained, replacing
+from schemas.catalog import FAMILIES
+from schemas.config.generated import json_schema
 from schemas.config.loading import ConfigError, parse_config, read_text
-from schemas.config.yaml_editor import CannotEdit
-from schemas.config.yaml_reader import YamlError
+from schemas.config.yaml_editor import CannotEdit, YamlEditor, read_values, value_at
+from schemas.config.yaml_reader import KeyPath, YamlError, parse_yaml
 from schemas.errors import LatentpressError
 from stages.pages.ui.app import Page, Site, get, read_form, render, serve_file, site_of
-from stages.pages.ui.config_form import (
-    FLAVOUR,
-    NEW_ITEMS,
-    Group,
-    build_form,
-    changed_text,
-    search,
-    with_item,
-    without_item,
-)
+
+Schema = Mapping[str, Any]
+FLAVOUR = "model.flavour"
+FOLDERS = ("instance_data_dir", "conditioning_data", "mask_data", "media_root")  # options that the page can browse for
+MAX_NAME = 24  # characters of a new item's name
+
+
+@dataclass(frozen=True)
+class NewItem:
+    """Items that the form adds to a list. given: the key whose value is typed in; named: that which is made of it."""
+
+    path: str
+    label: str
+    given: str
+    named: str
+
+
+NEW_ITEMS = {
+    item.path: item
+    for item in (
+        NewItem("datasets", "Folder of a new dataset", "instance_data_dir", "id"),
+        NewItem("validation.prompts", "New prompt", "prompt", "name"),
+    )
+}
+
+
+@dataclass(eq=False)
+class Field:
+    """path: dotted, such as "datasets.0.repeats". value: as the text has it, "" where it does not. choices: all valid
+    ones, of a choice; of the flavour, those of the family that the text has, or of all. is_text: its value is a text,
+    so that it is quoted where YAML needs it. by_hand: it stands on several lines, and is edited in the text. hidden: it
+    does not match a search."""
+
+    path: str
+    name: str
+    about: str
+    default: str
+    choices: list[str]
+    is_text: bool
+    is_number: bool
+    value: str = ""
+    by_hand: bool = False
+    hidden: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        return self.name in FOLDERS
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.value) or self.by_hand
+
+
+@dataclass
+class Group:
+    """A section: its own fields and the sections in it. is_item: it is one of a list of NEW_ITEMS, and can be removed.
+    adds: the lists in it."""
+
+    path: str
+    title: str
+    fields: list[Field] = field(default_factory=list)
+    groups: list["Group"] = field(default_factory=list)
+    is_item: bool = False
+    hidden: bool = False
+    adds: list[NewItem] = field(default_factory=list)
+
+    @property
+    def is_set(self) -> bool:
+        return any(field_.is_set for field_ in self.all_fields())
+
+    def all_fields(self) -> Iterator[Field]:
+        yield from self.fields
+        for group in self.groups:
+            yield from group.all_fields()
+
+
+def build_form(text: str) -> Group:
+    """The form of a text, with a group for each item of its lists of sections. YamlError where it is no YAML."""
+    value = parse_yaml(text).value
+    form = _build_group("", "", _schema(), value)
+    fields = list(form.all_fields())
+    values = read_values(text, [split_path(field_.path) for field_ in fields])
+    for field_ in fields:
+        path = split_path(field_.path)
+        written = values[path]
+        field_.by_hand = written is None and value_at(value, path) is not None
+        field_.value = "" if written is None else written
+        if field_.path == FLAVOUR:
+            _name_flavours(field_, value_at(value, ("model", "family")))
+    return form
+
+
+def _name_flavours(flavour: Field, family: Any) -> None:
+    specs = [spec for name, spec in FAMILIES.items() if name == family] or list(FAMILIES.values())
+    flavour.choices = [name for spec in specs for name in spec.flavours]
+    flavour.default = specs[0].default_flavour if len(specs) == 1 else ""
+
+
+def changed_text(text: str, base: str, given: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The text with the fields that are `given` others than `base`, the text that they were filled from, has them; and
+    why some can't be written."""
+    problems: list[str] = []
+    try:
+        fields = [field_ for field_ in build_form(base).all_fields() if not field_.by_hand]
+    except YamlError:
+        return text, []  # there was no form
+    changed = {field_: value for field_ in fields if (value := given.get(field_.path, field_.value)) != field_.value}
+    if not changed:
+        return text, []
+    try:
+        editor = YamlEditor(text)
+        for field_, value in changed.items():
+            try:
+                if value.strip():
+                    editor.set(split_path(field_.path), value, field_.is_text)
+                else:
+                    editor.remove(split_path(field_.path))
+            except YamlError:
+                problems.append(f"{field_.path}: {value!r} is not valid YAML")
+            except CannotEdit as error:
+                problems.append(f"{field_.path}: {error}")
+        return editor.text(), problems
+    except YamlError:
+        return text, ["the fields were not written: the text is not valid YAML"]
+    except CannotEdit as error:
+        return text, [f"the fields were not written: {error}"]
+
+
+def split_path(path: str) -> KeyPath:
+    return tuple(int(step) if step.isdecimal() else step for step in path.split(".")) if path else ()
+
+
+@lru_cache(maxsize=1)
+def _schema() -> Schema:
+    return json_schema()
+
+
+def _resolve(schema: Schema) -> Schema:
+    """Follow a reference; of a section or null, return the section."""
+    if "$ref" in schema:
+        return _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+    others = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
+    return _resolve(others[0]) if len(others) == 1 and "$ref" in others[0] else schema
+
+
+def _build_group(path: str, title: str, schema: Schema, value: Any) -> Group:
+    group = Group(path, title)
+    for name, given in schema["properties"].items():
+        inner, key = _resolve(given), f"{path}.{name}".lstrip(".")
+        current = value.get(name) if isinstance(value, dict) else None
+        if "properties" in inner:
+            group.groups.append(_build_group(key, name, inner, current))
+        elif (item := _item_section(inner)) is not None:
+            items = current if isinstance(current, list) else []
+            for number, item_value in enumerate(items):
+                item_name = next(
+                    (item_value[key] for key in ("id", "name") if isinstance(item_value, dict) and key in item_value),
+                    number,
+                )
+                made = _build_group(f"{key}.{number}", f"{name}: {item_name}", item, item_value)
+                made.is_item = key in NEW_ITEMS
+                group.groups.append(made)
+            group.adds += [NEW_ITEMS[key]] if key in NEW_ITEMS else []
+        else:
+            group.fields.append(_build_field(key, name, given))
+    return group
+
+
+def _item_section(schema: Schema) -> Schema | None:
+    """The section of a list of sections."""
+    item = _resolve(schema.get("items", {})) if schema.get("type") == "array" else {}
+    return item if "properties" in item else None
+
+
+def _build_field(path: str, name: str, schema: Schema) -> Field:
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
+    single = kinds[0] if len(kinds) == 1 else {}
+    choices = (
+        ["true", "false"] if single.get("type") == "boolean" else [str(kind) for kind in single.get("enum", ()) if kind]
+    )
+    default = schema.get("default")
+    return Field(
+        path,
+        name,
+        schema.get("description", ""),
+        "" if default is None else default if isinstance(default, str) else json.dumps(default),
+        choices,
+        is_text=single.get("type") == "string",
+        is_number=single.get("type") in ("number", "integer"),
+    )
+
+
+def search(group: Group, words: str, only_set: bool) -> None:
+    """Hide fields that are not set, or do not have each of the words in their paths or descriptions, in any case."""
+    wanted = words.casefold().split()
+    for inner in group.groups:
+        search(inner, words, only_set)
+    for field_ in group.fields:
+        text = f"{field_.path} {field_.about}".casefold()
+        field_.hidden = (only_set and not field_.is_set) or not all(word in text for word in wanted)
+    group.hidden = all(field_.hidden for field_ in group.all_fields())
+
+
+def with_item(text: str, path: str, given: str) -> str:
+    """The text with another item in a list of NEW_ITEMS, with a name of its own. CannotEdit where that has to be done
+    by hand, YamlError where the text is no YAML."""
+    new, keys = NEW_ITEMS[path], split_path(path)
+    there = value_at(parse_yaml(text).value, keys)
+    taken = {item.get(new.named) for item in there if isinstance(item, dict)} if isinstance(there, list) else set()
+    name = (
+        re.sub(r"[^a-z0-9]+", "-", given.rstrip("/").rpartition("/")[2].casefold())[:MAX_NAME].strip("-") or new.named
+    )
+    number = next(n for n in range(1, len(taken) + 2) if (f"{name}-{n}" if n > 1 else name) not in taken)
+    editor = YamlEditor(text)
+    editor.add_item(keys, {new.named: f"{name}-{number}" if number > 1 else name, new.given: given})
+    return editor.text()
+
+
+def without_item(text: str, typed: str, base: str, path: str) -> str:
+    """The text without an item of a list of NEW_ITEMS. typed: the text before the form's fields changed it. base: the
+    text that the form was filled from."""
+    above, _, number = path.rpartition(".")
+    keys = split_path(path)
+    if above not in NEW_ITEMS or not number.isdecimal():
+        raise CannotEdit("this is no item that the form removes")
+    if value_at(parse_yaml(typed).value, keys[:-1]) != value_at(parse_yaml(base).value, keys[:-1]):
+        raise CannotEdit("the list was changed meanwhile; press Check, then remove it")
+    editor = YamlEditor(text)
+    editor.remove(keys)
+    return editor.text()
+
 
 PATH = "/configuration"
 FIELD = "field:"  # before the path of each in the form

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cache.runs.training_run import SMOOTHED_STEPS, read_metrics
-from stages.pages.report.curves import make_curve, thin, trailing_mean
+from stages.pages.report.charts import make_curve, thin, trailing_mean
 
 WIDTH, HEIGHT = 1000, 200  # of the SVG's coordinates
 MAX_POINTS = 600  # of a line
