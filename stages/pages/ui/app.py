@@ -30,7 +30,7 @@ from schemas.errors import LatentpressError
 from schemas.text_format import split_lines
 from stages.maintenance.set_aside import SetAside, list_set_aside
 from stages.pages.html import TEMPLATES, render_template
-from stages.pages.ui.child_programs import ChildPrograms
+from stages.pages.ui.child_programs import FOLDER, ChildPrograms
 from stages.pages.ui.loss_curve import MetricsHistory
 from stages.pages.ui.thumbnail_files import ThumbnailFiles
 
@@ -56,7 +56,7 @@ class Site:
         self.programs = ChildPrograms(self.output, argv.argv())
         self.document_key = secrets.token_urlsafe(16)  # in the addresses of documents
         self.config_error: LatentpressError | None = None
-        self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output)
+        self.metrics, self.thumbnails = MetricsHistory(), ThumbnailFiles(self.output / FOLDER)
         self._build_status, self._lock = build_status, threading.Lock()
         self._status: Report | LatentpressError | None = None
         self._built, self._took = 0.0, 0.0

@@ -16,6 +16,7 @@ from schemas.config.pipeline import Config
 from stages.discovery.media_table import read_media_table
 from stages.maintenance.set_aside import list_set_aside
 from stages.pages.thumbnails import Located, read_thumbnails
+from stages.pages.ui.child_programs import FOLDER
 from stages.pages.ui.thumbnail_files import (
     MOST_MADE,
     NONE,
@@ -45,7 +46,7 @@ def run(
     items = _find_media(config, dataset, media_id) if media_id else _find_set_aside(config)
     if options.dry_run:
         return report
-    files, ids = ThumbnailFiles(Path(config.output)), list(items)
+    files, ids = ThumbnailFiles(Path(config.output) / FOLDER), list(items)
     made = set()
     with explained(str(files.folder)):
         make_folders(files.folder)

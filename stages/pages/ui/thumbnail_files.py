@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from stages.pages.ui.child_programs import FOLDER
-
 if TYPE_CHECKING:  # the page's own process needs no decoder
     from stages.maintenance.set_aside import SetAside
     from stages.pages.thumbnails import Located
@@ -39,8 +37,10 @@ def can_have_thumbnail(item: "Located") -> bool:
 
 
 class ThumbnailFiles:
-    def __init__(self, output: Path) -> None:
-        self.folder = output / FOLDER / "thumbnails"
+    """pages: the folder of the page in an output."""
+
+    def __init__(self, pages: Path) -> None:
+        self.folder = pages / "thumbnails"
 
     def find(self, name: str) -> Path | None:
         """The picture of this id; None where there is none, or is something else in its place."""
